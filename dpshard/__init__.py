@@ -1,0 +1,30 @@
+"""dpshard: train sharded PyTorch models with differential privacy by adding one object to the training script."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dpshard.errors import DpshardError
+
+if TYPE_CHECKING:
+    from dpshard.checkpoint.checkpointer import Checkpointer
+    from dpshard.engine import PrivacyEngine
+    from dpshard.logical_batch import LogicalBatch
+    from dpshard.replacements import replace_unsupported
+
+__version__ = "0.1.0"
+
+__all__ = ["Checkpointer", "DpshardError", "LogicalBatch", "PrivacyEngine", "__version__", "replace_unsupported"]
+
+_HOMES = {
+    "Checkpointer": "dpshard.checkpoint.checkpointer",
+    "LogicalBatch": "dpshard.logical_batch",
+    "PrivacyEngine": "dpshard.engine",
+    "replace_unsupported": "dpshard.replacements",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Late: `dpshard --help` does not wait for torch.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,149 @@
+"""Before a run: what it will cost, the noise that keeps it inside its budget, and the steps that fit one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import cast
+
+from scipy import optimize
+
+from dpshard.accounting.composition import DRAFTS, check_accountant, epsilon_of
+from dpshard.accounting.releases import Release, planned_releases
+from dpshard.config import AccountantName, check_delta, check_positive
+from dpshard.errors import AccountingError
+
+MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
+"""Noise multipliers among which calibration searches; below, epsilon of one step is in the hundreds."""
+SIGMA_TOLERANCE = 1e-5
+"""Relative distance of a calibrated noise multiplier from the smallest one that would do."""
+MAX_STEPS = 2**24
+"""Steps up to which `steps_for_epsilon` searches."""
+
+
+def compute_epsilon(
+    phases: Sequence[tuple[int, int]],
+    *,
+    noise_multiplier: float,
+    sample_size: int,
+    target_delta: float,
+    max_batch_size: int | None = None,
+    accountant: AccountantName = "pld",
+) -> float:
+    """Epsilon at `target_delta` of a run of `phases` [(expected batch size, steps), ...]; inf without noise."""
+    check_accountant(accountant)
+    check_delta(target_delta, sample_size)
+    plan = planned_releases(
+        phases, noise_multiplier=noise_multiplier, sample_size=sample_size, max_batch_size=max_batch_size
+    )
+    return epsilon_of(plan, target_delta, accountant)
+
+
+def calibrate_noise_multiplier(
+    phases: Sequence[tuple[int, int]],
+    *,
+    sample_size: int,
+    target_epsilon: float,
+    target_delta: float,
+    max_batch_size: int | None = None,
+    accountant: AccountantName = "pld",
+) -> float:
+    """The smallest noise multiplier, to SIGMA_TOLERANCE, at which a run of `phases` stays within the budget.
+
+    Conservative: epsilon at the returned value was computed and does not exceed `target_epsilon`. At least MIN_SIGMA.
+    Raises AccountingError if no amount of noise will do, by this accountant.
+    """
+    check_accountant(accountant)
+    check_positive("target_epsilon", target_epsilon)
+    check_delta(target_delta, sample_size)
+    # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and
+    # mu^2 = v (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
+    plan = planned_releases(phases, noise_multiplier=1.0, sample_size=sample_size, max_batch_size=max_batch_size)
+    variance = sum(steps * release.sampling_probability**2 for release, steps in plan)
+    log_term = -2 * math.log(target_delta)
+    mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
+    sigma = math.log1p(mu**2 / variance) ** -0.5
+    for method in (DRAFTS.get(accountant, accountant), accountant):
+
+        def epsilon_at(sigma: float, method: str = method) -> float:
+            counts = tuple((replace(release, noise_multiplier=sigma), steps) for release, steps in plan)
+            return epsilon_of(counts, target_delta, method)
+
+        sigma = _smallest_sigma(epsilon_at, target_epsilon, sigma)
+    return sigma
+
+
+def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
+    """The smallest sigma with epsilon_at(sigma) <= target_epsilon, to SIGMA_TOLERANCE; never one that is too small."""
+
+    @cache
+    def excess(log_sigma: float) -> float:
+        # Nearly linear; bounded, since root finders take no infinities.
+        return math.log(min(max(epsilon_at(math.exp(log_sigma)) / target_epsilon, 1e-3), 1e3))
+
+    least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
+    lo = hi = min(max(math.log(guess), least), most)
+    stride = 10 * SIGMA_TOLERANCE
+    # Epsilon falls at least like 1 / sigma, so a stride as long as the excess should reach the other side.
+    while excess(hi) > 0:
+        if hi >= most:
+            raise AccountingError(
+                f"No noise multiplier up to {MAX_SIGMA:g} has epsilon <= {target_epsilon:g} by this accountant. "
+                f"Allow a larger epsilon or delta, train for fewer steps, or take the accountant 'pld'."
+            )
+        stride = max(2 * stride, excess(hi))
+        lo, hi = hi, min(hi + stride, most)
+    while excess(lo) <= 0:
+        if lo <= least:
+            return MIN_SIGMA
+        stride = max(2 * stride, -excess(lo))
+        lo, hi = max(lo - stride, least), lo
+    root = cast(float, optimize.brentq(excess, lo, hi, xtol=SIGMA_TOLERANCE))
+    while excess(root) > 0:  # a root is as often a little too small as too large
+        root = min(root + SIGMA_TOLERANCE, hi)
+    return math.exp(root)
+
+
+def steps_for_epsilon(
+    batch_size: int,
+    *,
+    noise_multiplier: float,
+    sample_size: int,
+    target_epsilon: float,
+    target_delta: float,
+    max_batch_size: int | None = None,
+    accountant: AccountantName = "pld",
+) -> int:
+    """The largest number of steps that stays within the budget; 0 if one step is too much.
+
+    Raises AccountingError if more than MAX_STEPS fit.
+    """
+    check_accountant(accountant)
+    check_positive("target_epsilon", target_epsilon)
+    check_delta(target_delta, sample_size)
+    release = Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size)
+
+    def fits(steps: int) -> bool:
+        return epsilon_of(((release, steps),), target_delta, accountant) <= target_epsilon
+
+    limit = 1024
+    while (steps := largest_that_fits(fits, limit)) == limit:
+        if limit >= MAX_STEPS:
+            raise AccountingError(
+                f"More than {MAX_STEPS} steps fit epsilon = {target_epsilon:g}: the noise is far more than needed."
+            )
+        limit *= 2
+    return steps
+
+
+def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n in [0, limit] with fits(n), which holds up to some n and not after; fits(0) is not asked."""
+    if fits(limit):
+        return limit
+    few, many = 0, limit
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if fits(middle) else (few, middle)
+    return few

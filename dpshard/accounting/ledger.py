@@ -1,0 +1,120 @@
+"""What a run has released so far, what it costs, and whether one more release is within the budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dp_accounting import NeighboringRelation
+
+from dpshard.accounting.calibration import largest_that_fits
+from dpshard.accounting.composition import check_accountant, check_supported, epsilon_of
+from dpshard.accounting.releases import Counts, Release, relation_name, relation_of, rounded_up
+from dpshard.config import AccountantName, is_count
+from dpshard.errors import CheckpointError
+
+
+class PrivacyLedger:
+    """What was released so far, and what it costs."""
+
+    def __init__(self, accountant: AccountantName = "pld"):
+        check_accountant(accountant)
+        self.accountant: AccountantName = accountant
+        self._counts: Counter[Release] = Counter()
+        self._on_trust = 0  # releases of batches that the script drew itself
+        # Per budget (epsilon, delta): further releases that are known to fit it, all of them together.
+        self._allowances: dict[tuple[float, float], Counter[Release]] = {}
+
+    @property
+    def steps(self) -> int:
+        """Number of releases."""
+        return self._counts.total()
+
+    @property
+    def relation(self) -> str:
+        """Name of the neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
+        return relation_name(relation_of(self._counts))
+
+    def record(self, release: Release, *, on_trust: bool = False) -> None:
+        """Count a release; to be called by the code that releases it. AccountingError if it cannot be analysed.
+
+        `on_trust`: whether the script drew the batch, so that nobody here knows how it was sampled.
+        """
+        check_supported(release, self.accountant)
+        self._counts[release] += 1
+        self._on_trust += on_trust
+        for budget, allowance in list(self._allowances.items()):
+            allowance[release] -= 1
+            if allowance[release] < 0:
+                del self._allowances[budget]
+
+    def epsilon(self, delta: float) -> float:
+        """Epsilon at `delta` of everything released so far; pure, and remembered per content."""
+        return epsilon_of(tuple(self._counts.items()), delta, self.accountant)
+
+    def affords(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
+        """Whether epsilon stays within `target_epsilon` after one more `release`; cheap enough to ask at every step.
+
+        What remains of `plan`, the releases of the whole run, is tried first: a run that keeps to an affordable plan
+        costs one evaluation of epsilon. Else further releases of this kind are tried, twice as many each time, and
+        at the end the largest number that fits: some log2(steps) evaluations. What fits together fits in part, so
+        until all of that is used up the answer is one look at a counter.
+        """
+        check_supported(release, self.accountant)
+        budget = (target_epsilon, target_delta)
+        if budget in self._allowances and self._allowances[budget][release] > 0:
+            return True
+
+        def fits(more: Counter[Release]) -> bool:
+            if epsilon_of(tuple((self._counts + more).items()), target_delta, self.accountant) > target_epsilon:
+                return False
+            self._allowances[budget] = more
+            return True
+
+        rest = Counter(dict(plan)) - self._counts
+        if rest[release] > 0 and fits(rest):
+            return True
+        return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.steps, 1024)) > 0
+
+    def statement(self, delta: float, *, plan: Counts = ()) -> str:
+        """The guarantee in one sentence, epsilon rounded up; before any release, the relation is that of `plan`."""
+        note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
+        relation = relation_of(self._counts or [release for release, _ in plan])
+        cap = " with a cap" if relation is NeighboringRelation.REPLACE_SPECIAL else ""
+        trust = (
+            f" ({self._on_trust} of them of batches that the script fed, if it drew them so)" if self._on_trust else ""
+        )
+        return (
+            f"epsilon = {rounded_up(self.epsilon(delta))} at delta = {delta:g}, {relation_name(relation)} neighbours, "
+            f"{self.steps} releases under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain JSON; the accountant is not part of it, for it changes no fact."""
+        releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
+        return {"steps": self.steps, "on_trust": self._on_trust, "releases": releases}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the content by that of `state_dict()`; CheckpointError, and no change, if it is damaged."""
+        try:
+            counts: Counter[Release] = Counter()
+            for entry in state["releases"]:
+                fields = dict(entry)
+                count = fields.pop("count")
+                if not is_count(count):
+                    raise ValueError(f"a release has the count {count!r}")
+                counts[Release(**fields)] += count
+            if counts.total() != state["steps"]:
+                raise ValueError(f"{counts.total()} releases, but {state['steps']!r} steps")
+            on_trust = state["on_trust"]
+            if not (type(on_trust) is int and 0 <= on_trust <= counts.total()):
+                raise ValueError(f"{on_trust!r} releases on trust")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. "
+                f"Resume from an older checkpoint."
+            ) from error
+        self._counts, self._on_trust = counts, on_trust
+        self._allowances.clear()

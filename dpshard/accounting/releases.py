@@ -1,0 +1,125 @@
+"""What a step releases: all that its privacy depends on, in the terms of dp-accounting.
+
+[Note: Releases and relations]
+A step releases one noisy sum over a Poisson batch. `Release` holds all that its privacy depends on, and nothing else.
+Composition does not ask for order, so a ledger is a multiset of releases. Two data sets are neighbours if one has one
+sample more (add-or-remove-one). Under a cap another sample may take the freed place, which changes the sum by twice
+the clipping norm; such releases are analysed for a sample replaced by one that contributes zero (replace-special).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from dpshard.config import is_count, is_number
+from dpshard.errors import AccountingError, ConfigurationError
+
+Counts = tuple[tuple["Release", int], ...]
+"""Distinct releases, each with its positive number of times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One noisy sum over one Poisson batch: all that its privacy depends on."""
+
+    noise_multiplier: float
+    """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
+    sampling_probability: float
+    """Probability with which each sample is in the batch, in (0, 1]."""
+    sample_size: int
+    """Number of samples of the data set."""
+    max_batch_size: int | None = None
+    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
+            raise ConfigurationError(f"noise_multiplier={self.noise_multiplier!r}: it must be finite and at least 0.")
+        if not (is_number(self.sampling_probability) and 0 < self.sampling_probability <= 1):
+            raise ConfigurationError(
+                f"sampling_probability={self.sampling_probability!r}: it is (batch size) / (sample size), in (0, 1]."
+            )
+        for name, value in (("sample_size", self.sample_size), ("max_batch_size", self.max_batch_size)):
+            if not (is_count(value) or (name == "max_batch_size" and value is None)):
+                raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
+
+    @property
+    def relation(self) -> NeighboringRelation:
+        """The neighbouring relation under which the release is analysed; see [Note: Releases and relations]."""
+        return poisson_relation(self.max_batch_size)
+
+    def event(self) -> dp_accounting.DpEvent:
+        """The release in the terms of dp-accounting."""
+        if self.noise_multiplier == 0:
+            return dp_accounting.NonPrivateDpEvent()
+        if self.max_batch_size is None:
+            gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+            return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, gaussian)
+        return feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")(
+            dataset_size=self.sample_size,
+            sampling_probability=self.sampling_probability,
+            truncated_batch_size=self.max_batch_size,
+            noise_multiplier=self.noise_multiplier,
+        )
+
+    @property
+    def loss_deviation(self) -> float:
+        """Standard deviation of the privacy loss (plain Poisson), to leading order in q: q sqrt(e^(1/sigma^2) - 1).
+
+        Its root sum of squares over the steps is the mu of the central limit; Bu et al. 2020, "Deep learning with
+        Gaussian differential privacy", arXiv:1911.11607.
+        """
+        inverse_variance = self.noise_multiplier**-2 if self.noise_multiplier > 0.04 else math.inf
+        return self.sampling_probability * math.sqrt(math.expm1(inverse_variance))
+
+
+def planned_releases(
+    phases: Iterable[tuple[int, int]], *, noise_multiplier: float, sample_size: int, max_batch_size: int | None = None
+) -> Counts:
+    """The releases of a whole run; `phases` are (expected batch size, steps), as of `BatchSchedule.phases()`."""
+    counts: Counter[Release] = Counter()
+    for batch_size, steps in phases:
+        if not is_count(steps):
+            raise ConfigurationError(f"A phase of {steps!r} steps: the number of steps is a positive int.")
+        counts[Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size)] += steps
+    if not counts:
+        raise ConfigurationError("A run without steps: give at least one phase (batch_size, steps).")
+    return tuple(counts.items())
+
+
+def poisson_relation(max_batch_size: int | None) -> NeighboringRelation:
+    """The relation under which a Poisson batch with or without a cap is analysed."""
+    plain, capped = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL
+    return plain if max_batch_size is None else capped
+
+
+def relation_of(releases: Iterable[Release]) -> NeighboringRelation:
+    """The relation under which `releases` compose: that of a capped one, if there is any."""
+    capped = (release.relation for release in releases if release.max_batch_size is not None)
+    return next(capped, NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
+def relation_name(relation: NeighboringRelation) -> str:
+    """The relation for people: "add-or-remove-one" or "replace-special"."""
+    return relation.name.lower().replace("_", "-")
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """`value` to `digits` decimals, rounded up: a printed epsilon or sigma must not promise more than the real one."""
+    if not math.isfinite(value):
+        return "infinity (not private)"
+    # What is further behind is the error of writing it in binary: 1.1 is to stay 1.1.
+    return f"{math.ceil(round(value * 10**digits, 6)) / 10**digits:.{digits}f}"
+
+
+def feature(module: Any, name: str) -> Any:
+    """`module.name`, or AccountingError where the installed dp-accounting is too old to have it."""
+    if not hasattr(module, name):
+        raise AccountingError(f"The installed dp-accounting lacks {name}, which a capped batch needs: upgrade it.")
+    return getattr(module, name)

@@ -1,0 +1,119 @@
+"""What DeepSpeed may be configured to do under differential privacy, and what it may not, and why."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.optim import Optimizer
+
+from dpshard.errors import ConfigurationError, UnsupportedOptimizerError
+
+_TESTED = (0, 19)
+
+_KNOWN = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
+"""DeepSpeed's wrappers around the optimizer whose partitions are known."""
+
+
+def is_model_engine(model: nn.Module) -> bool:
+    """Whether `model` is what deepspeed.initialize() returns, without importing DeepSpeed."""
+    return any(
+        kind.__name__ == "DeepSpeedEngine" and kind.__module__.partition(".")[0] == "deepspeed"
+        for kind in type(model).__mro__
+    )
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether DeepSpeed has partitioned parameters of `model`."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
+
+
+def refuse_unsupported(model_engine: Any) -> int:
+    """The ZeRO stage (1, 2 or 3); ConfigurationError for what cannot be private, or was not proved to be exact."""
+    version = metadata.version("deepspeed")
+    if tuple(map(int, version.split(".")[:2])) < _TESTED:
+        raise ConfigurationError(
+            f"DeepSpeed {version} is older than {'.'.join(map(str, _TESTED))}, whose partitions and hooks are known. "
+            f"Install a newer one."
+        )
+    stage = int(model_engine.zero_optimization_stage())
+    for reason in _reasons(model_engine, stage):
+        raise ConfigurationError(f"DeepSpeed: {reason}")
+    _refuse_optimizer(model_engine.optimizer.optimizer)
+    require_no_accumulation(model_engine)
+    return stage
+
+
+def require_no_accumulation(model_engine: Any) -> None:
+    """Raise ConfigurationError if DeepSpeed divides losses by a number of micro-batches."""
+    steps = model_engine.gradient_accumulation_steps()
+    if steps != 1:
+        raise ConfigurationError(
+            f'DeepSpeed: "gradient_accumulation_steps": {steps} divides every loss by {steps} before gradients are '
+            f"clipped, and Poisson batches have no fixed number of micro-batches. Set it to 1: micro-batches "
+            f"accumulate by themselves until model_engine.step()."
+        )
+
+
+def _reasons(engine: Any, stage: int) -> list[str]:
+    zero = engine.optimizer
+    found = []
+    if engine.pipeline_parallelism:
+        found.append("a PipelineEngine runs forward and backward by itself, in pieces of its own; use ZeRO alone.")
+    if engine.has_moe_layers:
+        found.append(
+            "MoE layers of DeepSpeed route samples of all ranks to shared experts, up to a capacity, so samples have "
+            "no gradients of their own."
+        )
+    if max(engine.mp_world_size, engine.sequence_parallel_size) > 1:
+        found.append("tensor and sequence parallelism split one sample over ranks; only data parallelism is supported.")
+    if stage not in (1, 2, 3):
+        found.append('stage 0 is plain data parallelism. Set "zero_optimization": {"stage": 1}, or use DDP.')
+    if engine.fp16_enabled():
+        found.append(
+            "fp16 scales the loss before gradients are clipped, and drops steps that overflow, after the noise was "
+            'paid for. Set "fp16": {"enabled": false} and "bf16": {"enabled": true}: bf16 needs no scaling.'
+        )
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16:
+        found.append('torch_autocast in float16 scales the loss. Set "torch_autocast": {"dtype": "bfloat16"}.')
+    if engine.gradient_clipping() != 0:
+        found.append(
+            f'"gradient_clipping": {engine.gradient_clipping()} (1.0 if it is left out) asks for a gradient rescaled '
+            f"by its norm, but the private gradient takes its place only after that. Set it to 0.0; every sample is "
+            f"clipped by max_grad_norm."
+        )
+    if engine.is_deepcompile_enabled():
+        found.append("DeepCompile rewrites forward and backward. Switch it off, or compile blocks by torch.compile.")
+    if stage and type(zero).__name__ not in _KNOWN:
+        found.append(
+            f"the optimizer is a {type(zero).__name__}; known are {', '.join(_KNOWN)}: no ZenFlow, no SuperOffload, no "
+            f"MiCS, and an optimizer must be given to deepspeed.initialize()."
+        )
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
+    if any(offload is not None and offload.device == "nvme" for offload in offloads):
+        found.append("offload to NVMe is not supported; offload to the CPU is.")
+    if engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights():
+        found.append("hpZ partitions and quantized weights (ZeRO++) are not supported; plain ZeRO-3 is.")
+    if stage == 3 and any(_is_compiled(module) for module in engine.module.modules()):
+        found.append("compiled modules do not see the parameters that ZeRO-3 gathers. Use stage 1 or 2, or eager mode.")
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} is no torch.optim.Optimizer, so nothing tells when it steps. Derive it from that class."
+        )
+    if "muon" in kind.__name__.lower():
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__}: DeepSpeed applies Muon to gradients before the optimizer's step, where the private "
+            f"gradient is not there yet. Choose Adam or AdamW."
+        )

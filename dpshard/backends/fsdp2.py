@@ -1,0 +1,368 @@
+"""FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise live in shards.
+
+[Note: From clipped sums to shards]
+Anchors differentiate the sharded parameters, whatever the clipping style, and what FSDP reduces stays empty. The
+clipped sums of a unit (the parameters that FSDP gathers and frees together) fill one bucket in float32 or wider, and
+as soon as the last of them is in, one reduce-scatter takes it to the shards, while the sums of the next unit are
+computed. So the collectives are those of FSDP, one a unit, but
+- the sum over ranks is a sum, never a mean: the sensitivity is that of the sum;
+- nothing is rounded to the dtype of the parameters before the noise is in. FSDP would take the gradients of a bfloat16
+  forward in bfloat16, and rounding can move the sum by more than one sample does;
+- all ranks reduce all units in one fixed order, also units whose layers did not run here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dpshard.backends.collectives import from_rank_0, reduce_scatter
+from dpshard.backends.local import WIDE, LocalBackend
+from dpshard.backends.ranks import stacked
+from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """One FSDP unit: the parameters that are gathered, freed and reduced together."""
+
+    module: nn.Module
+    places: tuple[tuple[nn.Module, str, str], ...]
+    """(owning module, attribute, name) of each of its parameters; a shared parameter has several places."""
+    names: tuple[str, ...]
+
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
+        state = self.module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return all(group is None or group.reduce_grads for group in groups)
+
+
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """The reductions of one backward pass: a queue of units, in an order that all ranks share."""
+
+    waiting: list[Unit]
+    """Units that were not reduced yet, in the order in which they will be."""
+    arrived: set[str] = field(default_factory=set)
+    """Names of the parameters whose clipped sum is in, or will not come."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Clipped sums [whole shape] of units that are not the next one."""
+    bucket: Tensor | None = None
+    """Of the next unit, [ranks, elements of a rank's padded shards]: it fills sum by sum, so none is held twice."""
+    running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
+    """Unit, its shards, the bucket that they come from, and the reduction in flight: one at a time."""
+
+
+class FSDP2Backend(LocalBackend):
+    """Gradients of a model on which `fully_shard` was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.mesh = _mesh(self.parameters)
+        self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
+        self._unit_of_module = {unit.module: unit for unit in self.units}
+        self.whole: dict[str, Tensor] = {}
+        """The unsharded parameters by name, as last seen in the forward of their unit."""
+        self.differentiated: Mapping[str, Tensor] = self.whole
+        self._reduction: _Reduction | None = None
+        self._unreduced: dict[str, Tensor] = {}  # sums of backward passes that were told not to reduce
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that share the data."""
+        return dist.get_rank(self._group())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        return self.mesh.size()
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh._flatten().get_group()
+
+    def _knows(self, name: str, parameter: nn.Parameter) -> bool:
+        # FSDP swaps the attributes of a module while it runs.
+        return self.parameters.get(name) is parameter or self.whole.get(name) is parameter
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def gathers(self, module: nn.Module) -> bool:
+        """See LocalBackend."""
+        return isinstance(module, FSDPModule)
+
+    def gather(self, module: nn.Module) -> None:
+        """See LocalBackend."""
+        assert isinstance(module, FSDPModule)
+        module.unshard()
+
+    def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole parameters of the unit whose forward begins."""
+        unit = self._unit_of_module.get(module)
+        for owner, attribute, name in unit.places if unit is not None else ():
+            parameter = owner._parameters[attribute]
+            assert parameter is not None
+            if self.whole.get(name) is not parameter:
+                self.whole[name] = parameter
+                self._handles.append(parameter.register_hook(self._guard(name)))
+            yield name, parameter
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
+        """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
+        self._begin()
+        self._require_untouched(names)
+        if self._reduction is None:
+            self._reduction = _Reduction([unit for unit in reversed(self.units) if unit.names])
+        reduction, asked = self._reduction, set(names)
+        for unit in list(reduction.waiting):
+            for name in unit.names:
+                if name in asked:
+                    self._collect(reduction, unit, name, take(name))
+            self._launch_complete(reduction)
+        return [None] * len(names)
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def check(_: Tensor) -> None:
+            # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
+            if not self._is_untouched(name):
+                raise UnsupportedParameterError(
+                    f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
+                    f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
+                    f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
+                    f"let training use parameters in forward alone."
+                )
+
+        return check
+
+    def _collect(self, reduction: _Reduction, unit: Unit, name: str, total: Tensor | None) -> None:
+        """Take in the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
+        reduction.arrived.add(name)
+        if total is None:
+            return
+        if not unit.reduces():
+            held = self._unreduced.get(name)
+            self._unreduced[name] = total if held is None else held + total
+        elif unit is reduction.waiting[0]:
+            self._fill(reduction, name, total)
+        else:
+            reduction.sums[name] = total
+
+    def _launch_complete(self, reduction: _Reduction) -> None:
+        while reduction.waiting and reduction.arrived.issuperset(reduction.waiting[0].names):
+            unit = reduction.waiting[0]
+            if unit.reduces():
+                launched = self._reduce_scatter(reduction)
+                self._finish(reduction)
+                reduction.running = launched
+            del reduction.waiting[0]
+            for name in reduction.waiting[0].names if reduction.waiting else ():
+                if name in reduction.sums:
+                    self._fill(reduction, name, reduction.sums.pop(name))
+
+    def _begin(self) -> None:
+        if torch._C._current_graph_task_id() != self._backward:
+            self._reduction = None  # of a backward pass that failed
+        super()._begin()
+
+    def _end(self) -> None:
+        super()._end()
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        for unit in reduction.waiting:
+            reduction.arrived.update(unit.names)  # a layer that did not run here may have run elsewhere
+        self._launch_complete(reduction)
+        self._finish(reduction)
+
+    def _finish(self, reduction: _Reduction) -> None:
+        if reduction.running is None:
+            return
+        unit, shards, _, work = reduction.running
+        reduction.running = None
+        work.wait()
+        for group in self._replica_groups():
+            dist.all_reduce(shards, group=group)
+        with torch.no_grad():
+            for name, columns in self._columns(unit):
+                local = self._local(self.parameters[name])
+                self._accumulate(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
+
+    def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
+        """Where the padded shards of the parameters of a unit lie in a row of its bucket."""
+        start = 0
+        for name in unit.names:
+            stop = start + self._rows(name) * self.parameters[name].shape[1:].numel()
+            yield name, slice(start, stop)
+            start = stop
+
+    def _bucket(self, reduction: _Reduction) -> Tensor:
+        """The bucket of the next unit."""
+        if reduction.bucket is None:
+            unit = reduction.waiting[0]
+            width = max(columns.stop for _, columns in self._columns(unit))
+            dtypes = (self.parameters[name].dtype for name in unit.names)
+            dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            reduction.bucket = torch.zeros(self._shard_mesh().size(), width, dtype=dtype, device=self._device())
+        return reduction.bucket
+
+    def _fill(self, reduction: _Reduction, name: str, total: Tensor) -> None:
+        columns = dict(self._columns(reduction.waiting[0]))[name]
+        _add_chunks(self._bucket(reduction)[:, columns], total, self._rows(name))
+
+    def _reduce_scatter(self, reduction: _Reduction) -> tuple[Unit, Tensor, Tensor, dist.Work]:
+        """Start the one reduce-scatter of the next unit, bucket -> shards."""
+        unit, bucket = reduction.waiting[0], self._bucket(reduction)
+        reduction.bucket = None
+        for name, columns in self._columns(unit):
+            held = self._unreduced.pop(name, None)
+            if held is not None:
+                _add_chunks(bucket[:, columns], held, self._rows(name))
+        shards = bucket.new_empty(bucket.shape[1])
+        work = reduce_scatter(shards, bucket.view(-1), group=self._shard_mesh().get_group(), async_op=True)
+        assert work is not None
+        return unit, shards, bucket, work
+
+    def _accumulate(self, name: str, shard: Tensor) -> None:
+        """Add a rank's part of a clipped sum to `.grad`, or to the wide sum of a half-precision parameter."""
+        parameter = self.parameters[name]
+        if not parameter.requires_grad:  # frozen since
+            return
+        self._require_untouched((name,))  # also for a layer that did not run here, so that nobody has asked yet
+        shard = shard.to(self._local(parameter).device)
+        if parameter.dtype in WIDE:
+            if parameter.grad is None:
+                # A copy: the bucket is freed, and what follows in it belongs to other parameters.
+                self._assign(parameter, shard.to(parameter.dtype, copy=True))
+            else:
+                self._local(parameter.grad).add_(shard)
+        else:
+            wide = self._wide_sums.get(name)
+            self._wide_sums[name] = shard.clone() if wide is None else wide.add_(shard)
+            if parameter.grad is None:
+                self._assign(parameter, torch.zeros_like(self._local(parameter)))
+        self._remember(name)
+
+    # --- shards -----------------------------------------------------------------------------------------------------
+
+    def _shard_mesh(self) -> DeviceMesh:
+        if self.mesh.ndim == 1:
+            return self.mesh
+        placements = next(iter(self.parameters.values())).placements  # type: ignore[attr-defined]
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[next(i for i, p in enumerate(placements) if isinstance(p, Shard))]]
+
+    def _replica_groups(self) -> Iterator[dist.ProcessGroup]:
+        """The groups of ranks that hold the same shard (HSDP)."""
+        if self.mesh.ndim > 1:
+            for name in self.mesh.mesh_dim_names or ():
+                if (name,) != self._shard_mesh().mesh_dim_names:
+                    yield self.mesh[name].get_group()
+
+    def _rows(self, name: str) -> int:
+        """Rows of a padded shard; the last ranks hold fewer, or none."""
+        return -(-self.parameters[name].shape[0] // self._shard_mesh().size())
+
+    def _local(self, x: Tensor) -> Tensor:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def _start(self, name: str) -> int:
+        shape = self.parameters[name].shape
+        return min(shape[0], self._rows(name) * self._shard_mesh().get_local_rank()) * shape[1:].numel()
+
+    def _assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        p = parameter
+        assert isinstance(p, DTensor)
+        parameter.grad = DTensor.from_local(
+            gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+    def _over_shards(self, x: Tensor) -> Tensor:
+        x = x.to(self._device())
+        dist.all_reduce(x, group=self._shard_mesh().get_group())
+        return x.cpu()
+
+    def complete_sums(self) -> None:
+        """See LocalBackend; LogicalBatchError if the last micro-batch was not reduced."""
+        if self._unreduced:
+            raise LogicalBatchError(
+                f"The clipped sum of {next(iter(self._unreduced))} was not reduced over ranks: "
+                f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
+            )
+
+    def _forget_sums(self) -> None:
+        super()._forget_sums()
+        self._unreduced.clear()
+
+    def share(self, secret: bytes) -> bytes:
+        """See LocalBackend."""
+        return from_rank_0(secret, self._group(), self._device())
+
+    def stack(self, x: Tensor) -> Tensor:
+        """See LocalBackend."""
+        return stacked(x, self._group(), self._device())
+
+    def _device(self) -> torch.device:
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
+    """Add a whole sum to its columns of a bucket [ranks, columns]: shard r of dimension 0 to row r."""
+    full = total.shape[0] // rows_per_rank  # ranks whose shard is not cut short
+    rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
+    rest = total[full * rows_per_rank :]
+    if len(rest):
+        rows[full, : rest.numel()] += rest.reshape(-1)
+
+
+def _mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh:
+    """The one mesh of all parameters; ConfigurationError for placements that dpshard does not know."""
+    whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if whole:
+        raise ConfigurationError(
+            f"{whole[0]} is not sharded, so ranks would update it apart. Call fully_shard on the root module too."
+        )
+    # By value: without mesh=, each call of fully_shard makes one of its own over all ranks.
+    meshes = {p.device_mesh for p in parameters.values() if isinstance(p, DTensor)}
+    if len(meshes) != 1:
+        raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
+    (mesh,) = meshes
+    for name, p in parameters.items():
+        assert isinstance(p, DTensor)
+        shards = [placement for placement in p.placements if not isinstance(placement, Replicate)]
+        if shards != [Shard(0)]:
+            raise ConfigurationError(
+                f"{name} is placed as {p.placements}; dpshard knows parameters sharded along dimension 0, on one "
+                f"mesh dimension, and replicated on the others (HSDP)."
+            )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ConfigurationError("A hybrid-sharded mesh needs names: init_device_mesh(..., mesh_dim_names=...).")
+    return mesh
+
+
+def _units(model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:
+    """The FSDP units of a model, outermost first."""
+    taken: set[int] = set()
+    found: list[Unit] = []
+    for module in reversed(list(model.modules())):
+        if not isinstance(module, FSDPModule):
+            continue
+        places = []
+        for owner in module.modules():
+            for attribute, parameter in owner._parameters.items():
+                if parameter is not None and id(parameter) in names and id(parameter) not in taken:
+                    places.append((owner, attribute, names[id(parameter)]))
+        taken.update(id(owner._parameters[attribute]) for owner, attribute, _ in places)
+        found.append(Unit(module, tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
+    yield from reversed(found)

@@ -1,0 +1,99 @@
+"""What a run may spend: the noise that its budget asks for, and the ledger, held against its plan at every step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from dpshard.accounting import (
+    PrivacyLedger,
+    Release,
+    calibrate_noise_multiplier,
+    check_supported,
+    planned_releases,
+    rounded_up,
+)
+from dpshard.config import AccountantName, BatchSchedule, Mechanism, check_delta, check_positive, is_number
+from dpshard.errors import BudgetExceededError, ConfigurationError
+
+
+class Budget:
+    """The releases of a planned run: those that were made, and whether the next one may be."""
+
+    def __init__(self, mechanism: Mechanism, *, may_exceed: bool) -> None:
+        self.mechanism = mechanism
+        self.ledger = PrivacyLedger(mechanism.accountant)
+        self.may_exceed = may_exceed
+        """Whether a step over the budget is warned of rather than refused."""
+        self._warned = False
+        self._plan = planned_releases(
+            mechanism.schedule.phases(),
+            noise_multiplier=mechanism.noise_multiplier,
+            sample_size=mechanism.sample_size,
+            max_batch_size=mechanism.max_batch_size,
+        )
+
+    def statement(self) -> str:
+        """The guarantee reached so far, in one sentence."""
+        return self.ledger.statement(self.mechanism.target_delta, plan=self._plan)
+
+    def next_release(self) -> Release:
+        """The release of the next step; BudgetExceededError, or a warning, if it would pass target_epsilon."""
+        mechanism, step = self.mechanism, self.ledger.steps
+        release = Release(
+            mechanism.noise_multiplier,
+            mechanism.schedule[step] / mechanism.sample_size,
+            mechanism.sample_size,
+            mechanism.max_batch_size,
+        )
+        target, delta = mechanism.target_epsilon, mechanism.target_delta
+        if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
+            return release
+        message = (
+            f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "
+            f"{rounded_up(self.ledger.epsilon(delta))} is spent after {step} steps (planned: "
+            f"{mechanism.schedule.steps})."
+        )
+        if not self.may_exceed:
+            raise BudgetExceededError(f"{message} Stop here, or plan more steps from the start of a run.")
+        if not self._warned:
+            warnings.warn(f"{message} Going on, since on_budget='continue'.", stacklevel=3)
+            self._warned = True
+        return release
+
+
+def noise_multiplier_for(
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    schedule: BatchSchedule,
+    sample_size: int,
+    cap: int | None,
+    accountant: AccountantName,
+) -> float:
+    """The noise multiplier that was given, or the smallest one that keeps the run within target_epsilon.
+
+    Raises ConfigurationError unless exactly one of the two is given, and sound.
+    """
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ConfigurationError("Give exactly one of target_epsilon= and noise_multiplier=.")
+    if target_epsilon is not None:
+        check_positive("target_epsilon", target_epsilon)
+        return calibrate_noise_multiplier(
+            schedule.phases(),
+            sample_size=sample_size,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            max_batch_size=cap,
+            accountant=accountant,
+        )
+    assert noise_multiplier is not None
+    check_delta(target_delta, sample_size)
+    if not (is_number(noise_multiplier) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise ConfigurationError(f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above.")
+    check_supported(Release(float(noise_multiplier), schedule[0] / sample_size, sample_size, cap), accountant)
+    if noise_multiplier == 0:
+        warnings.warn(
+            "noise_multiplier=0: NO NOISE is added, the training is NOT private (epsilon is infinite).", stacklevel=3
+        )
+    return float(noise_multiplier)

@@ -1,0 +1,9 @@
+"""Saving and resuming: the sealed state of an engine, and `dpshard.Checkpointer` for a whole training.
+
+`Checkpointer` lives in dpshard.checkpoint.checkpointer: the engine, which needs `pack` and `unpack`, does not wait for
+torch.distributed.checkpoint.
+"""
+
+from dpshard.checkpoint.sealed import pack, unpack
+
+__all__ = ["pack", "unpack"]

@@ -1,0 +1,64 @@
+"""The state of an engine as plain values, sealed so that damage and foreign states are noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from dpshard.config import Mechanism
+from dpshard.errors import CheckpointError
+
+FORMAT = 1
+
+
+def pack(mechanism: Mechanism, secret: bytes, ledger: dict[str, Any]) -> dict[str, Any]:
+    """A JSON-able state: format, mechanism, run secret (hex), ledger, and a digest over all of it."""
+    state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), "ledger": ledger}
+    return {**state, "digest": _digest(state)}
+
+
+def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any]]:
+    """Run secret and ledger of a packed state; CheckpointError if it is damaged or of another mechanism."""
+    try:
+        body = {key: value for key, value in state.items() if key != "digest"}
+        if state["format"] != FORMAT:
+            raise CheckpointError(
+                f"The checkpoint has format {state['format']!r}, this version of dpshard reads format {FORMAT}."
+            )
+        sound = state["digest"] == _digest(body)
+        secret, ledger, saved = bytes.fromhex(state["secret"]), state["ledger"], dict(state["mechanism"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"This is no state of a PrivacyEngine ({type(error).__name__}: {error}).") from error
+    if not sound or len(secret) != 32:
+        raise CheckpointError(
+            "The state of the privacy engine was damaged or altered: its digest does not match. Resume from an older "
+            "checkpoint; going on would forget spent budget or release a step twice."
+        )
+    own = json.loads(json.dumps(_plain(mechanism)))
+    saved = json.loads(json.dumps(saved))
+    changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
+    if changed:
+        shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)
+        raise CheckpointError(
+            f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the run "
+            f"that is resumed, or start a new run with a budget of its own."
+        )
+    return secret, ledger
+
+
+def _plain(mechanism: Mechanism) -> dict[str, Any]:
+    plain = asdict(mechanism)
+    plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
+    plain["clipping_groups"] = [list(names) for names in mechanism.clipping_groups]
+    return plain
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,179 @@
+"""Reading and writing with torch.distributed.checkpoint, without executing anything that a file says.
+
+torch.distributed.checkpoint keeps tensors, each rank its shards, and pickles whatever is no tensor, and a table of
+contents. A pickle can run code when it is read, so these are first read by unpicklers that know plain values alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dpshard.backends.ranks import Ranks
+from dpshard.errors import CheckpointError, DpshardError
+
+State = dict[str, Any]
+"""Nested dicts with strings as keys; tensors, DTensors and `pack`ed values as leaves."""
+
+
+def pack(value: Any) -> bytes:
+    """Plain values and ordinary tensors as bytes; CheckpointError for what could not be read back safely."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    unpack(stream.getvalue())
+    return stream.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """What was packed; tensors on the CPU."""
+    try:
+        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"A checkpoint holds tensors and plain values alone: {reason}") from error
+
+
+def write(state: State, folder: Path, ranks: Ranks) -> None:
+    """Have every rank write its part of `state`."""
+    _know_that_one_process_suffices(ranks)
+    with _explained(f"The checkpoint {folder} cannot be written"):
+        dcp.save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
+
+
+def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
+    """Copy `state` now, and write it in a thread; `finished` waits for the future."""
+    _know_that_one_process_suffices(ranks)
+    # Not a writer of our own: the stager that comes with it would alias tensors that are on the CPU already.
+    future = dcp.async_save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
+    assert isinstance(future, Future)
+    return future
+
+
+def finished(future: Future[Any], folder: Path) -> None:
+    """Wait until a checkpoint is written; CheckpointError if it could not be."""
+    with _explained(f"The checkpoint {folder} cannot be written"):
+        future.result()
+
+
+def contents(folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint holds, by name: descriptions of tensors, and of bytes."""
+    with _explained(f"The checkpoint {folder} cannot be read"):
+        return _Reader(folder).read_metadata().state_dict_metadata
+
+
+def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
+    """Read what `state` names into its tensors, and in the place of other values.
+
+    Raises CheckpointError, before a tensor is touched, if a name is missing, a shape differs, or, unless `partly`, the
+    checkpoint holds more.
+    """
+    _know_that_one_process_suffices(ranks)
+    with _explained(f"The checkpoint {folder} cannot be read"):
+        dcp.load(
+            state,
+            storage_reader=_Reader(folder),
+            planner=_Planner(partly),
+            process_group=ranks.group,
+            no_dist=ranks.alone,
+        )
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            _TableOfContents(file).load()
+        return super().read_metadata(*args, **kwargs)
+
+
+class _TableOfContents(pickle.Unpickler):
+    ALLOWED = frozenset(
+        {
+            "torch.Size",
+            "torch.serialization._get_layout",
+            "torch.distributed.checkpoint.filesystem._StorageInfo",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one of a table of contents."""
+        found = super().find_class(module, name)
+        dtype = module == "torch" and isinstance(found, torch.dtype)
+        described = module == "torch.distributed.checkpoint.metadata" and isinstance(found, type)
+        if dtype or described or f"{module}.{name}" in self.ALLOWED:
+            return found
+        raise CheckpointError(f"The table of contents of the checkpoint asks for {module}.{name}: it is not read.")
+
+
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, partly: bool) -> None:
+        super().__init__()
+        self.partly = partly
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read a value that is no tensor."""
+        unpack(value.getvalue())
+        super().load_bytes(read_item, value)
+
+    def create_local_plan(self) -> Any:
+        """Compare with what was saved."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        more = [] if self.partly else sorted(saved.keys() - self.state_dict.keys())
+        if more:
+            raise CheckpointError(
+                f"{more[0]} is in the checkpoint, but not here: it belongs to another model, optimizer or set of named "
+                f"objects."
+            )
+        for name, own in self.state_dict.items():
+            if name not in saved:
+                raise CheckpointError(
+                    f"{name} is not in the checkpoint: it belongs to another model, optimizer or set of named objects."
+                )
+            described = saved[name]
+            if isinstance(own, torch.Tensor) != isinstance(described, TensorStorageMetadata) or (
+                isinstance(described, TensorStorageMetadata)
+                and (described.size, described.properties.dtype) != (own.size(), own.dtype)
+            ):
+                raise CheckpointError(
+                    f"{name} does not fit: saved {_spoken(described)}, now "
+                    f"{f'{tuple(own.shape)} {own.dtype}' if isinstance(own, torch.Tensor) else type(own).__name__}."
+                )
+        return super().create_local_plan()
+
+
+def _spoken(described: Any) -> str:
+    if isinstance(described, TensorStorageMetadata):
+        return f"{tuple(described.size)} {described.properties.dtype}"
+    return "no tensor"
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # no Exception, but a BaseException: one error for each rank that failed
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, DpshardError):
+            raise cause from None
+        raise CheckpointError(f"{what} (rank {rank}): {cause!r}") from cause
+    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{what}: {error}") from error
+
+
+def _know_that_one_process_suffices(ranks: Ranks) -> None:
+    if ranks.alone:  # no block around the call: filters are those of the whole process, and a thread may be writing
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -1,0 +1,27 @@
+"""How figures are written, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+NEIGHBOURS = {
+    "add-or-remove-one": "data sets that differ by one sample, which one of them has and the other has not",
+    "replace-special": "data sets of which one holds a blank, which contributes nothing, in the place of one sample",
+}
+"""The neighbouring relations of dpshard.accounting, in words."""
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """`value` as strict JSON, which knows neither NaN nor infinity: they become null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,211 @@
+"""`dpshard plan`: what a private step costs on many ranks, counted on one core without any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from dpshard.cli import console, plots
+from dpshard.cli.formats import to_json
+from dpshard.cli.run_folder import write_atomically
+from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
+
+if TYPE_CHECKING:
+    from dpshard.planner import Clipping, Plan
+
+GIB = 2**30
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, or hf:NAME_OR_PATH, a transformers configuration (name, "
+            "folder, or config.json)."
+        ),
+    ] = "gpt-100b",
+    ranks: Annotated[int, typer.Option(help="Number of GPUs.")] = 256,
+    shard: Annotated[
+        Literal["ddp", "zero2", "fsdp2", "hsdp"],
+        typer.Option(
+            help="ddp: nothing is sharded (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
+            "fsdp2: all is sharded (stage 3); hsdp: sharded in a node, replicated over nodes."
+        ),
+    ] = "fsdp2",
+    node: Annotated[int, typer.Option(help="GPUs of a node, the shards of hsdp.")] = 8,
+    micro_batch: Annotated[int, typer.Option(help="Samples of a rank in one forward.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a rank in one step.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sample (pixels along a side). [dim]\\[default: the model's][/]")
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Compute activations again in backward.")
+    ] = False,
+    precision: Annotated[
+        Literal["bf16", "fp32"], typer.Option(help="Of forward and backward; reduced and updated in float32.")
+    ] = "bf16",
+    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Whose states are counted.")] = "adamw",
+    clipping: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STYLE[:MODE]",
+            help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
+            "may be repeated. [dim]\\[default: the first three, and all-layer:mixed-ghost][/]",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GiB of a GPU: says what fits, and the largest micro-batches.")
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,
+) -> None:
+    """Count what a private training step would cost on many GPUs: collectives, FLOPs and peak memory, on one core.
+
+    The real step runs, on tensors without values: nothing is estimated by formula but the lines that say so.
+
+    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
+    """
+    with console.err.status("loading ...") as status:
+        from dpshard.planner import DEFAULT_CLIPPINGS, Setup, make_plan
+        from dpshard.planner.advice import advise
+
+        setup = Setup(
+            model=model, ranks=ranks, shard=shard, node=node, micro_batches=micro_batches, seq=seq,
+            checkpointing=checkpointing, precision=precision, optimizer=optimizer,
+        )  # fmt: skip
+        chosen = _parse(clipping) if clipping else DEFAULT_CLIPPINGS
+        begun = time.monotonic()
+        plan = make_plan(
+            setup,
+            micro_batch=micro_batch,
+            clippings=chosen,
+            gpu_memory=gpu_memory,
+            report=lambda what: status.update(f"{what} ..."),
+        )
+        seconds = time.monotonic() - begun
+        advice = advise(plan)
+    if as_json is not None:
+        write_atomically(as_json, to_json(_figures(plan, advice, seconds), 2).encode())
+    if plot is not None:
+        draw(plan, plot)
+    _print(plan, advice, seconds)
+
+
+def _parse(clippings: Sequence[str]) -> list[Clipping]:
+    from dpshard.planner import Clipping
+
+    found = []
+    for text in clippings:
+        style, _, mode = text.partition(":")
+        check_choice("clipping", style, get_args(ClippingStyle))
+        check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
+        found.append(Clipping(style, mode or "auto"))
+    return found
+
+
+def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
+    from dpshard.planner.meter import PARTS
+
+    setup = plan.setup
+    precision = "bfloat16, reduced in float32" if setup.precision == "bf16" else "float32"
+    again = "activations computed again" if setup.checkpointing else "activations kept"
+    console.out.print(
+        f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
+        f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples a rank and step, {precision}, {again}"
+    )
+    table = Table(title="A step of one rank", title_justify="left")
+    table.add_column("")
+    table.add_column("TFLOP", justify="right")
+    table.add_column("peak GiB", justify="right", style="bold")
+    for part in PARTS:
+        table.add_column(part, justify="right", style="dim")
+    kinds = [
+        kind
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        if any(e.sent(kind).nbytes > 1024 for e in plan.estimates)
+    ]
+    for kind in kinds:
+        table.add_column(f"{kind}\n(calls) GiB", justify="right")
+    if plan.gpu_memory is not None:
+        table.add_column(f"largest\nmicro-batch\nin {plan.gpu_memory / GIB:g} GiB", justify="right", style="bold green")
+    for estimate in plan.estimates:
+        sent = [estimate.sent(kind) for kind in kinds]
+        row = [
+            estimate.label,
+            f"{estimate.flops / 1e12:,.1f}",
+            f"{estimate.peak / GIB:,.1f}",
+            *(f"{estimate.parts[part] / GIB:,.1f}" for part in PARTS),
+            *(f"({traffic.calls:,}) {traffic.nbytes / GIB:,.1f}" for traffic in sent),
+        ]
+        if plan.gpu_memory is not None:
+            row.append("none" if not estimate.largest_micro_batch else f"{estimate.largest_micro_batch:,}")
+        table.add_row(*row)
+    console.out.print(table)
+    states = "; ".join(f"{stage} {size / GIB:,.1f}" for stage, size in plan.model_states.items())
+    console.out.print(f"By formula, GiB a rank of parameters, gradients and Adam states: {states}.")
+    for sentence in advice:
+        console.out.print(f"• {escape(sentence)}")
+    console.out.print(
+        f"[dim]Counted in {seconds:.0f} s. Bytes are those of tensors: leave a tenth for allocator and libraries.[/]"
+    )
+
+
+def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any]:
+    def collectives(estimate: Any) -> list[dict[str, Any]]:
+        return [
+            {"kind": kind, "dtype": dtype, "calls": traffic.calls, "bytes": traffic.nbytes}
+            for (kind, dtype), traffic in estimate.traffic.items()
+        ]
+
+    return {
+        "setup": asdict(plan.setup),
+        "micro_batch": plan.micro_batch,
+        "parameters": plan.parameters,
+        "gpu_memory_bytes": plan.gpu_memory,
+        "estimates": [
+            {
+                "name": estimate.label,
+                "clipping": None if estimate.clipping is None else asdict(estimate.clipping),
+                "flops": estimate.flops,
+                "peak_bytes": estimate.peak,
+                "parts_bytes": estimate.parts,
+                "collectives": collectives(estimate),
+                "largest_micro_batch": estimate.largest_micro_batch,
+            }
+            for estimate in plan.estimates
+        ],
+        "model_states_bytes": plan.model_states,
+        "advice": list(advice),
+        "seconds": seconds,
+    }
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the peak of memory by part, and the FLOPs, of every step of the plan."""
+    from dpshard.planner.meter import PARTS
+
+    estimates = plan.estimates[::-1]
+    labels = [estimate.label for estimate in estimates]
+    with plots.styled():
+        figure = plots.new_figure(figsize=(10, 1.2 + 0.5 * len(estimates)))
+        memory, work = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
+        left = [0.0] * len(estimates)
+        colours = (*plots.COLOURS, "#b0b7c3", "#e9a23b")
+        for part, colour in zip(PARTS, colours, strict=True):
+            sizes = [estimate.parts[part] / GIB for estimate in estimates]
+            memory.barh(labels, sizes, left=left, color=colour, label=part, height=0.6)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        if plan.gpu_memory is not None:
+            memory.axvline(plan.gpu_memory / GIB, color="0.3", linewidth=1, linestyle="--")
+        memory.set_title("Peak memory of a rank (GiB)")
+        work.barh(labels, [estimate.flops / 1e12 for estimate in estimates], color="0.6", height=0.6)
+        work.set_title("TFLOP a step")
+        figure.legend(loc="outside lower center", ncols=len(PARTS))
+        plots.save(figure, path)

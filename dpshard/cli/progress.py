@@ -1,0 +1,89 @@
+"""The live line of a training run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from dpshard import PrivacyEngine
+from dpshard.accounting import planned_releases, rounded_up
+from dpshard.accounting.composition import epsilon_of
+from dpshard.config import BatchSchedule
+
+
+class TrainingProgress:
+    """A bar with step, loss, epsilon spent of its target, samples per second and the time that remains.
+
+    Where the output is no terminal there is no bar, but a line at every evaluation. Epsilon takes a tenth of a second
+    to compute and more, so the bar shows it as of the next evaluation: what is spent is never more than what is shown.
+    """
+
+    def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
+        self._console = console
+        self._engine = engine
+        self._evaluate_every = evaluate_every
+        self._samples, self._started = 0.0, time.perf_counter()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("[bold]ε {task.fields[epsilon]}[/]"),
+            TextColumn("{task.fields[speed]} samples/s"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        spent = self._of_target(engine.epsilon())
+        self._task = self._bar.add_task(
+            "step", total=engine.steps, completed=engine.step, loss="–", epsilon=spent, speed="–"
+        )
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, row: Mapping[str, float]) -> None:
+        """Show the metrics of a step; epsilon is among them where it was computed exactly."""
+        step = int(row["step"])
+        spent = self._of_target(row["epsilon"]) if "epsilon" in row else f"≤ {self._of_target(self._bound(step))}"
+        self._samples += row["realised_batch_size"]
+        self._bar.update(
+            self._task,
+            completed=step,
+            loss=f"{row['loss']:.3f}",
+            epsilon=spent,
+            speed=f"{self._samples / (time.perf_counter() - self._started):,.0f}",
+        )
+        scores = [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in row if name.startswith("validation_")]
+        if scores and not self._console.is_terminal:
+            line = [f"step {step}/{self._engine.steps}", f"loss {row['loss']:.3f}", f"ε {spent}", *scores]
+            self._console.print("  ".join(line))
+
+    def _bound(self, step: int) -> float:
+        """Epsilon as of the first evaluation that does not come before `step`."""
+        mechanism, every = self._engine.mechanism, self._evaluate_every
+        schedule = BatchSchedule(mechanism.schedule.sizes[: math.ceil(step / every) * every])
+        plan = planned_releases(
+            schedule.phases(),
+            noise_multiplier=mechanism.noise_multiplier,
+            sample_size=mechanism.sample_size,
+            max_batch_size=mechanism.max_batch_size,
+        )
+        return epsilon_of(plan, mechanism.target_delta, mechanism.accountant)
+
+    def _of_target(self, epsilon: float) -> str:
+        target = self._engine.mechanism.target_epsilon
+        return rounded_up(epsilon, 3) + ("" if target is None else f" of {target:g}")

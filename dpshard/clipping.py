@@ -1,0 +1,188 @@
+"""Clipping functions (norm -> factor) and clipping groups (which parameters share a norm)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpshard.config import check_positive
+from dpshard.errors import ConfigurationError
+
+
+class ClippingFunction(Protocol):
+    """Turns the norm of a per-sample gradient into the factor that it is multiplied by."""
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """Factors [B] for norms [B] (float32 or float64).
+
+        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers; 0 where the norm is
+        NaN or infinite.
+        """
+        ...
+
+
+def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
+    """`factor_B` [B], lowered where it breaks the guarantee of ClippingFunction.
+
+    0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
+    """
+    # Below `resolved` the squares of which a norm is the sum underflow, so the true norm may be as large as `resolved`.
+    resolved = 1e3 * float(torch.finfo(norm_B.dtype).tiny) ** 0.5
+    # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
+    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=resolved)
+    # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound.
+    largest_B = torch.nextafter(quotient_B, torch.zeros_like(norm_B))
+    sound_B = torch.isfinite(norm_B) & (factor_B >= 0)
+    return torch.where(sound_B, torch.minimum(factor_B, largest_B), torch.zeros_like(norm_B))
+
+
+def _at_most(x: float, dtype: torch.dtype) -> float:
+    """The largest number of `dtype` that is not above `x` > 0: most thresholds cannot be written in float32."""
+    nearest = torch.tensor(x, dtype=dtype)
+    return float(nearest if float(nearest) <= x else torch.nextafter(nearest, torch.zeros_like(nearest)))
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticClipping:
+    """C = R / (|g| + stability): no threshold to tune; Bu et al. 2022, arXiv:2206.07136."""
+
+    stability: float = 0.01
+    """Added to the norm; > 0. Small gradients then keep their relative sizes."""
+
+    def __post_init__(self) -> None:
+        check_positive("stability", self.stability)
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """See ClippingFunction."""
+        radius_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype))
+        return _bounded(radius_B / (norm_B + self.stability), norm_B, threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class AbadiClipping:
+    """C = min(1, R / |g|): projection onto the ball of radius R; Abadi et al. 2016, arXiv:1607.00133."""
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """See ClippingFunction."""
+        return _bounded(torch.ones_like(norm_B), norm_B, threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalClipping:
+    """C = R / Z if |g| <= Z, else 0: keeps directions, drops outliers; Bu et al. 2021, arXiv:2106.07830."""
+
+    bound_over_threshold: float = 1.0
+    """Z / R, >= 1; a sample whose gradient is longer than Z contributes nothing."""
+
+    def __post_init__(self) -> None:
+        check_positive("bound_over_threshold", self.bound_over_threshold)
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """See ClippingFunction."""
+        inside_B = norm_B <= threshold * self.bound_over_threshold
+        return _bounded(torch.where(inside_B, 1 / self.bound_over_threshold, 0.0).to(norm_B), norm_B, threshold)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Guarded:
+    """A clipping function of the user's own, held to the guarantee whatever it returns."""
+
+    function: ClippingFunction
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """See ClippingFunction."""
+        return _bounded(self.function.factor(norm_B, threshold).to(norm_B), norm_B, threshold)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+
+_FUNCTIONS: dict[str, ClippingFunction] = {
+    "automatic": AutomaticClipping(),
+    "abadi": AbadiClipping(),
+    "global": GlobalClipping(),
+}
+
+
+def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
+    """The clipping function of a name; an object with a `factor` method is held to the guarantee of ClippingFunction.
+
+    Raises ConfigurationError for anything else, and for an object that a checkpoint could not tell from another.
+    """
+    if isinstance(clipping_fn, str):
+        if clipping_fn not in _FUNCTIONS:
+            raise ConfigurationError(f"clipping_fn={clipping_fn!r} is unknown; choose one of {sorted(_FUNCTIONS)}.")
+        return _FUNCTIONS[clipping_fn]
+    if isinstance(clipping_fn, type) or not callable(getattr(clipping_fn, "factor", None)):
+        raise ConfigurationError(
+            f"clipping_fn={clipping_fn!r} is no object with a method factor(norm_B, threshold). Choose one of "
+            f"{sorted(_FUNCTIONS)}, or pass an instance of a class that has it."
+        )
+    if type(clipping_fn) in {type(known) for known in _FUNCTIONS.values()}:
+        return clipping_fn
+    if type(clipping_fn).__repr__ is object.__repr__:
+        raise ConfigurationError(
+            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, by which a resumed run would know it "
+            f"again. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
+        )
+    return _Guarded(clipping_fn)
+
+
+@dataclass(frozen=True, slots=True)
+class ClippingGroup:
+    """Parameters that are clipped by one common norm."""
+
+    index: int
+    """Position among the groups of the model."""
+    label: str
+    """What a reader calls the group: a module path, a parameter name, "all-layer"."""
+    names: tuple[str, ...]
+    """Names of its trainable parameters, in the order of `named_parameters()`."""
+    threshold: float
+    """R_m: the largest norm of one sample's contribution to the group's sum."""
+
+
+def sensitivity(groups: Iterable[ClippingGroup]) -> float:
+    """L2 sensitivity of the concatenated clipped sums to adding or removing one sample: sqrt(sum R_m^2)."""
+    return math.sqrt(sum(group.threshold**2 for group in groups))
+
+
+def form_groups(
+    partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
+) -> tuple[ClippingGroup, ...]:
+    """Groups of equal thresholds max_grad_norm / sqrt(M) from label -> parameter names.
+
+    Raises ConfigurationError unless every trainable parameter is in exactly one group.
+    """
+    seen: dict[str, str] = {}
+    for label, names in partition.items():
+        for name in names:
+            if name not in trainable:
+                raise ConfigurationError(
+                    f"clipping_style: {name!r} is no trainable parameter of the model. Known: {_some(trainable)}."
+                )
+            if seen.get(name, label) != label:
+                raise ConfigurationError(
+                    f"clipping_style: {name!r} is in two groups ({seen[name]!r} and {label!r}); "
+                    f"a parameter has one clipping group."
+                )
+            seen[name] = label
+    missing = [name for name in trainable if name not in seen]
+    if missing:
+        raise ConfigurationError(
+            f"clipping_style: no group holds {_some(missing)}; every trainable parameter must be clipped. "
+            f"Add it to a list, or freeze it with requires_grad_(False)."
+        )
+    filled = [(label, tuple(dict.fromkeys(names))) for label, names in partition.items() if names]
+    threshold = max_grad_norm / math.sqrt(len(filled))
+    return tuple(ClippingGroup(i, label, names, threshold) for i, (label, names) in enumerate(filled))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,239 @@
+"""What decides privacy (`Mechanism`) and what decides speed (`Execution`): two objects, frozen, parsed once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import Literal
+
+from dpshard.errors import ConfigurationError
+
+BatchSize = int | Sequence[tuple[int, int]] | Callable[[int], int]
+"""A fixed expected batch size, phases `[(batch_size, steps), ...]`, or a callable of the step (from 0)."""
+
+ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
+LossReduction = Literal["mean", "sum"]
+AccountantName = Literal["pld", "rdp", "gdp"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """The expected logical batch size of every step of a run; public, and the only divisor of the update."""
+
+    sizes: tuple[int, ...]
+    """Expected logical batch size over all ranks, one entry a step."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run."""
+        return len(self.sizes)
+
+    def __getitem__(self, step: int) -> int:
+        """Expected batch size of `step`; past the end of the run its last size holds."""
+        return self.sizes[min(step, len(self.sizes) - 1)]
+
+    def phases(self) -> list[tuple[int, int]]:
+        """The schedule run-length encoded: `[(batch_size, number of steps), ...]` in order."""
+        return [(size, sum(1 for _ in run)) for size, run in groupby(self.sizes)]
+
+    @classmethod
+    def parse(
+        cls,
+        batch_size: BatchSize,
+        *,
+        sample_size: int,
+        epochs: float | None = None,
+        steps: int | None = None,
+    ) -> BatchSchedule:
+        """Resolve what the user wrote; `epochs` means round(epochs * sample_size / batch_size) steps.
+
+        Under a schedule, `epochs` means steps until the expected number of drawn samples is reached.
+        Raises ConfigurationError for empty runs, and for batches larger than the data set.
+        """
+        if isinstance(sample_size, bool) or not isinstance(sample_size, int):
+            raise ConfigurationError(f"sample_size must be an int, the number of samples; got {sample_size!r}.")
+        if sample_size < 1:
+            raise ConfigurationError(f"The data set is empty: sample_size={sample_size}; it must be at least 1.")
+        if isinstance(batch_size, (str, float)) or not (
+            isinstance(batch_size, (int, Sequence)) or callable(batch_size)
+        ):
+            raise ConfigurationError(
+                f"batch_size={batch_size!r}: give an int, phases [(batch_size, steps), ...], or a callable of the step."
+            )
+        if not isinstance(batch_size, int) and not callable(batch_size):
+            steps = _steps_of_phases(batch_size, epochs, steps)
+            sizes = tuple(size for size, count in batch_size for _ in range(count))
+        else:
+            if (epochs is None) == (steps is None):
+                raise ConfigurationError("Give exactly one of epochs= and steps=: the length of the run is accounted.")
+            if isinstance(batch_size, int) and epochs is not None:
+                check_positive("batch_size", batch_size)
+                check_positive("epochs", epochs)
+                epochs, steps = None, max(1, round(epochs * sample_size / batch_size))
+            size_of = batch_size if callable(batch_size) else lambda _step: batch_size
+            sizes = _sizes(size_of, sample_size, epochs, steps)
+        for step, size in enumerate(sizes):
+            where = "" if isinstance(batch_size, int) else f" at step {step}"
+            if not is_count(size):
+                raise ConfigurationError(f"batch_size{where} is {size!r}; it must be a positive int.")
+            if size > sample_size:
+                raise ConfigurationError(
+                    f"batch_size {size}{where} is larger than the data set (sample_size={sample_size}); "
+                    f"choose a batch_size of at most {sample_size}."
+                )
+        return cls(sizes)
+
+
+def _steps_of_phases(phases: Sequence[tuple[int, int]], epochs: float | None, steps: int | None) -> int:
+    if epochs is not None:
+        raise ConfigurationError("A list of phases already says how many steps there are: leave epochs= out.")
+    for phase in phases:
+        if not (isinstance(phase, Sequence) and len(phase) == 2 and all(isinstance(n, int) for n in phase)):
+            raise ConfigurationError(f"A phase is (batch_size, steps), two ints; got {phase!r}.")
+        if phase[1] < 0:
+            raise ConfigurationError(f"The phase {phase!r} has {phase[1]} steps; it cannot have fewer than 0.")
+    total = sum(count for _, count in phases)
+    if total < 1:
+        raise ConfigurationError("The phases of batch_size hold no step; give at least one (batch_size, steps).")
+    if steps is not None and steps != total:
+        raise ConfigurationError(f"steps={steps}, but the phases of batch_size hold {total} steps; leave steps= out.")
+    return total
+
+
+def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None, steps: int | None) -> tuple[int, ...]:
+    if steps is not None:
+        if not is_count(steps):
+            raise ConfigurationError(f"steps={steps!r}: it must be an int, and a run has at least one step.")
+        return tuple(size_of(step) for step in range(steps))
+    assert epochs is not None  # one of the two is given: checked by the caller
+    check_positive("epochs", epochs)
+    wanted, drawn = epochs * sample_size, 0.0
+    sizes: list[int] = []
+    # Round half up: one more step as long as it brings the expected number of samples closer to the wanted one.
+    while not sizes or drawn + size_of(len(sizes)) / 2 <= wanted:
+        sizes.append(size_of(len(sizes)))
+        check_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
+        drawn += sizes[-1]
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mechanism:
+    """Everything on which the privacy guarantee, and its report, depend; equal mechanisms have equal epsilon."""
+
+    noise_multiplier: float
+    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0."""
+    max_grad_norm: float
+    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups."""
+    clipping_fn: str
+    """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
+    clipping_groups: tuple[tuple[str, ...], ...]
+    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M)."""
+    sample_size: int
+    """Number of samples of the data set; public."""
+    schedule: BatchSchedule
+    """Expected logical batch sizes; the sampling probability of a step is its size over sample_size."""
+    max_batch_size: int | None
+    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    loss_reduction: LossReduction
+    """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
+    secure: bool
+    """Whether noise and batches come from a cryptographic generator; a replay must draw from the same one."""
+    accountant: AccountantName
+    """Who turns the ledger into epsilon."""
+    target_delta: float
+    """The delta at which epsilon is reported."""
+    target_epsilon: float | None
+    """The budget at which a run stops, or None when noise_multiplier was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How the clipped sum is computed: decides time and memory, never the result."""
+
+    norm: NormMethod
+    """How the per-sample norm of a weight is found."""
+    backward_passes: int
+    """1 keeps records of all layers until the norms are known (book-keeping); 2 runs backward again instead."""
+    keep_per_sample: bool
+    """Whether a per-sample gradient that was instantiated for its norm is kept for the clipped sum."""
+    offload_records: bool = False
+    """Whether records wait in the memory of the host until the norms are known."""
+
+
+class NormMethod(Enum):
+    """The ways to a per-sample gradient norm."""
+
+    INSTANTIATE = "instantiate"
+    GHOST = "ghost"
+    CHEAPEST = "cheapest"
+
+
+CLIPPING_MODES: dict[str, Execution] = {
+    "per-example": Execution(norm=NormMethod.INSTANTIATE, backward_passes=1, keep_per_sample=True),
+    "fast-gradient": Execution(norm=NormMethod.INSTANTIATE, backward_passes=2, keep_per_sample=False),
+    "ghost": Execution(norm=NormMethod.GHOST, backward_passes=2, keep_per_sample=False),
+    "mixed-ghost": Execution(norm=NormMethod.CHEAPEST, backward_passes=2, keep_per_sample=False),
+    "bk": Execution(norm=NormMethod.GHOST, backward_passes=1, keep_per_sample=False),
+    "bk-mixed-ghost": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=False),
+    "bk-mixed-opt": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
+    "auto": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
+}
+"""The names of the literature: Lee & Kifer 2020, arXiv:2009.03106 ("fast-gradient"); Li et al. 2022, arXiv:2110.05679
+("ghost"); Bu et al. 2022, arXiv:2205.10683 ("mixed-ghost"); Bu et al. 2023, arXiv:2210.00038 ("bk...")."""
+
+
+def parse_clipping_mode(mode: str) -> Execution:
+    """The execution that `mode` names; ConfigurationError lists the known names."""
+    if not isinstance(mode, str) or mode not in CLIPPING_MODES:
+        raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
+    return CLIPPING_MODES[mode]
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is a positive int; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ConfigurationError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {list(choices)}.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ConfigurationError unless `value` is a finite number above zero."""
+    if not (is_number(value) and math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name}={value!r}: it must be a finite number above 0, an int or a float.")
+
+
+def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
+    """Warn of a cap that most logical batches reach: it is accounted as it is, but hardly meant."""
+    if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
+        warnings.warn(
+            f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches are "
+            f"cut, but still divided by the expected size, so updates shrink. Choose a cap above it, or smaller "
+            f"batches.",
+            stacklevel=3,
+        )
+
+
+def check_delta(target_delta: float, sample_size: int) -> None:
+    """Delta must lie in (0, 1); at or above 1/N it would allow publishing a whole sample, hence a warning."""
+    if not (is_number(target_delta) and 0 < target_delta < 1):
+        raise ConfigurationError(f"target_delta={target_delta!r}: delta is a probability, strictly between 0 and 1.")
+    if target_delta >= 1 / sample_size:
+        warnings.warn(
+            f"target_delta={target_delta:g} is at least 1/N = {1 / sample_size:g}: at such a delta a mechanism that "
+            f"publishes one random sample in the clear counts as private. Choose a delta well below 1/N.",
+            stacklevel=3,
+        )

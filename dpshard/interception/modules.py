@@ -1,0 +1,535 @@
+"""The patched forwards of a model.
+
+[Note: Where interception happens]
+Every module that holds parameters gets a forward of its own. The outermost such call opens a tape and enters a
+TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
+inside backward: then it enters the mode anew, with slots that lead nowhere, since only the recomputed tensors matter.
+A compiled module is wrapped outside of its compiled call: slots are made before the region is entered (a rehearsal
+without gradients tells which), and reach it as inputs; see [Note: Anchor, slot, tape].
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
+from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.patches import undo_patches
+from dpshard.interception.run import Run, plan_run
+from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
+from dpshard.layout import Layout, Quiet, Undropped, find_layout
+from dpshard.rules.call import Source
+from dpshard.tape import Tape, Use
+from dpshard.twopass import through_two_passes
+
+ATTEMPTS = 8
+"""How often a forward is begun again when it takes a course that was not probed."""
+_NEW_COURSE = (
+    "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
+    "that depends on random numbers or on the data of a single sample."
+)
+
+
+class Session(Protocol):
+    """What the interception asks the engine at the start of an outermost forward."""
+
+    two_passes: bool
+
+    def batch_size(self) -> int | None:
+        """Rows of the micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
+        ...
+
+    def samples(self) -> int | None:
+        """How many of these rows are samples; padding comes last."""
+        ...
+
+    def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
+        """The tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
+        ...
+
+    def first_forward(self, module: nn.Module, run: Run) -> None:
+        """Called once per kind of input, before the first forward that is recorded: time to verify."""
+        ...
+
+
+class Sharding(Protocol):
+    """What the interception must know of a framework that shards parameters."""
+
+    def gathers(self, module: nn.Module) -> bool:
+        """Whether hooks around the forward of `module` gather and free its parameters."""
+        ...
+
+    def gather(self, module: nn.Module) -> None:
+        """Gather the parameters of `module` now."""
+        ...
+
+    def probing(self) -> AbstractContextManager[Any]:
+        """A block of forwards that are not part of the training, and after which no backward comes."""
+        ...
+
+    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Names and tensors of the parameters that were gathered for `module`, whose forward begins."""
+        ...
+
+
+class Interception:
+    """The patched forwards of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: dict[Tensor, Source],
+        session: Session,
+        sharding: Sharding,
+    ) -> None:
+        self.model = model
+        self.sources = sources
+        self.sources_by_name = {source.label: source for source in sources.values()}
+        self.session = session
+        self.sharding = sharding
+        self.active = False
+        self.layouts: dict[Any, Layout] = {}
+        self.verified: set[Any] = set()
+        self.rehearsals: dict[Any, list[tuple[Use, tuple[Tensor, ...]]]] = {}
+        self.mode: InterceptionMode | None = None
+        self._patched: list[tuple[nn.Module, str, Any]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._freed: set[str] = set()  # names of the parameters that exist only while a module runs
+        self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
+        self._recomputing = False
+        self._batch_norms = [
+            (path, module)
+            for path, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+
+    # --- installation ---------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        for path, module in self.model.named_modules():
+            if next(module.parameters(), None) is None:
+                continue
+            if isinstance(module, torch.jit.ScriptModule):
+                if any(parameter.requires_grad for parameter in module.parameters()):
+                    raise UnsupportedParameterError(
+                        f"{path or 'the model'} is compiled by torch.jit.script, into which dpshard cannot see. Use "
+                        f"the Python module (and torch.compile), or freeze its parameters with requires_grad_(False)."
+                    )
+                continue
+            if module._compiled_call_impl is not None:
+                self._patch(module, "_compiled_call_impl", compiled=True)
+            if self.sharding.gathers(module):
+                self._look_away_around(module, compiled=module._compiled_call_impl is not None)
+            self._patch(module, "forward", compiled=isinstance(module, OptimizedModule))
+
+    def _patch(self, module: nn.Module, attribute: str, *, compiled: bool) -> None:
+        previous = module.__dict__.get(attribute)
+        self._patched.append((module, attribute, previous))
+        enter = self._enter
+        original = previous if previous is not None else types.MethodType(getattr(type(module), attribute), module)
+
+        def on_copy(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(previous, types.MethodType):
+                return previous.__func__(copy, *args, **kwargs)
+            return (
+                previous(*args, **kwargs)
+                if previous is not None
+                else getattr(type(copy), attribute)(copy, *args, **kwargs)
+            )
+
+        # A bound method: a deep copy of the module binds it to the copy, which then is an ordinary module.
+        def forward(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self_module is not module:
+                return on_copy(self_module, *args, **kwargs)
+            return enter(module, original, compiled, args, kwargs)
+
+        if attribute == "forward":
+            functools.update_wrapper(forward, getattr(type(module), "forward"), updated=())  # noqa: B009
+        module.__dict__[attribute] = types.MethodType(forward, module)
+
+    def _look_away_around(self, module: nn.Module, *, compiled: bool) -> None:
+        """Keep the mode out of the hooks with which a framework gathers and frees the parameters of `module`."""
+        previous = module.__dict__.get("_compiled_call_impl")
+        original = previous if previous is not None else module._call_impl
+        self._patched.append((module, "_compiled_call_impl", previous))
+
+        def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self_module is not module:
+                return self_module._call_impl(*args, **kwargs)
+            with Quiet.set(self.active):
+                return original(*args, **kwargs)
+
+        module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
+
+        looking: list[ExitStack] = []
+
+        @torch.compiler.disable
+        def gathered(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._bind(module)
+            looking.append(ExitStack())
+            looking[-1].enter_context(Quiet.set(False))
+            if compiled and self.active and self.mode is not None:
+                looking[-1].enter_context(self._slots_for(module, module.forward, args, kwargs))
+
+        @torch.compiler.disable
+        def done(*_: Any) -> None:
+            if looking:
+                looking.pop().close()
+
+        # Between the framework's hooks and the forward, which may be compiled: after the ones and before the others.
+        self._hooks.append(module.register_forward_pre_hook(cast(Any, gathered), with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(cast(Any, done), prepend=True, always_call=True))
+
+    def forget(self) -> None:
+        """Let go of what the last forward derived from parameters: no backward is to come."""
+        self._again = None
+
+    def uninstall(self) -> None:
+        """Give every module its own forward back."""
+        for module, attribute, previous in reversed(self._patched):
+            if previous is None:
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = previous
+        self._patched.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if self.active and self.mode is not None:
+            if compiled and not torch.compiler.is_compiling():
+                return self._region(module, original, args, kwargs)
+            return original(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            return self._recompute(module, original, compiled, args, kwargs)
+        if self.active or not torch.is_grad_enabled() or not module.training:
+            return original(*args, **kwargs)
+        return self._outermost(module, original, compiled, args, kwargs)
+
+    def _bind(self, module: nn.Module) -> None:
+        """Learn the parameters that exist only while `module` runs (sharded ones, gathered)."""
+        with Quiet.set(True):
+            for name, parameter in self.sharding.bind(module):
+                self.sources[parameter] = self.sources_by_name[name]
+                self._freed.add(name)
+                if self.mode is not None:
+                    self.mode.sources[parameter] = self.sources_by_name[name]
+
+    def _recompute(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if self._again is None or self._recomputing:
+            return original(*args, **kwargs)
+        self._recomputing = True
+        try:
+            with self._again():
+                if compiled and self.mode is not None:
+                    return self._region(module, original, args, kwargs)
+                return original(*args, **kwargs)
+        except UnknownCall as error:
+            raise UnsupportedParameterError(REENTRANT) from error
+        finally:
+            self._recomputing = False
+
+    def _recorded(self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None) -> _Running:
+        """Enter `mode`, and again, with slots that lead nowhere, where checkpointing repeats a part of this forward."""
+
+        def again() -> AbstractContextManager[Any]:
+            stack = ExitStack()
+            stack.enter_context(beside or nullcontext())
+            # What was derived before the segment enters it as an argument.
+            repeated = self._mode(mode.layout, Recomputation(mode.slots.batch_size), mode.sources)
+            stack.enter_context(self._running(repeated))
+            return stack
+
+        self._again = again
+        return self._running(mode)
+
+    # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
+    @torch.compiler.disable(reason="the model was compiled after its PrivacyEngine was made; compile it before")
+    def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        self.refuse_batch_norm()
+        undo_patches()
+        run = plan_run(
+            module, self._repeatable(module, original), args, kwargs, self.session.batch_size(), self.session.samples()
+        )
+        layout = self.layout_of(run)
+        tape = self.session.open_tape(run.batch_size, module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal layout
+            for _ in range(ATTEMPTS):
+                try:
+                    with self._recorded(self._mode(layout, tape)):
+                        if compiled:
+                            return self._region(module, original, args, kwargs)
+                        return original(*args, **kwargs)
+                except UnknownCall:
+                    # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
+                    layout = self._probe(run, into=layout)
+                    self.session.first_forward(module, run)
+                    self._gather(module)
+            raise BatchLayoutError(_NEW_COURSE)
+
+        if self.session.two_passes:
+            return through_two_passes(forward, args, kwargs, tape)
+        return forward(*args, **kwargs)
+
+    def original(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward of `module` as it was before it was patched."""
+        previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
+        original = previous if previous is not None else types.MethodType(type(module).forward, module)
+        return self._repeatable(module, original)
+
+    def _repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, for calls beside the hooks of `module`: a backward in between has freed what they gathered."""
+        if not self.sharding.gathers(module):
+            return original
+
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            self._gather(module)
+            return original(*args, **kwargs)
+
+        return gathered
+
+    def _gather(self, module: nn.Module) -> None:
+        if self.sharding.gathers(module):
+            with Quiet.set(True):
+                self.sharding.gather(module)
+            self._bind(module)
+
+    def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
+        """The layout for inputs of this kind; found, and the model verified, when they come for the first time."""
+        kind = self._kind(run)
+        if kind not in self.layouts:
+            self.layouts[kind] = self._probe(run, into={})
+        if verify and kind not in self.verified:
+            self.session.first_forward(run.module, run)
+            self._gather(run.module)
+            self.verified.add(kind)
+        return self.layouts[kind]
+
+    def _kind(self, run: Run) -> Any:
+        inputs = [
+            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else None for x, d in zip(run.leaves, run.dims, strict=True)
+        ]
+        # What mixes samples shows with two of them at least.
+        return (run.module, run.tree, tuple(inputs), run.rows > 1)
+
+    def _probe(self, run: Run, into: Layout) -> Layout:
+        try:
+            with self.undisturbed(run.module) as state, self.sharding.probing(), torch.enable_grad():
+
+                def first(n: int) -> Any:
+                    state.rewind()
+                    return run.first(n)
+
+                found = find_layout(first, self._trainable)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, DpshardError):
+                raise
+            cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
+            raise BatchLayoutError(
+                f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
+                f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
+                f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
+            ) from error
+        into.update(found)
+        return into
+
+    def undisturbed(self, module: nn.Module) -> Undisturbed:
+        """A block in which forwards of `module` are ordinary ones and leave RNG state and buffers as they were."""
+        return Undisturbed(self, module)
+
+    def run_recorded(self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed) -> Any:
+        """The output for `samples`, recorded on a tape, dropout off, compilation off, from the state of `state`."""
+        layout = self.layouts[self._kind(run)]
+        for _ in range(ATTEMPTS):
+            state.rewind()
+            try:
+                with _eager(), Undropped(), self._recorded(self._mode(layout, tape()), beside=Undropped()):
+                    return run.on(samples)
+            except UnknownCall:
+                state.rewind()
+                self._probe(run, into=layout)
+        raise BatchLayoutError(_NEW_COURSE)
+
+    def run_plain(self, run: Run, samples: list[int]) -> Any:
+        """The output for `samples` through plain autograd, dropout off, compilation off."""
+        self._again = Undropped
+        with _eager(), Undropped():
+            return run.on(samples)
+
+    def _region(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+        """Call a compiled module with slots that were made for it."""
+        if self.sharding.gathers(module):
+            with Quiet.set(True):  # what is compiled comes after the hooks, and so do its slots
+                return original(*args, **kwargs)
+        with self._slots_for(module, original, args, kwargs):
+            return original(*args, **kwargs)
+
+    @contextmanager
+    def _slots_for(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Iterator[None]:
+        """A block in which a compiled region finds its slots ready; a rehearsal tells which it needs."""
+        mode = self.mode
+        assert mode is not None
+        if isinstance(mode.slots, Rehearsal):
+            with _eager():
+                yield
+            return
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+        devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
+        key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
+        if key not in self.rehearsals:
+            rehearsal = Rehearsal(mode.slots.batch_size, [])
+            rehearsing = self._mode(mode.layout, rehearsal, mode.sources)
+            with Undisturbed(self, module), torch.no_grad(), self._running(rehearsing):
+                original(*args, **kwargs)
+            self.rehearsals[key] = rehearsal.asked
+        tape = mode.slots
+        made = [tape.slot(use, *self._templates(use, noted, tape)) for use, noted in self.rehearsals[key]]
+        outside = mode.sources
+        entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
+        own = set(module.parameters())
+        # Dynamo prints what it guards on, and may not read what is freed meanwhile.
+        within = {x: source for x, source in self._trainable().items() if x in own or source.label not in self._freed}
+        mode.slots, mode.sources = Premade(tape.batch_size, made), {**within, **entering}
+        try:
+            yield
+        finally:
+            outside.update(mode.sources)
+            mode.slots, mode.sources = tape, outside
+
+    def _templates(self, use: Use, noted: tuple[Tensor, ...], tape: SlotMaker) -> tuple[Tensor, ...]:
+        if not use.copies:
+            return noted
+        # Parameters have moved since the rehearsal.
+        with torch.no_grad():
+            value = use.sources[0].replay({source.label: x for x, source in self.sources.items()})
+        value = value.detach().to(noted[0].dtype)  # replays leave casts out
+        return (value.unsqueeze(0).expand(tape.batch_size, *value.shape),)
+
+    def _mode(self, layout: Layout, slots: SlotMaker, sources: dict[Tensor, Source] | None = None) -> InterceptionMode:
+        return InterceptionMode(self._trainable() if sources is None else sources, layout, slots, self.refusal)
+
+    def _trainable(self) -> dict[Tensor, Source]:
+        # A parameter may be frozen after the engine was made: then it is a constant like any other.
+        return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
+
+    def _running(self, mode: InterceptionMode) -> _Running:
+        return _Running(self, mode)
+
+    # --- refusals -------------------------------------------------------------------------------------------------
+
+    def refusal(self, labels: str, func: Any, reason: str, *, fix: bool = True) -> UnsupportedParameterError:
+        """An error that names parameters, the module that owns the first of them, and the function."""
+        owner = "the model"
+        for name, _ in self.model.named_parameters():
+            if name in labels:
+                path = name.rpartition(".")[0]
+                owner = f"{path or 'the model'} ({type(self.model.get_submodule(path)).__name__})"
+                break
+        advice = (
+            " Freeze the parameter with requires_grad_(False), or write the step with functions that have a rule "
+            "(dpshard.rules.RULES holds them)."
+        )
+        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+        return UnsupportedParameterError(
+            f"{labels} in {owner}, function {name}: {reason.rstrip('.')}.{advice if fix else ''}"
+        )
+
+    def refuse_batch_norm(self) -> None:
+        """BatchNorm in training mode mixes samples, also when it has no parameters of its own."""
+        for path, module in self._batch_norms:
+            frozen = not module.training and getattr(module, "running_mean", None) is not None
+            if not frozen:
+                raise UnsupportedParameterError(
+                    f"{path or 'the model'} ({type(module).__name__}): BatchNorm mixes the samples of a batch, so "
+                    f"no per-sample gradient exists. Replace it by GroupNorm (dpshard.replace_unsupported(model) "
+                    f"does), or put it in eval mode to use its frozen statistics."
+                )
+
+
+class _Running:
+    """Enter a mode; modules called meanwhile run as they are."""
+
+    def __init__(self, owner: Interception, mode: InterceptionMode) -> None:
+        self.owner, self.mode = owner, mode
+
+    def __enter__(self) -> None:
+        self.before = (self.owner.active, self.owner.mode)
+        self.owner.active, self.owner.mode = True, self.mode
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+        self.owner.active, self.owner.mode = self.before
+
+
+class Undisturbed:
+    """See Interception.undisturbed."""
+
+    def __init__(self, owner: Interception, module: nn.Module) -> None:
+        self.owner, self.module = owner, module
+
+    def __enter__(self) -> Undisturbed:
+        undo_patches()
+        devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
+        self.rng = torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type="cuda")
+        self.rng.__enter__()
+        self.python_state, self.torch_state = random.getstate(), torch.random.get_rng_state()
+        self.numpy_state = np.random.get_state()  # noqa: NPY002
+        self.stance = _eager()
+        self.stance.__enter__()
+        self.saved = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner in self.owner.model.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self.before = (self.owner.active, self.owner.mode)
+        self.owner.active, self.owner.mode = True, None
+        return self
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers of the model as they are now, by name."""
+        return {name: buffer.detach().clone() for name, buffer in self.owner.model.named_buffers()}
+
+    def rewind(self) -> None:
+        """Put buffers and random states back, so that the next forward takes the same course from the same state."""
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)  # noqa: NPY002  # the state that a model's forward may draw from
+        torch.random.set_rng_state(self.torch_state)
+        with torch.no_grad():
+            for owner, name, buffer, value in self.saved:
+                owner._buffers[name] = buffer  # it may have been replaced
+                buffer.copy_(value)
+
+    def __exit__(self, *error: Any) -> None:
+        self.owner.active, self.owner.mode = self.before
+        self.rewind()
+        self.stance.__exit__(*error)
+        self.rng.__exit__(*error)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager")
+
+
+def _constant(x: Any) -> Any:
+    return x if isinstance(x, (bool, int, float, str, bytes, type(None))) else type(x)

@@ -1,0 +1,87 @@
+"""One outermost call of a module: which of its inputs carry samples, and how to repeat it on some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpshard.errors import BatchLayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One outermost call of a module, which can be repeated on chosen samples."""
+
+    module: nn.Module
+    original: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    batch_size: int
+    dims: tuple[int | None, ...]
+    """Per leaf: the dimension of the samples, or None."""
+    rows: int
+    """The first rows, which are samples and not padding; at least 1."""
+
+    def on(self, samples: list[int]) -> Any:
+        """The output for `samples` (indices into the batch) alone."""
+        args, kwargs = pytree.tree_unflatten([self._pick(i, samples) for i in range(len(self.leaves))], self.tree)
+        return self.original(*args, **kwargs)
+
+    def first(self, n: int) -> Any:
+        """The output for the first n samples, repeated if there are fewer."""
+        return self.on([i % self.rows for i in range(n)])
+
+    def _pick(self, i: int, samples: list[int]) -> Any:
+        leaf, dim = self.leaves[i], self.dims[i]
+        if dim is None:
+            return leaf
+        return leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
+
+
+def plan_run(
+    module: nn.Module,
+    original: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    batch_size: int | None,
+    samples: int | None = None,
+) -> Run:
+    """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
+    if not sizes:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
+            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch))."
+        )
+    B = batch_size if batch_size is not None else sizes[0]
+    if batch_size is None and len(set(sizes) - {1}) > 1:
+        raise BatchLayoutError(
+            f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
+            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
+            f"or iterate over engine.batches(...), which knows their number."
+        )
+    if B == 0:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
+        )
+
+    def dim(x: Any) -> int | None:
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return None
+        fitting = [d for d in range(x.dim()) if x.shape[d] == B]
+        return 0 if 0 in fitting else fitting[0] if len(fitting) == 1 else None
+
+    dims = tuple(dim(x) for x in leaves)
+    if 0 not in dims:
+        shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
+        raise BatchLayoutError(
+            f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has so many "
+            f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model."
+        )
+    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if samples is None else samples))

@@ -1,0 +1,68 @@
+"""Where rules get their slots from when it is not the tape itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import REENTRANT, UnsupportedParameterError
+from dpshard.tape import Use
+
+
+class SlotMaker(Protocol):
+    """Where a rule gets its slots from: the tape, or a stand-in for it."""
+
+    batch_size: int
+
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """See Tape.slot."""
+        ...
+
+
+class Recomputation:
+    """Slots for a module that checkpointing runs again: they lead nowhere, unless checkpointing is reentrant."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """Stand-ins that refuse to be differentiated."""
+        return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *templates: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in templates)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedParameterError(REENTRANT)
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Notes which slots a compiled region will ask for."""
+
+    batch_size: int
+    asked: list[tuple[Use, tuple[Tensor, ...]]]
+
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """Note the request; gradients are off, so the templates themselves will do."""
+        self.asked.append((use, templates))
+        return templates
+
+
+class Premade:
+    """Hands a compiled region the slots that were made for it, in order."""
+
+    def __init__(self, batch_size: int, slots: list[tuple[Tensor, ...]]) -> None:
+        self.batch_size = batch_size
+        self.slots = slots
+
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """The next slot."""
+        return self.slots.pop(0)

@@ -1,0 +1,421 @@
+"""Which dimension of a tensor carries the samples: found by running the model on batches of two sizes.
+
+[Note: Evidence for the batch dimension]
+A shape that happens to match proves nothing ([T, B, D] with T = B; [B * T, D]; a [T, T] table). So the model runs
+twice, on 2 and on 3 samples: what is 3/2 as long the second time carries the samples. Rows of one
+sample that are flattened into the batch are told apart by their values: the first two samples are the same in both
+runs. A function of parameters whose inputs and outputs keep their shapes has met no sample: it derives a tensor from
+parameters alone. What is found is keyed by function and parameter, not by order, and holds for every batch size.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpshard.errors import BatchLayoutError
+from dpshard.rules import COMPOSITES
+from dpshard.rules.call import BatchAxis, Source
+from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
+from dpshard.rules.registry import composite
+
+Function = Callable[..., Any]
+CallKey = tuple[Any, ...]
+"""Name of the function, and per tensor argument the label of the source that it is, or its rank.
+
+Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
+"""
+
+
+def tensors_of(args: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of a torch function, in order, also within lists and dicts."""
+    for x in args.values() if isinstance(args, dict) else args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list, dict)):
+            yield from tensors_of(x)
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    """The tensors that a torch function returned."""
+    return list(tensors_of((result,)))
+
+
+def function_name(func: Function) -> str:
+    """The name of a torch function, or of the property of a tensor that it gets."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
+    """What identifies a call whatever the batch size: see CallKey."""
+    return (function_name(func), *(sources[x].label if x in sources else x.dim() for x in tensors))
+
+
+@dataclass(slots=True)
+class CallLayout:
+    """Where the tensors of one kind of call carry the samples."""
+
+    inputs: list[BatchAxis | None]
+    """One entry per tensor argument, in order."""
+    output: BatchAxis | None
+    """For the (first) output."""
+
+    @property
+    def derives(self) -> bool:
+        """Whether the call met no sample: its output is derived from parameters alone."""
+        return self.output is None and not any(self.inputs)
+
+
+Layout = dict[CallKey, CallLayout]
+
+_SAME = 0.1
+"""How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
+
+
+def _look_into(function: Any) -> None:
+    # The same code, with the check that would hand the whole call to the mode again answered by "no".
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    composite(function)(copy)
+
+
+_look_into(F.multi_head_attention_forward)
+_look_into(F.gumbel_softmax)
+
+_DROPOUT = {
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), "training"
+    ),
+    **{
+        getattr(torch, name): "train"
+        for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+        for name in (kind, f"{kind}_")
+    },
+}
+"""Dropout functions, and what they call the argument that switches them."""
+
+# Not 0, which would hide noise that is scaled by other samples, or the branch that a random draw decides.
+_FILLS = {"bernoulli": 1, "bernoulli_": 1, "rand": 0.25, "rand_like": 0.25, "uniform_": 0.25}
+_FILLS |= {"randn": 1, "randn_like": 1, "normal": 1, "normal_": 1, "exponential_": 1, "log_normal_": 1, "cauchy_": 1}
+_RANDOM = {
+    getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
+}
+"""Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
+
+
+def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call with its dropout switched off."""
+    if func in _DROPOUT:
+        return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
+    if func is F.scaled_dot_product_attention:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    return args, kwargs
+
+
+class Quiet:
+    """A process-wide switch: while `on`, function modes pass every call through unchanged.
+
+    It is on while a sharding framework gathers and frees parameters around a forward.
+    """
+
+    on = False
+
+    @classmethod
+    @contextmanager
+    def set(cls, on: bool) -> Iterator[None]:
+        """A block in which the switch is `on`, or off again."""
+        before, cls.on = cls.on, on
+        try:
+            yield
+        finally:
+            cls.on = before
+
+
+def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
+    """`w.type_as(x)` and `w.to(x)` as what they are, functions of w alone; and what dynamo cannot call, as its twin."""
+    if func is Tensor.unflatten:
+        return torch.unflatten, args  # the method calls super(), which dynamo does not know in a mode
+    if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
+        return Tensor.to, (args[0], args[1].device, args[1].dtype)
+    return func, args
+
+
+class Undropped(TorchFunctionMode):
+    """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look into composites, and run everything but random draws as it is."""
+        if Quiet.on:
+            return func(*args, **(kwargs or {}))
+        if func is torch.randperm:
+            return func(*args, **(kwargs or {})).sort().values
+        if func in _RANDOM:
+            return func(*args, **(kwargs or {})).fill_(_RANDOM[func])
+        args, kwargs = _without_dropout(func, args, kwargs or {})
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Shapes:
+    func: Function
+    inputs: list[torch.Size]
+    outputs: list[torch.Size]
+
+
+class _FirstRun(Undropped):
+    """Notes the shapes of every call; and, where asked to, the values of inputs."""
+
+    def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.calls: list[_Shapes] = []
+        self.wanted = wanted
+        self.values: dict[int, list[Tensor]] = {}
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call and note it."""
+        if Quiet.on or func in COMPOSITES:
+            return super().__torch_function__(func, types, args, kwargs)
+        func, args = canonical(func, args)
+        inputs = list(tensors_of((args, kwargs or {})))
+        shapes = [x.shape for x in inputs]
+        if len(self.calls) in self.wanted:
+            self.values[len(self.calls)] = [x.detach().clone() for x in inputs]
+        result = super().__torch_function__(func, types, args, kwargs)
+        if len(self.calls) in self.wanted:
+            self.values[len(self.calls)] += [x.detach().clone() for x in outputs_of(result)[:1]]
+        self.calls.append(_Shapes(func, shapes, [x.shape for x in outputs_of(result)]))
+        return result
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """A flattened batch dimension whose order only values can tell."""
+
+    key: CallKey
+    place: int  # among inputs, the output last
+    dim: int
+    value: Tensor
+
+
+class _SecondRun(Undropped):
+    """Compares every call with that of the first run, and notes the layout of those that use parameters."""
+
+    def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
+        super().__init__()
+        self.first, self.sizes, self.sources = first, sizes, dict(sources)
+        self.layout: Layout = {}
+        self.doubts: dict[int, list[_Doubt]] = {}
+        self.count = 0
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call and note its layout."""
+        if Quiet.on or func in COMPOSITES:
+            return super().__torch_function__(func, types, args, kwargs)
+        func, args = canonical(func, args)
+        tensors = list(tensors_of((args, kwargs or {})))
+        position, self.count = self.count, self.count + 1
+        # What the model computes under its own no_grad is a constant, as it is in training.
+        uses = torch.is_grad_enabled() and any(x in self.sources for x in tensors)
+        key = call_key(func, tensors, self.sources) if uses else ()
+        inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not uses:
+            return result
+        outputs = outputs_of(result)
+        before = self._before(position, func, tensors, outputs)
+        axes = [
+            None if x in self.sources else self._axis(key, position, place, old, value)
+            for place, (x, old, value) in enumerate(zip(tensors, before.inputs, inputs, strict=True))
+        ]
+        output = self._axis(key, position, len(axes), before.outputs[0], outputs[0]) if outputs else None
+        found = CallLayout(axes, output)
+        known = self.layout.setdefault(key, found)
+        if known.derives != found.derives or [a and a.dim for a in known.inputs] != [a and a.dim for a in axes]:
+            raise BatchLayoutError(
+                f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; "
+                f"use a module of its own for each of the two."
+            )
+        if found.derives:
+            for i, out in enumerate(outputs):
+                if out.is_floating_point() and out not in self.sources:
+                    self.sources[out] = derive(func, args, kwargs or {}, self.sources, i, out)
+        return result
+
+    def _before(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes:
+        if position < len(self.first):
+            before = self.first[position]
+            if before.func == func and len(before.inputs) == len(inputs) and len(before.outputs) == len(outputs):
+                return before
+        raise BatchLayoutError(
+            f"The model runs other functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
+            f"{function_name(func)}), so it cannot be told which dimension carries the samples. "
+            f"Remove control flow that depends on the batch size, such as a Python loop over samples."
+        )
+
+    def _axis(self, key: CallKey, position: int, place: int, old: torch.Size, x: Tensor) -> BatchAxis | None:
+        first, second = self.sizes
+        if len(old) != x.dim():
+            raise BatchLayoutError(f"{_describe(key)}: the rank of a tensor depends on the batch size.")
+        grown = [d for d in range(x.dim()) if old[d] != x.shape[d]]
+        if not grown:
+            return None
+        dim = grown[0]
+        if len(grown) > 1 or old[dim] * second != x.shape[dim] * first or old[dim] % first:
+            raise BatchLayoutError(
+                f"{_describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
+                f"{second}: samples of one micro-batch meet each other before the parameter is used, so no "
+                f"per-sample gradient exists."
+            )
+        if old[dim] != first:
+            self.doubts.setdefault(position, []).append(_Doubt(key, place, dim, x.detach()))
+        return BatchAxis(dim)
+
+    def resolve(self, values: dict[int, list[Tensor]]) -> None:
+        """Settle the order of flattened dimensions from the values of the first run."""
+        first, second = self.sizes
+        settled: dict[tuple[CallKey, int], bool] = {}
+        for position, doubts in self.doubts.items():
+            for doubt in doubts:
+                old, new = values[position][doubt.place], doubt.value
+                k = old.shape[doubt.dim] // first
+                error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
+                for sample_major in (True, False):
+                    sides = []
+                    for x, size in ((old, first), (new, second)):
+                        rows = x.unflatten(doubt.dim, (size, k) if sample_major else (k, size))
+                        sides.append(rows.narrow(doubt.dim + (not sample_major), 0, first).double())
+                    error[sample_major] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
+                if min(error.values()) > _SAME * scale:
+                    raise BatchLayoutError(
+                        f"{_describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
+                        f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
+                        f"nor one batch apart ([k, B]). Put the samples first before you flatten."
+                    )
+                if settled.setdefault((doubt.key, doubt.place), error[False] < error[True]) != (
+                    error[False] < error[True]
+                ):
+                    raise BatchLayoutError(
+                        f"{_describe(doubt.key)} is called with the rows of the samples in different orders; use a "
+                        f"module of its own for each of the two."
+                    )
+                if error[False] < error[True]:
+                    layout = self.layout[doubt.key]
+                    axis = BatchAxis(doubt.dim, sample_major=False)
+                    if doubt.place < len(layout.inputs):
+                        layout.inputs[doubt.place] = axis
+                    else:
+                        layout.output = axis
+
+
+def find_layout(
+    run: Callable[[int], Any], sources: Callable[[], dict[Tensor, Source]], sizes: tuple[int, int] = (2, 3)
+) -> Layout:
+    """Layouts of all calls that use `sources()`; `run(n)` runs the model on the first n samples of a batch.
+
+    Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
+    """
+    first = _FirstRun()
+    with first:
+        run(sizes[0])
+    second = _SecondRun(first.calls, sizes, sources())  # sharded parameters exist once the first run has gathered them
+    with second:
+        run(sizes[1])
+    if second.doubts:
+        valued = _FirstRun(frozenset(second.doubts))
+        with valued:
+            run(sizes[0])
+        second.resolve(valued.values)
+    return second.layout
+
+
+def _traced(values: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("a source that was derived in a compiled region is never replayed")
+
+
+_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as"})
+
+
+def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
+    """The source that is output number `index` of a function of parameters alone."""
+    parents = [sources[x] for x in tensors_of((args, kwargs)) if x in sources]
+
+    def frozen(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return sources[x] if x in sources else x.detach()
+        if isinstance(x, dict):
+            return {key: frozen(value) for key, value in x.items()}
+        if isinstance(x, (tuple, list)):
+            items = [frozen(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        return x
+
+    kept = frozen((args, kwargs))
+
+    def replay(values: dict[str, Tensor]) -> Tensor:
+        def filled(x: Any) -> Any:
+            if isinstance(x, Source):
+                return x.replay(values)
+            if isinstance(x, dict):
+                return {key: filled(value) for key, value in x.items()}
+            if isinstance(x, (tuple, list)):
+                items = [filled(item) for item in x]
+                return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+            return x
+
+        new_args, new_kwargs = filled(kept)
+        return outputs_of(func(*new_args, **new_kwargs))[index]
+
+    name = function_name(func)
+    derivation: Callable[[dict[str, Tensor]], Tensor] = replay
+    if name in _CASTS and len(parents) == 1:
+        # Gradients go back as they are: a cast would round the clipped sum in half precision.
+        derivation = parents[0].replay
+    tensors = list(tensors_of((args, kwargs)))
+    only_rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
+    # An index that is a tensor or a list may pick an element twice.
+    simple = (int, slice, type(None), type(...))
+    picks_by_list = name == "__getitem__" and not all(isinstance(i, simple) for i in _indices(args[1]))
+    return Source(
+        label=f"{name}({', '.join(_text(x, sources) for x in (*args, *kwargs.values()))})[{index}]",
+        roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
+        shape=tuple(output.shape),
+        # A traced source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
+        replay=_traced if torch.compiler.is_compiling() else derivation,
+        isometric=only_rearranges and not picks_by_list and len(parents) == 1 and parents[0].isometric,
+        exact=all(x in sources and sources[x].exact for x in tensors),
+        transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
+    )
+
+
+def _indices(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _text(x: Any, sources: dict[Tensor, Source]) -> str:
+    if isinstance(x, Tensor):
+        return sources[x].label if x in sources else f"constant{list(x.shape)}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(_text(item, sources) for item in x)})"
+    return repr(x)
+
+
+def _describe(key: CallKey) -> str:
+    labels = [x for x in key[1:] if isinstance(x, str)]
+    return f"{key[0]} with {', '.join(labels)}"

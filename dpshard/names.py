@@ -1,0 +1,10 @@
+"""Names of parameters that do not change with what wraps a model: noise, groups and states are keyed by them."""
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPERS = ", ".join(_WRAPPERS)
+"""What torch.compile, checkpointing and sharding wrappers put into names, for messages."""
+
+
+def canonical_name(name: str) -> str:
+    """The name of a parameter or module without what wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,116 @@
+"""Keyed Gaussian noise for a local shard: a function of the global element, whoever holds it.
+
+[Note: Noise by the global element]
+A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements, and block k has a key of its own:
+derive_key(secret, "noise", step, name, k). A rank adds the range of elements that it holds and draws the blocks that
+meet it, no others. By construction then
+- shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
+- the noisy update is the same on 1, 2 or 256 ranks;
+- a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
+The last holds on one kind of device. The CPU, a GPU, and GPUs with different numbers of multiprocessors (PyTorch lays
+its random numbers out by them) draw different normals from one key; `secure` noise is drawn on the CPU and is the
+same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpshard.errors import ConfigurationError
+from dpshard.randomness import derive_key, random_source
+
+BLOCK = 2**20
+"""Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+
+_NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+@dataclass(frozen=True)
+class KeyedGaussian:
+    """Gaussian noise of a run; see [Note: Noise by the global element]."""
+
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+    secure: bool = False
+    """Draw from a cryptographic stream on the CPU."""
+
+    def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
+        """Add N(0, std**2) noise to `target` in place and return it; std = 0 draws and adds nothing.
+
+        `target` is a rank's local shard, of any shape and strides, float32 or float64. Read row by row it holds the
+        elements [start, start + target.numel()) of the flattened whole parameter `name`; its noise has its dtype.
+        Raises ConfigurationError for another dtype, a sharded tensor, or a std that is negative or not finite.
+        """
+        _check(target, name, std, start)
+        if std == 0 or target.numel() == 0:
+            return target
+        if not target.is_contiguous():
+            noise = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
+            target.detach().add_(self.add_(noise, step=step, name=name, std=std, start=start))
+            return target
+        flat, stop = target.detach().view(-1), start + target.numel()
+
+        def add_block(block: int) -> None:
+            origin = block * BLOCK
+            lo, hi = max(start, origin), min(stop, origin + BLOCK)
+            key = derive_key(self.secret, "noise", step, name, block)
+            noise = self._draw(key, lo - origin, hi - origin, target.dtype, target.device)
+            flat[lo - start : hi - start].add_(noise, alpha=std)
+
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
+        # this rank was given (torchrun sets it to 1).
+        threads = min(len(blocks), torch.get_num_threads()) if target.device.type == "cpu" else 1
+        if threads == 1:
+            for block in blocks:
+                add_block(block)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(add_block, blocks))  # list(): an exception in a thread is raised here
+        return target
+
+    def sample(
+        self,
+        step: int,
+        name: str,
+        start: int,
+        stop: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Standard normal noise [stop - start] of the elements [start, stop) of parameter `name` at `step`."""
+        if stop < start:
+            raise ConfigurationError(f"{name}: a range of elements [{start}, {stop}) ends before it begins.")
+        return self.add_(
+            torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
+        )
+
+    def _draw(self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Elements [lo, hi) of the block under `key`."""
+        if self.secure or device.type == "cpu":
+            # A source gives the same first values however many are asked for, so nothing is drawn past `hi`.
+            normals = random_source(key, secure=self.secure).normal(hi, _NUMPY_DTYPE[dtype])
+            return torch.from_numpy(normals[lo:]).to(device)
+        generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little"))
+        # The whole block: the first values of a shorter draw on a GPU would be others.
+        return torch.randn(BLOCK, generator=generator, dtype=dtype, device=device)[lo:hi]
+
+
+def _check(target: Tensor, name: str, std: float, start: int) -> None:
+    if target.dtype not in _NUMPY_DTYPE:
+        raise ConfigurationError(
+            f"{name}: noise for a tensor of {target.dtype} would lose its low bits, and with them the guarantee. "
+            f"Accumulate the clipped sum in float32 and add the noise there."
+        )
+    if hasattr(target, "to_local"):
+        raise ConfigurationError(f"{name}: noise is added to the local shard: pass target.to_local(), and its start.")
+    if not math.isfinite(std) or std < 0:
+        raise ConfigurationError(f"{name}: std={std!r} of the noise must be finite and at least 0.")
+    if start < 0:
+        raise ConfigurationError(f"{name}: start={start} is the first element of the shard, at least 0.")

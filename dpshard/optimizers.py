@@ -1,0 +1,153 @@
+"""Privatizes gradients before any optimizer steps, without touching the optimizer.
+
+One hook serves the whole process (torch.optim.optimizer.register_optimizer_step_pre_hook), so wrappers of accelerate,
+Lightning and LR schedulers are served as well.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from dpshard.errors import EngineInUseError, LogicalBatchError, UnsupportedOptimizerError, UnsupportedParameterError
+
+
+class _Engine(Protocol):
+    model: nn.Module
+
+    def owned(self) -> set[Tensor]: ...
+
+    def privatize(self) -> None: ...
+
+    def hand_over(self, held: set[Tensor]) -> None: ...
+
+
+# A model keeps its engine alive (through its patched forwards), so an engine leaves this set only with its model.
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+_installed = False
+
+
+def register(engine: _Engine) -> None:
+    """Privatize for `engine` from now on."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+    _engines.add(engine)
+
+
+def unregister(engine: _Engine) -> None:
+    """Stop privatizing for `engine`."""
+    _engines.discard(engine)
+
+
+def knows(engine: _Engine) -> bool:
+    """Whether `engine` is one to privatize for."""
+    return engine in _engines
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raise EngineInUseError if a parameter of `model` belongs to an engine."""
+    for engine in list(_engines):
+        owned = engine.owned()
+        for name, parameter in model.named_parameters():
+            if parameter in owned:
+                raise EngineInUseError(
+                    f"{name} already belongs to a PrivacyEngine; two engines would add noise twice and each keep half "
+                    f"of the account. Call engine.detach() on the first, or resume it with load_state_dict()."
+                )
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    _refuse_late_parameters(held)
+    engines = [engine for engine in list(_engines) if not held.isdisjoint(engine.owned())]
+    if not engines:
+        return None
+    if torch._C._current_graph_task_id() != -1:
+        raise LogicalBatchError(
+            "optimizer.step() was called within backward(): noise would be added before all clipped sums have arrived, "
+            "and the rest be used without. Step after backward() has returned."
+        )
+    _refuse_scaler(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS evaluates the loss several times per step: every evaluation would be a release of its own. "
+            "Choose a first-order optimizer (SGD, Adam, ...)."
+        )
+    # torch hands over the arguments of the unbound step(): the optimizer comes first.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    value = None
+    if callable(closure):
+        with torch.enable_grad():
+            value = closure()
+    for engine in engines:
+        engine.privatize()
+        engine.hand_over(held)
+    _refuse_raw_gradients(held, engines)
+    if callable(closure):
+        once = _Once(value)
+        return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": once})
+    return None
+
+
+class _Once:
+    """Stands in for a closure that has been evaluated: its gradients are private now, and must not be recomputed."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.called = False
+
+    def __call__(self) -> Any:
+        """The value, once."""
+        if self.called:
+            raise UnsupportedOptimizerError(
+                "The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
+                "its own. Choose an optimizer that evaluates it once."
+            )
+        self.called = True
+        return self.value
+
+
+def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
+    private = set().union(*(engine.owned() for engine in engines))
+    others = [p for p in held - private if p.grad is not None]
+    if others:
+        raise UnsupportedParameterError(
+            f"The optimizer also holds {len(others)} parameter(s) outside of the private model (shape "
+            f"{tuple(others[0].shape)}) that have a gradient, which nobody clipped or noised. Make them part of the "
+            f"model before the engine is made, or give them an optimizer of their own if no data reaches them."
+        )
+
+
+def _refuse_late_parameters(held: set[Tensor]) -> None:
+    """Parameters of a private model that its engine does not know: unfrozen, replaced or added since."""
+    for engine in list(_engines):
+        owned = engine.owned()
+        for name, parameter in engine.model.named_parameters():
+            if parameter.grad is not None and parameter in held and parameter not in owned:
+                raise UnsupportedParameterError(
+                    f"{name} has a gradient, but was frozen, or another one, when the engine was made: nobody has "
+                    f"clipped or noised it. Unfreeze, replace and add parameters before making the engine, or call "
+                    f"zero_grad() if the gradient is older than the engine."
+                )
+
+
+def _refuse_scaler(optimizer: Optimizer) -> None:
+    # GradScaler leaves no trace on most optimizers; it is the caller of step() that gives it away.
+    frame, depth = sys._getframe(1), 0
+    while frame is not None and depth < 12:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.amp.GradScaler) and owner.is_enabled():
+            raise UnsupportedOptimizerError(
+                "GradScaler multiplies the loss before per-sample gradients are clipped, and divides what was clipped: "
+                "the update would not be the one that was accounted, and norms overflow in fp16 (Bu et al. 2023, "
+                "arXiv:2311.11822, Sec. 3.4). Drop the scaler: under DP no loss scaling is needed; use bfloat16, or "
+                "float16 as it is."
+            )
+        frame, depth = frame.f_back, depth + 1

@@ -1,0 +1,210 @@
+"""The models that can be planned: shapes of the DP-ZeRO paper, and any configuration of transformers.
+
+They are built on fake tensors, without values, so a hundred billion parameters cost no memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpshard.config import check_choice
+from dpshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to plan with, and what it is fed."""
+
+    model: nn.Module
+    blocks: list[nn.Module]
+    """What is sharded, and gathered, as a unit; the rest of the model is one more."""
+    inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
+    """From the micro-batch size to keyword inputs of the model, and targets."""
+    loss: Callable[[Any, Tensor], Tensor]
+    """From the output of the model and the targets to the mean loss over the micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transformer:
+    """The shape of a GPT, or of a ViT if it has patches."""
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int | None = None
+    """Width between the two linear maps of a block; None: 4 * width."""
+    vocabulary: int = 50257
+    """Tokens of a GPT; classes of a ViT."""
+    seq: int = 2048
+    """Default number of tokens of a GPT; pixels along a side of an image of a ViT."""
+    patch: int | None = None
+    """Pixels along a side of a patch; None: a GPT."""
+    tied: bool = False
+    """Whether a GPT's output head is its token embedding."""
+
+    def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
+        """The model, for inputs of `seq` tokens or pixels."""
+        length = seq or self.seq
+        model = _ViT(self, length, checkpointing) if self.patch else _GPT(self, length, checkpointing)
+
+        def inputs(batch: int) -> tuple[dict[str, Tensor], Tensor]:
+            if self.patch:
+                return {"x": torch.empty(batch, 3, length, length)}, torch.zeros(batch, dtype=torch.int64)
+            ids_BT = torch.zeros(batch, length, dtype=torch.int64)
+            return {"x": ids_BT}, ids_BT
+
+        return Subject(model, list(model.blocks), inputs, _cross_entropy)
+
+
+PRESETS: dict[str, Transformer] = {
+    "gpt2-xl": Transformer(width=1600, layers=48, heads=25, seq=1024, tied=True),
+    "gpt-26b": Transformer(width=6656, layers=48, heads=52),
+    "gpt-100b": Transformer(width=10240, layers=80, heads=80),
+    "vit-g": Transformer(width=1664, layers=48, heads=16, hidden=8192, vocabulary=1000, seq=224, patch=14),
+    "vit-10b": Transformer(width=6336, layers=21, heads=48, vocabulary=1000, seq=224, patch=14),
+}
+"""Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
+
+GPT2-XL and ViT-Gigantic are those of Radford et al. 2019 and Zhai et al. 2022. Of the others the paper gives the number
+of parameters, and of ViT-10B heads and layers; widths and depths are chosen here to meet it.
+"""
+
+
+def _cross_entropy(output: Any, targets: Tensor) -> Tensor:
+    scores = getattr(output, "logits", output)
+    return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
+
+
+class _Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, shape: Transformer, *, causal: bool, checkpointing: bool) -> None:
+        super().__init__()
+        width, hidden = shape.width, shape.hidden or 4 * shape.width
+        self.heads, self.causal, self.checkpointing = shape.heads, causal, checkpointing
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Hidden states [B, T, D]."""
+        if self.checkpointing:
+            return checkpoint(self._run, x_BTD, use_reentrant=False, preserve_rng_state=False)
+        return self._run(x_BTD)
+
+    def _run(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_1(x_BTD)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=self.causal)
+        x_BTD = x_BTD + self.out(y_BHTK.transpose(1, 2).flatten(2))
+        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+
+
+class _GPT(nn.Module):
+    def __init__(self, shape: Transformer, length: int, checkpointing: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(length, shape.width)
+        self.blocks = nn.ModuleList(
+            _Block(shape, causal=True, checkpointing=checkpointing) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [B, T, V] of token ids [B, T]."""
+        h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h_BTD = block(h_BTD)
+        return self.head(self.norm(h_BTD))
+
+
+class _ViT(nn.Module):
+    def __init__(self, shape: Transformer, pixels: int, checkpointing: bool) -> None:
+        super().__init__()
+        assert shape.patch is not None
+        self.patches = nn.Conv2d(3, shape.width, shape.patch, shape.patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, shape.width))
+        self.positions = nn.Parameter(torch.zeros(1, 1 + (pixels // shape.patch) ** 2, shape.width))
+        self.blocks = nn.ModuleList(
+            _Block(shape, causal=False, checkpointing=checkpointing) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [B, classes] of images [B, 3, H, W]."""
+        h_BTD = self.patches(x).flatten(2).mT
+        h_BTD = torch.cat([self.class_token.expand(len(h_BTD), -1, -1), h_BTD], 1) + self.positions
+        for block in self.blocks:
+            h_BTD = block(h_BTD)
+        return self.head(self.norm(h_BTD)[:, 0])
+
+
+def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
+    """A preset, or `hf:NAME_OR_PATH`: a transformers configuration by name, folder, or JSON file.
+
+    Raises ConfigurationError for an unknown preset, or a configuration that cannot be read or sharded.
+    """
+    if name.startswith("hf:"):
+        return _from_transformers(name.removeprefix("hf:"), seq, checkpointing)
+    check_choice("model", name, [*PRESETS, "hf:NAME_OR_PATH"])
+    return PRESETS[name].build(seq=seq, checkpointing=checkpointing)
+
+
+def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subject:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    except ImportError as error:
+        raise ConfigurationError("hf: models need transformers: pip install 'dpshard[hf]'.") from error
+    try:
+        if Path(name).is_file():
+            fields = json.loads(Path(name).read_text("utf-8"))
+            config = AutoConfig.for_model(fields.pop("model_type", ""), **fields)
+        else:
+            config = AutoConfig.from_pretrained(name)
+        text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        model = (AutoModelForCausalLM if text else AutoModelForImageClassification).from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"hf:{name}: no causal language model or image classifier could be made of it ({error})."
+        ) from error
+    blocks = _largest_list(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if text:
+        limit = getattr(config, "max_position_embeddings", None)
+        length = seq or min(2048, limit or 2048)
+        if limit is not None and length > limit:
+            raise ConfigurationError(f"seq={length}: hf:{name} has {limit} positions; choose --seq at most {limit}.")
+    else:
+        length = config.image_size
+
+    def inputs(batch: int) -> tuple[dict[str, Any], Tensor]:
+        if not text:
+            pixels = torch.empty(batch, config.num_channels, length, length)
+            return {"pixel_values": pixels}, torch.zeros(batch, dtype=torch.int64)
+        ids_BT = torch.zeros(batch, length, dtype=torch.int64)
+        return {"input_ids": ids_BT, "use_cache": False}, ids_BT
+
+    return Subject(model.train(), blocks, inputs, _cross_entropy)
+
+
+def _largest_list(model: nn.Module) -> list[nn.Module]:
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no ModuleList of blocks that could be sharded one by one."
+        )
+    return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))

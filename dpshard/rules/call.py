@@ -1,0 +1,126 @@
+"""What a rule is given: one torch function call that uses trainable parameters, and two ways to record the use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dpshard.errors import BatchLayoutError
+from dpshard.rules.records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAxis:
+    """Where a tensor carries the samples of the micro-batch."""
+
+    dim: int
+    """The dimension, from 0."""
+    sample_major: bool = True
+    """When the dimension is B * k long: whether the k rows of one sample are adjacent ([B, k]) or strided ([k, B])."""
+
+    def split(self, x: Tensor, batch_size: int) -> Tensor:
+        """`x` with the samples first: [B, ...]; k rows of a sample become a dimension of their own, where they were."""
+        size = x.shape[self.dim]
+        if size == batch_size:
+            return x.movedim(self.dim, 0)
+        if self.sample_major:
+            return x.unflatten(self.dim, (batch_size, size // batch_size)).movedim(self.dim, 0)
+        return x.unflatten(self.dim, (size // batch_size, batch_size)).movedim(self.dim + 1, 0)
+
+    def merge(self, x: Tensor, k: int) -> Tensor:
+        """The inverse of `split`: from samples first to the layout of this axis; k rows a sample (1: no own dim)."""
+        if k == 1:
+            return x.movedim(0, self.dim)
+        if self.sample_major:
+            return x.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return x.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A trainable parameter, or a tensor that was derived from trainable parameters alone (`w.t()`, `1 + w`)."""
+
+    label: str
+    """Parameter name, or the derivation as text: "t(head.weight)"."""
+    roots: tuple[str, ...]
+    """Names of the trainable parameters it comes from."""
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
+    replay: Callable[[dict[str, Tensor]], Tensor]
+    """The derivation as a function of the values of the trainable parameters by name."""
+    isometric: bool
+    """Whether it only rearranges or selects elements of its one root: then norms are those of the root's gradient."""
+    exact: bool
+    """Whether two sources of the same label are the same function of the parameters (no constants took part)."""
+    transpose_of: Source | None = None
+    """The matrix that this matrix is the transpose of: a product with the one is recorded as one with the other."""
+
+
+Build = Callable[..., Sequence[tuple[Source, Record]]]
+"""From the tensors kept in forward and the output gradient (last) to the records of the sources."""
+
+
+class Call(Protocol):
+    """One call of a torch function in which trainable parameters meet the samples of the micro-batch."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch_size: int
+    output_axis: BatchAxis | None
+
+    def source(self, x: Any) -> Source | None:
+        """The source that `x` is, or None for data, constants and frozen parameters."""
+        ...
+
+    def plain(self, x: Any) -> Any:
+        """`x`, cut off from autograd if it is a source."""
+        ...
+
+    def axis(self, x: Tensor) -> BatchAxis | None:
+        """Where `x` carries the samples, or None if it does not."""
+        ...
+
+    def hold(self, x: Tensor) -> Tensor:
+        """`x`, for a function whose tap will keep it: hand what is returned to both."""
+        ...
+
+    def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
+        """`output` unchanged; its gradient, with what was kept, becomes the records that `build` returns."""
+        ...
+
+    def per_sample(self, x: Tensor) -> Tensor:
+        """The values of the source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
+        ...
+
+    def refuse(self, reason: str, *, fix: bool = True) -> Exception:
+        """The error to raise: names parameter, module and function; `fix` appends the general advice to `reason`."""
+        ...
+
+
+def batch_axis(call: Call, x: Tensor) -> BatchAxis:
+    """The batch axis of `x`; BatchLayoutError if it has none."""
+    axis = call.axis(x)
+    if axis is None:
+        raise BatchLayoutError(str(call.refuse("its data input carries no samples of the micro-batch")))
+    return axis
+
+
+def spread(call: Call, x: Tensor, from_right: int, size: int, sample_major: bool) -> Tensor:
+    """The source `x`, broadcastable against data of `size` = B * k rows at dimension -from_right, one copy a sample."""
+    source = call.source(x)
+    assert source is not None
+    B = call.batch_size
+    shape = (1,) * (from_right - len(source.shape)) + source.shape
+    dim = len(shape) - from_right
+    if shape[dim] != 1:
+        raise call.refuse(f"its dimension {dim} of size {shape[dim]} lies along the samples of the micro-batch")
+    copies = call.per_sample(x).reshape(B, *shape)
+    # The size-1 dimension at `dim` becomes the k rows of a sample: autograd sums their gradients.
+    k = size // B
+    return BatchAxis(dim, sample_major).merge(
+        copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k
+    )

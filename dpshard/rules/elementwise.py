@@ -1,0 +1,108 @@
+"""Elementwise functions with a bare parameter, and parameters that are expanded along the samples (class tokens).
+
+The parameter enters as one copy a sample; what autograd returns for the copies is the per-sample gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpshard.rules.call import BatchAxis, Call, spread
+from dpshard.rules.registry import rule
+
+_NAMES = (
+    *("add", "sub", "rsub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "pow", "float_power"),
+    *("addcmul", "addcdiv", "lerp", "where", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max"),
+    *("atan2", "copysign", "hypot", "logaddexp", "xlogy"),
+)
+_OPERATORS = ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "pow", "rpow", "ipow")
+_DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
+ELEMENTWISE = frozenset(
+    function
+    for owner in (torch, Tensor)
+    for name in (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
+    if (function := getattr(owner, name, None)) is not None
+)
+"""Functions of which each output element depends on one element of each argument, in place or not."""
+
+
+# Attention broadcasts its mask (a learned position bias) and learned queries like an elementwise function.
+@rule(*ELEMENTWISE, F.scaled_dot_product_attention)
+def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    """Any elementwise function of data, constants and parameters, with broadcasting."""
+    args, kwargs = _spread_all(call, args, kwargs)
+    return call.func(*args, **kwargs)
+
+
+@rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
+def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """A scalar parameter in place of what is masked; one copy a sample is no scalar, hence `where`."""
+    if call.source(input) is not None:
+        raise call.refuse("its output would be a parameter masked by the data; use torch.where")
+    (input, mask, value), _ = _spread_all(call, (input, mask, value), {})
+    filled = torch.where(mask, value, input)
+    return input.copy_(filled) if call.func is Tensor.masked_fill_ else filled
+
+
+def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, every source among them as one copy a sample, broadcastable against the data."""
+    from_right, size, major = _batch_position(call, (args, kwargs))
+
+    def enter(x: Tensor) -> Tensor:
+        return x if call.source(x) is None else spread(call, x, from_right, size, major)
+
+    return pytree.tree_map_only(Tensor, enter, (args, kwargs))
+
+
+def _batch_position(call: Call, tree: Any) -> tuple[int, int, bool]:
+    """Where the samples lie: counted from the right (broadcasting aligns there), rows, and their order."""
+    found: set[tuple[int, int, bool]] = set()
+    for x in pytree.tree_leaves(tree):
+        if isinstance(x, Tensor) and call.source(x) is None:
+            axis = call.axis(x)
+            if axis is not None:
+                size = x.shape[axis.dim]
+                found.add((x.dim() - axis.dim, size, axis.sample_major or size == call.batch_size))
+    if len(found) != 1:
+        raise call.refuse("its data inputs carry the samples of the micro-batch at different places")
+    return found.pop()
+
+
+@rule(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
+def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
+    """A parameter of size 1 along the samples, made B long there: class tokens, learned queries."""
+    axis = call.output_axis
+    if axis is None:
+        raise call.refuse("its output carries no samples of the micro-batch")
+    (first, *_) = sizes or kwargs.values()
+    if isinstance(first, Tensor):
+        shape = list(first.shape)
+    else:
+        shape = list(sizes) if isinstance(first, int) else list(first)
+    rows = shape[axis.dim]
+    copies = spread(call, x, len(shape) - axis.dim, rows, axis.sample_major)
+    shape[axis.dim] = -1
+    return copies.expand(shape)
+
+
+@rule(Tensor.repeat, torch.tile, Tensor.tile)
+def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
+    """A parameter repeated once a sample: `token.repeat(B, 1, 1)`."""
+    axis, source = call.output_axis, call.source(x)
+    if axis is None or source is None:
+        raise call.refuse("its output carries no samples of the micro-batch")
+    (first, *_) = repeats or kwargs.values()
+    times = list(repeats) if isinstance(first, int) else list(first)
+    times = [1] * (len(source.shape) - len(times)) + times
+    shape = (1,) * (len(times) - len(source.shape)) + source.shape
+    if times[axis.dim] != call.batch_size or not (axis.sample_major or shape[axis.dim] == 1):
+        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {call.batch_size}")
+    copies = call.per_sample(x).reshape(call.batch_size, *shape)
+    rows = BatchAxis(axis.dim).merge(copies.squeeze(axis.dim + 1) if shape[axis.dim] == 1 else copies, shape[axis.dim])
+    times[axis.dim] = 1
+    return rows.repeat(times)

@@ -1,0 +1,141 @@
+"""Tables that are read by index: F.embedding, F.embedding_bag, `table[ids]` and their kin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.rules.call import Call, Source, batch_axis
+from dpshard.rules.records import Gather, Record
+from dpshard.rules.registry import composite, rule
+
+
+@rule(F.embedding, torch.embedding)
+def embedding(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table [V, C]; reads of `padding_idx` have no gradient, as in torch."""
+    _check(call, max_norm, scale_grad_by_freq, sparse)
+    output = F.embedding(input, call.plain(weight), padding_idx)
+    return _record(call, input, output, weight, padding_idx)
+
+
+def _check(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    if max_norm is not None:
+        raise call.refuse("max_norm rescales the table in forward by what the data reads; drop max_norm", fix=False)
+    if scale_grad_by_freq:
+        raise call.refuse("scale_grad_by_freq makes gradients depend on the other samples; drop it", fix=False)
+    if sparse:
+        raise call.refuse("a private gradient is dense (noise reaches every row); set sparse=False", fix=False)
+
+
+def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    source, axis, B = call.source(weight), batch_axis(call, input), call.batch_size
+    assert source is not None
+    rows = source.shape[0]
+    # torch leaves -1 (no padding) to the C++ function, and counts negative indices from the end in the Python one.
+    skipped = -1 if padding_idx is None else padding_idx % rows if padding_idx != -1 else -1
+
+    def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
+        ids_BT = axis.split(ids.long(), B).reshape(B, -1)
+        values_BTC = axis.split(g, B).reshape(B, ids_BT.shape[1], -1)
+        ids_BT = torch.where(ids_BT == skipped, -1, ids_BT)
+        return [(source, Gather(ids_BT, values_BTC, torch.Size(source.shape)))]
+
+    return call.tap(output, (input,), [source], build)
+
+
+@rule(
+    *(
+        Tensor.__getitem__,
+        torch.index_select,
+        Tensor.index_select,
+        torch.take,
+        Tensor.take,
+        torch.gather,
+        Tensor.gather,
+    ),
+    *(torch.take_along_dim, Tensor.take_along_dim, torch.repeat_interleave, Tensor.repeat_interleave),
+)
+def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Any function that reads elements of a parameter at places that the data say.
+
+    Which elements it reads is seen by running it on their numbers; dimensions that it reads whole stay rows.
+    """
+    source, axis, B = call.source(table), call.output_axis, call.batch_size
+    if source is None or axis is None:
+        raise call.refuse("it reads the data at places that a parameter says, or carries no samples in its output")
+    output = call.func(call.plain(table), *args, **kwargs)
+    whole = _read_whole(call.func, table, args)
+    read = table.shape[: table.dim() - whole]
+    numbers = torch.arange(math.prod(read), device=table.device).view(read)
+    ids = call.func(numbers, *args, **kwargs)
+    if axis.dim >= ids.dim():
+        raise call.refuse("it carries the samples in a dimension of the parameter")
+
+    def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
+        ids_BT = axis.split(ids.long(), B).reshape(B, -1)
+        values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
+        return [(source, Gather(ids_BT, values_BTC, torch.Size(source.shape)))]
+
+    return call.tap(output, (ids,), [source], build)
+
+
+def _read_whole(func: Callable[..., Any], table: Tensor, args: tuple[Any, ...]) -> int:
+    """How many trailing dimensions of `table` an index leaves alone; 0 is always right, more is cheaper."""
+    if func is not Tensor.__getitem__:
+        return 0
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    plain = all(isinstance(i, (int, slice)) or (isinstance(i, Tensor) and i.dtype != torch.bool) for i in index)
+    return table.dim() - len(index) if plain else 0
+
+
+@composite(F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of rows [N, C]: of ids [N, T], or of flat ids with the place at which each bag starts."""
+    if offsets is None:
+        starts = torch.arange(0, input.numel(), input.shape[1], device=input.device)
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+    ids = input.flatten()
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
+    rows = F.embedding(ids, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse)
+    bag = torch.bucketize(torch.arange(len(ids), device=ids.device), starts, right=True) - 1
+    kept = torch.ones_like(ids, dtype=rows.dtype) if padding is None else (ids != padding).to(rows.dtype)
+    if mode == "max":
+        with torch.no_grad():
+            *_, highest = torch.embedding_bag(
+                weight.detach(), ids, starts, False, 2, False, None, False, -1 if padding is None else padding
+            )
+            filled = kept.new_zeros(len(starts)).index_add_(0, bag, kept) > 0
+        return torch.where(filled[:, None], torch.gather(weight, 0, highest.clamp(min=0)), 0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.flatten()[:, None]
+    total = rows.new_zeros(len(starts), rows.shape[1]).index_add_(0, bag, rows * kept[:, None])
+    return (
+        total if mode == "sum" else total / kept.new_zeros(len(starts)).index_add_(0, bag, kept).clamp(min=1)[:, None]
+    )

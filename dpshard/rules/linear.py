@@ -1,0 +1,116 @@
+"""Linear maps of the last dimension: F.linear, addmm (GPT-2's Conv1D), matmul with a matrix on the right, bilinear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
+from dpshard.rules.records import OuterProduct, PerSample, Record, wide_dtype
+from dpshard.rules.registry import rule
+from dpshard.rules.vectorized import vectorized
+
+# DeepSpeed's zero.Init replaces F.linear for the whole process, perhaps before this is imported.
+_linear = torch._C._nn.linear  # type: ignore[attr-defined]
+
+
+@rule(_linear)
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Y = x W^T + b with W [P, D] and x [..., D] of any rank."""
+    axis, source = batch_axis(call, input), call.source(weight)
+    input = call.hold(input) if source is not None else input
+    output = _linear(input, call.plain(weight), call.plain(bias))
+    return record_linear(call, input, axis, output, source, call.source(bias), transposed=False)
+
+
+@rule(torch.addmm, Tensor.addmm)
+def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Y = b + x W with W [D, P]: the Conv1D of GPT-2, whose x is flattened to [B * T, D]."""
+    if beta != 1 or alpha != 1 or call.source(mat1) or input.dim() != 1 or not _is_matrix(call, mat2):
+        return vectorized(call, *call.args, **call.kwargs)
+    axis, source = batch_axis(call, mat1), call.source(mat2)
+    mat1 = call.hold(mat1) if source is not None else mat1
+    output = torch.addmm(call.plain(input), mat1, call.plain(mat2))
+    return record_linear(call, mat1, axis, output, source, call.source(input), transposed=True)
+
+
+@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
+    """Y = x W with W [D, P]; with the parameter on the left, or of another rank, sample by sample."""
+    if call.source(input) or not _is_matrix(call, other) or input.dim() < 2:
+        return vectorized(call, input, other)
+    axis = batch_axis(call, input)
+    input = call.hold(input)
+    output = torch.matmul(input, call.plain(other))
+    return record_linear(call, input, axis, output, call.source(other), None, transposed=True)
+
+
+@rule(Tensor.__rmatmul__)
+def rmatmul(call: Call, other: Tensor, input: Tensor) -> Tensor:
+    """`input @ other`, called on the right operand."""
+    return matmul(call, input, other)
+
+
+@rule(F.bilinear)
+def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y_p = x1^T W_p x2 + b_p with W [P, D1, D2]: a linear map of the outer product of its inputs."""
+    output = F.bilinear(input1, input2, call.plain(weight), call.plain(bias))
+    w, b, axis, B = call.source(weight), call.source(bias), batch_axis(call, input1), call.batch_size
+    if batch_axis(call, input2) != axis:
+        raise call.refuse("its two inputs carry the samples of the micro-batch at different places")
+
+    def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
+        *inputs, g_BTP = (axis.split(x, B).reshape(B, -1, x.shape[-1]) for x in tensors)
+        records: list[tuple[Source, Record]] = []
+        if w is not None:
+            left_BTD, right_BTE = inputs
+            cols = (left_BTD[..., :, None] * right_BTE[..., None, :]).flatten(2)
+            records.append((w, OuterProduct(g_BTP[:, None], cols[:, None], torch.Size(w.shape))))
+        if b is not None:
+            records.append((b, PerSample(g_BTP.sum(1, dtype=wide_dtype(g_BTP)))))
+        return records
+
+    return call.tap(output, (input1, input2) if w else (), [s for s in (w, b) if s is not None], build)
+
+
+def _is_matrix(call: Call, x: Tensor) -> bool:
+    source = call.source(x)
+    return x.dim() == 2 and (source is not None or call.axis(x) is None)
+
+
+def record_linear(
+    call: Call,
+    input: Tensor,
+    axis: BatchAxis,
+    output: Tensor,
+    weight: Source | None,
+    bias: Source | None,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """Tap `output` = `input` W^T + b (W [P, D]), or `input` W + b if `transposed` (W [D, P]).
+
+    `axis`: where `input`, and so `output`, carries the samples.
+    """
+    B = call.batch_size
+    if weight is not None and weight.transpose_of is not None:
+        # A head that is tied to an embedding as x @ table.t() then joins it without a common [V, C] per sample.
+        weight, transposed = weight.transpose_of, not transposed
+    # Under autocast the product was taken in the output's precision: that copy is what a weight gradient is made of.
+    keep = (input.to(output.dtype),) if weight is not None else ()
+
+    def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
+        g_BTP = axis.split(tensors[-1], B).reshape(B, -1, tensors[-1].shape[-1])
+        records: list[tuple[Source, Record]] = []
+        if weight is not None:
+            a_BTD = axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1])
+            rows, cols = (a_BTD, g_BTP) if transposed else (g_BTP, a_BTD)
+            records.append((weight, OuterProduct(rows[:, None], cols[:, None], torch.Size(weight.shape))))
+        if bias is not None:
+            records.append((bias, PerSample(g_BTP.sum(1, dtype=wide_dtype(g_BTP)))))
+        return records
+
+    return call.tap(output, keep, [s for s in (weight, bias) if s is not None], build)

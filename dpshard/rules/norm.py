@@ -1,0 +1,142 @@
+"""Normalisation layers with weight and bias: layer, group, instance and RMS norm, and batch norm in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.rules.call import Call, Source, batch_axis
+from dpshard.rules.records import PerSample, Record, wide
+from dpshard.rules.registry import rule
+
+Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""From input, weight and bias to the output; without weight and bias, the normalised input."""
+
+
+@rule(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    call: Call,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_cudnn: bool,
+) -> Tensor:
+    """Weight and bias of the shape of the trailing dimensions."""
+    shape = list(normalized_shape)
+    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), trailing=True)
+
+
+@rule(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Weight of the shape of the trailing dimensions."""
+    shape = list(normalized_shape)
+    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), trailing=True)
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(
+    call: Call,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_cudnn: bool,
+) -> Tensor:
+    """Weight and bias per channel (dimension 1)."""
+    return _affine(call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), trailing=False)
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Weight and bias per channel; running statistics would publish a function of the data that nobody noised."""
+    if use_input_stats and running_mean is not None:
+        raise call.refuse(
+            "its running statistics are updated from the data without noise; use track_running_stats=False", fix=False
+        )
+    return _affine(
+        call,
+        input,
+        weight,
+        bias,
+        lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps),
+        trailing=False,
+    )
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """In eval mode a fixed affine map per channel; in training mode it mixes samples and is refused."""
+    if training:
+        raise call.refuse(
+            "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "
+            "(dpshard.replace_unsupported(model) does), or put it in eval mode to use its frozen statistics",
+            fix=False,
+        )
+    return _affine(
+        call,
+        input,
+        weight,
+        bias,
+        lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps),
+        trailing=False,
+    )
+
+
+def _affine(
+    call: Call, input: Tensor, weight: Tensor | None, bias: Tensor | None, normalize: Normalize, *, trailing: bool
+) -> Tensor:
+    """Y = normalize(x) * w + b: the gradient of w is the sum over positions of g * normalize(x), that of b of g.
+
+    `trailing`: w has the shape of the last dimensions; else of dimension 1. The normalised input is computed again
+    in backward rather than kept beside the input.
+    """
+    output = normalize(input, call.plain(weight), call.plain(bias))
+    w, b = call.source(weight), call.source(bias)
+    axis, B, rank = batch_axis(call, input), call.batch_size, input.dim() - 1
+    if axis.dim != 0 and not trailing:
+        raise call.refuse("the samples of the micro-batch must lie along dimension 0 of its input")
+
+    def reduce(x: Tensor, shape: tuple[int, ...]) -> PerSample:
+        rows = axis.split(wide(x), B)
+        if trailing:
+            return PerSample(rows.reshape(B, -1, *shape).sum(1))
+        return PerSample(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
+
+    def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
+        g = wide(tensors[-1])
+        records: list[tuple[Source, Record]] = []
+        if w is not None:
+            records.append((w, reduce(g * normalize(wide(tensors[0]), None, None), w.shape)))
+        if b is not None:
+            records.append((b, reduce(g, b.shape)))
+        return records
+
+    return call.tap(output, (input,) if w is not None else (), [s for s in (w, b) if s is not None], build)

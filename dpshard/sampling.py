@@ -1,0 +1,279 @@
+"""Poisson sampling of logical batches, and their division into micro-batches of one size on every rank.
+
+[Note: From a step to micro-batches]
+One keyed draw over the whole data set decides who is in the logical batch of a step: sample i is in with probability
+q = (expected batch size) / N, independently of all others. That, and only that, is what the accountant is told. Every
+rank makes the same draw and takes its slice. All ranks agree on K micro-batches of B rows, so that none waits for
+another in a collective; the last rows are padding, marked by a mask, and contribute exactly 0. An empty logical
+batch is a release like any other (its noise counts), hence K is at least 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from dpshard.config import BatchSchedule, is_count
+from dpshard.errors import ConfigurationError, DataError
+from dpshard.randomness import derive_key, random_source
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """The logical batch of every step; a function of the secret and the step, so a replayed step has the same batch."""
+
+    sample_size: int
+    """Number of samples N of the data set."""
+    schedule: BatchSchedule
+    """Expected batch size of every step; its quotient by N is the sampling probability."""
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+    secure: bool = False
+    """Draw from a cryptographic stream."""
+    max_batch_size: int | None = None
+    """Cap of a truncated Poisson batch, or None for plain Poisson sampling; they are accounted differently."""
+
+    def __post_init__(self) -> None:
+        if self.sample_size < max(self.schedule.sizes):
+            raise ConfigurationError(
+                f"sample_size={self.sample_size} is less than the largest expected batch size, "
+                f"{max(self.schedule.sizes)}: choose smaller batches."
+            )
+        if self.max_batch_size is not None and self.max_batch_size < 1:
+            raise ConfigurationError(f"max_batch_size={self.max_batch_size}: a cap is at least 1, or None.")
+
+    def probability(self, step: int) -> float:
+        """Probability with which each sample is in the batch of `step` (before the cap)."""
+        return self.schedule[step] / self.sample_size
+
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """Sorted distinct indices [n] of the logical batch of `step`, n random; time and memory O(q N), never O(N).
+
+        With a cap, of more than `max_batch_size` drawn samples a uniformly random subset of that size is kept.
+        """
+        source = random_source(derive_key(self.secret, "sample", step), secure=self.secure)
+        indices = _bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
+        cap = self.max_batch_size
+        if cap is None or len(indices) <= cap:
+            return indices
+        # The samples with the `cap` smallest of independent uniforms are a uniform subset.
+        kept = np.argpartition(source.uniform(len(indices)), cap - 1)[:cap]
+        return indices[np.sort(kept)]
+
+
+def default_cap(batch_size: int) -> int:
+    """The cap ceil(B + 6 sqrt(B)) for expected batch size B.
+
+    At least six standard deviations above the mean, so it is almost never reached and adds little to epsilon.
+    """
+    return math.ceil(batch_size + 6 * math.sqrt(batch_size))
+
+
+def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
+    """Successes among `n` trials of probability `q`, by jumps from one to the next: floor(log u / log(1 - q)) failures.
+
+    Devroye 1986, "Non-uniform random variate generation", X.2: for u uniform in (0, 1] the jump is geometric.
+    """
+    if q >= 1:
+        return np.arange(n, dtype=np.int64)
+    expected = n * q
+    runs, last = [], -1
+    while last < n:
+        jumps = np.floor(np.log(uniform(int(expected + 6 * math.sqrt(expected)) + 16)) / math.log1p(-q))
+        # One jump past the end is as good as a longer one, and fits into an integer.
+        runs.append(last + np.cumsum(np.minimum(jumps, n).astype(np.int64) + 1))
+        last = int(runs[-1][-1])
+    indices = np.concatenate(runs)
+    return indices[: np.searchsorted(indices, n)]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchPlan:
+    """Which samples one rank takes in one micro-batch."""
+
+    step: int
+    """Step of the logical batch that the micro-batch belongs to."""
+    position: int
+    """Number of the micro-batch in its logical batch, from 0 to count - 1."""
+    count: int
+    """Number of micro-batches K of the logical batch, equal on all ranks."""
+    indices: list[int]
+    """Index of the sample in each of the B rows; padding rows repeat a sample of the batch for its shape."""
+    is_padding: Tensor
+    """Bool [B]: the rows that must contribute exactly 0, behind those of the samples."""
+    samples_everywhere: int
+    """Rows that are samples on every rank, at least: all ranks know the same number."""
+
+    @property
+    def samples(self) -> int:
+        """Number of rows that are samples."""
+        return int((~self.is_padding).sum())
+
+
+def plan_micro_batches(
+    indices: Sequence[int] | NDArray[np.int64],
+    step: int,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[MicroBatchPlan]:
+    """The K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
+
+    K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
+    and the shares of two ranks differ by at most one. Raises ConfigurationError for impossible sizes.
+    """
+    check_micro_batch_size(micro_batch_size)
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank={rank} is not one of the {world_size} ranks.")
+    drawn = np.asarray(indices, dtype=np.int64)
+    count = max(1, math.ceil(len(drawn) / (micro_batch_size * world_size)))
+    own = drawn[rank::world_size]
+    # A rank's own last sample has just been read; a rank without one takes another's, and an empty batch sample 0.
+    filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
+    rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
+    rows_KB.reshape(-1)[: len(own)] = own
+    is_padding_KB = torch.arange(rows_KB.size).view(count, micro_batch_size) >= len(own)
+    least, B = len(drawn) // world_size, micro_batch_size
+    return [
+        MicroBatchPlan(step, position, count, row_B, is_padding_B, min(max(least - position * B, 0), B))
+        for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True))
+    ]
+
+
+def check_micro_batch_size(size: int) -> None:
+    """Raise ConfigurationError unless `size` is a positive int."""
+    if not is_count(size):
+        raise ConfigurationError(f"micro_batch_size={size!r}: it must be an int, at least 1.")
+
+
+def load(
+    dataset: Any,
+    plans: Iterable[MicroBatchPlan],
+    *,
+    sample_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+) -> Iterator[tuple[MicroBatchPlan, Any]]:
+    """Pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
+
+    `plans` is consumed lazily, a few plans ahead of the data, so it may describe a run of any length. The other
+    arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once, as `check_dataset` does.
+    """
+    check_dataset(dataset, sample_size)
+    if type(dataset) is TensorDataset and collate_fn is None:
+        dataset, collate_fn = _TensorRows(dataset), _as_is
+    ahead: deque[MicroBatchPlan] = deque()
+    loader = DataLoader(
+        dataset,
+        batch_sampler=_Announced(plans, ahead),
+        collate_fn=collate_fn or default_collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+    )
+    # The loader returns batches in the order in which their indices were asked for.
+    return ((plan, _padded(data, plan)) for data in loader for plan in [ahead.popleft()])
+
+
+def check_dataset(dataset: Any, sample_size: int) -> None:
+    """Raise DataError unless `dataset` is map-style and has exactly `sample_size` > 0 samples."""
+    kind = type(dataset).__name__
+    remedy = "Poisson sampling reads any sample by its index: wrap the data in a class with __getitem__ and __len__."
+    if isinstance(dataset, IterableDataset):
+        raise DataError(f"{kind} is an IterableDataset, which can only be read in its own order. {remedy}")
+    if not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{kind} has no __getitem__. {remedy}")
+    try:
+        size = len(dataset)
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        raise DataError(f"{kind} has no length, and the sampling probability depends on it. {remedy}") from error
+    if size == 0:
+        raise DataError(f"The data set ({kind}) is empty: check the path or the filter that it was made with.")
+    if size != sample_size:
+        raise DataError(
+            f"The data set ({kind}) has {size} samples, but the privacy guarantee was computed for "
+            f"sample_size={sample_size}. Pass sample_size={size} to the engine, or the data set it was made for."
+        )
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A batch sampler over plans that notes each plan it has handed to the loader."""
+
+    plans: Iterable[MicroBatchPlan]
+    ahead: deque[MicroBatchPlan]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for plan in self.plans:
+            self.ahead.append(plan)
+            # Padding is added behind what was collated: a collate_fn that sorts its rows must not move it.
+            yield plan.indices[: max(1, plan.samples)]
+
+
+def _padded(data: Any, plan: MicroBatchPlan) -> Any:
+    """Collated data of the samples of `plan`, filled up to B rows with copies of the last one.
+
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also within tuples, lists
+    and dicts. Raises DataError if no part of `data` has a row per sample.
+    """
+    rows, B = max(1, plan.samples), len(plan.indices)
+    places = torch.arange(B).clamp(max=rows - 1)
+    found = False
+
+    def pad(x: Any) -> Any:
+        nonlocal found
+        if isinstance(x, Tensor):
+            if x.dim() == 0 or x.shape[0] != rows:
+                return x
+            found = True
+            return x if rows == B else x.index_select(0, places.to(x.device))
+        if isinstance(x, np.ndarray):
+            if x.ndim == 0 or x.shape[0] != rows:
+                return x
+            found = True
+            return x[places.numpy()]
+        if isinstance(x, Mapping):
+            filled = {key: pad(value) for key, value in x.items()}
+            return filled if type(x) is dict else type(x)(filled)  # type: ignore[call-arg]
+        if isinstance(x, (list, tuple)):
+            if len(x) == rows and all(isinstance(item, (str, bytes, int, float)) for item in x):
+                found = True
+                return type(x)(x[place] for place in places.tolist())
+            items = [pad(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        return x
+
+    filled = pad(data)
+    if not found:
+        raise DataError(
+            f"collate_fn returned no tensor with one row for each of its {rows} samples (as dimension 0), so the "
+            f"micro-batch cannot be padded. Return tensors with the samples first, or tuples, lists and dicts of them; "
+            f"do not drop, merge or repeat samples."
+        )
+    return filled
+
+
+class _TensorRows(Dataset):
+    """A TensorDataset read by whole micro-batches: equal to collating its rows one by one, and many times faster."""
+
+    def __init__(self, dataset: TensorDataset):
+        self.tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        rows = torch.tensor(indices)
+        return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

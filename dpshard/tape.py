@@ -1,0 +1,428 @@
+"""The anchor, the slots and the tape: how per-sample records reach the clipping factor within one backward pass.
+
+[Note: Anchor, slot, tape]
+Three autograd nodes make every clipping style, and the rules know none of them:
+
+    parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of the forward
+                  (1 a group)       (1 a use)        (on the output of the function that used the parameter)
+
+Tap    passes the output gradient g on, and returns what was kept in forward, and g, as the gradients of its dummies.
+Slot   receives these as its incoming gradients and hands them to the tape, as records.
+Anchor has an edge to every slot of its group, so that autograd runs it after all of them; it asks the tape for the
+       clipped sums and returns them as the gradients of the parameters. Rules see detached parameters, so no gradient
+       reaches a parameter but through its anchor.
+
+Records travel as gradients because that survives torch.compile: a compiled region takes its dummies as inputs and
+returns their gradients, while slots and anchors run outside of it, in eager mode.
+
+A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so
+that a sample has one gradient and one factor however often the model was called. The anchor of a group is made at the
+group's first use: autograd runs younger nodes first, so a group closes, and frees its records, as soon as it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.clipping import ClippingFunction, ClippingGroup
+from dpshard.config import Execution
+from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+from dpshard.rules.call import Build, Source
+from dpshard.rules.derived import pull_back, pull_back_per_sample
+from dpshard.rules.records import Record, fetched, measure, offloaded, wide_dtype
+
+
+class Pass(Enum):
+    """What a backward pass through a tape is for."""
+
+    BOOK = auto()  # one pass: records are kept until their group closes
+    NORMS = auto()  # first of two: records are measured and dropped
+    SUMS = auto()  # second of two: factors are known, records are summed at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """One use of sources by one call: how the tensors that arrive at its slot become records."""
+
+    sources: tuple[Source, ...]
+    build: Build
+    copies: bool = False
+    """Whether the template of its slot holds the values of its source, one copy a sample, rather than zeros."""
+
+
+@dataclass(slots=True)
+class GroupTape:
+    """What one clipping group has recorded for the samples of one tape."""
+
+    expected: dict[str, int] = field(default_factory=dict)  # uses of a parameter that were made in forward
+    arrived: dict[str, int] = field(default_factory=dict)  # and those whose gradients have come
+    entries: dict[str, list[tuple[Source, Record]]] = field(default_factory=dict)
+    norm_sq_B: Tensor | None = None
+    norm_B: Tensor | None = None
+    factor_B: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    closed: bool = False
+
+    def awaits_only(self, names: set[str]) -> bool:
+        """Whether every use of other parameters has arrived."""
+        return all(self.arrived.get(name, 0) == n for name, n in self.expected.items() if name not in names)
+
+
+class Tape:
+    """Records, norms and factors of one set of B samples."""
+
+    def __init__(self, clipper: Clipper, batch_size: int, is_padding_B: Tensor | None, loss_scale: float) -> None:
+        self.clipper = clipper
+        self.batch_size = batch_size
+        self.is_padding_B = is_padding_B
+        self.loss_scale = loss_scale
+        """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
+        self.current = Pass.BOOK
+        self.forwards = 0
+        self.aborted = False
+        self.groups: dict[int, GroupTape] = {}
+        self._tokens: dict[int, Tensor] = {}
+
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """One tensor per template, equal to it, whose gradients arrive on this tape as the records of `use`.
+
+        A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
+        """
+        tokens = []
+        for group in self.clipper.groups_of(use.sources):
+            self.groups.setdefault(group.index, GroupTape())
+            self._tokens[group.index] = self.clipper.token(group)
+            tokens.append(self._tokens[group.index])
+        for source in use.sources:
+            for name in source.roots:
+                expected = self.groups[self.clipper.group_of[name].index].expected
+                expected[name] = expected.get(name, 0) + 1
+        return _Slot.apply(self, use, len(templates), *templates, *tokens)
+
+    def tokens(self) -> list[Tensor]:
+        """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""
+        return list(self._tokens.values())
+
+    def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a slot; called by autograd, once per use and pass."""
+        groups = [self.groups[group.index] for group in self.clipper.groups_of(use.sources)]
+        if self.aborted or any(group.closed for group in groups):
+            raise LogicalBatchError(
+                f"Backward reached {use.sources[0].label} again after the samples of this micro-batch were clipped: "
+                f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
+            )
+        for group in self.clipper.groups_of(use.sources):
+            self.clipper.pending.setdefault(group.index, {})[id(self)] = self
+        if all(tensor is not None for tensor in tensors):
+            for source, record in use.build(*tensors):
+                for name, entry in self._at_roots(source, record):
+                    self._group(name).entries.setdefault(name, []).append(entry)
+        arriving = {name for source in use.sources for name in source.roots}
+        for source in use.sources:
+            for name in source.roots:
+                group = self._group(name)
+                group.arrived[name] = group.arrived.get(name, 0) + 1
+                if self.current is Pass.SUMS:
+                    self._sum(group, name)
+                elif group.arrived[name] == group.expected[name]:
+                    self._measure(group, name, closing=group.awaits_only(arriving))
+
+    def _group(self, name: str) -> GroupTape:
+        return self.groups[self.clipper.group_of[name].index]
+
+    def _at_roots(self, source: Source, record: Record) -> list[tuple[str, tuple[Source, Record]]]:
+        if source.isometric:
+            return [(source.roots[0], (source, record))]
+        pulled = pull_back_per_sample(source, record, self.clipper.values)
+        return [(name, (self.clipper.sources[name], root)) for name, root in pulled.items()]
+
+    def _measure(self, group: GroupTape, name: str, *, closing: bool) -> None:
+        """Add the squared norms of a parameter of which all uses have arrived."""
+        entries = group.entries.pop(name, [])
+        if not entries:
+            return
+        source = entries[0][0]
+        if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
+            # Uses through different derivations (slices, transposes) meet at the root.
+            entries, source = self._common_root(name, entries), self.clipper.sources[name]
+        execution = self.clipper.execution
+        norm_sq_B, records = measure(
+            [record for _, record in entries], execution.norm, keep=execution.keep_per_sample, closing=closing
+        )
+        group.norm_sq_B = norm_sq_B if group.norm_sq_B is None else group.norm_sq_B + norm_sq_B
+        if self.current is Pass.BOOK:
+            waits = execution.offload_records and not closing
+            group.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
+
+    def _common_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
+        root = self.clipper.sources[name]
+        return [
+            (root, record if source.label == name else pull_back_per_sample(source, record, self._blank(name))[name])
+            for source, record in entries
+        ]
+
+    def _blank(self, name: str) -> dict[str, Tensor]:
+        """Stands in for the value of a root where only its shape counts: FSDP may have freed the value by now."""
+        value = self.clipper.values[name]
+        return {name: torch.empty(self.clipper.sources[name].shape, dtype=wide_dtype(value), device=value.device)}
+
+    def _settle(self, group: ClippingGroup) -> None:
+        """Fix the factors of a group from the norms that have arrived."""
+        tape = self.groups[group.index]
+        for name in [name for name, count in tape.expected.items() if tape.arrived.get(name, 0) < count]:
+            self._measure(tape, name, closing=True)  # a use in a branch that backward never reached has no gradient
+        if tape.norm_sq_B is None:
+            return
+        tape.norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
+        factor_B = self.clipper.function.factor(tape.norm_B, group.threshold)
+        if self.is_padding_B is not None:
+            factor_B = factor_B.masked_fill(self.is_padding_B, 0)
+        tape.factor_B = factor_B
+        self.clipper.observe(group, tape.norm_B, factor_B, self.is_padding_B)
+
+    def _sum(self, group: GroupTape, name: str) -> None:
+        """Add the clipped sum of a parameter's records, and drop them."""
+        entries = group.entries.pop(name, [])
+        if not entries or group.factor_B is None or group.norm_B is None:
+            return
+        if self.clipper.execution.offload_records:
+            entries = [(source, fetched(record, group.factor_B.device)) for source, record in entries]
+        dead_B = ~torch.isfinite(group.norm_B)
+        if bool(dead_B.any()):
+            entries = [(source, record.without(dead_B)) for source, record in entries]
+        multiplier_B = group.factor_B * self.loss_scale
+        for source, record in entries:
+            total = record.clipped_sum(multiplier_B)
+            if source.label != name:
+                total = pull_back(source, total, self._blank(name))[name]
+            group.sums[name] = group.sums[name] + total if name in group.sums else total
+
+    def between_passes(self) -> None:
+        """End the pass that took the norms; the next one sums."""
+        for index, group in self.groups.items():
+            self._settle(self.clipper.groups[index])
+            group.arrived.clear()
+        self.current = Pass.SUMS
+
+    def close(self, group: ClippingGroup) -> None:
+        """Fix the group's factors; from now on `take` gives its sums, and no further record is accepted."""
+        if self.current is Pass.BOOK:
+            self._settle(group)
+        self.groups[group.index].closed = True
+
+    def take(self, group: ClippingGroup, name: str) -> Tensor | None:
+        """The clipped sum of one parameter, once; its records are freed. None if no gradient arrived."""
+        tape = self.groups[group.index]
+        self._sum(tape, name)
+        return tape.sums.pop(name, None)
+
+
+Take = Callable[[str], Tensor | None]
+"""Computes the clipped sum of a parameter by name, once, and frees what it was made of."""
+
+Deliver = Callable[[ClippingGroup, Take], Sequence[Tensor | None]]
+"""Turns the clipped sums of a closed group into the gradients that its anchor returns, one per parameter."""
+
+
+class Clipper:
+    """The clipping of one model: its groups, their anchors, and what the factors were."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        groups: tuple[ClippingGroup, ...],
+        function: ClippingFunction,
+        execution: Execution,
+        deliver: Deliver,
+        observe: Callable[[ClippingGroup, Tensor, Tensor, Tensor | None], None],
+        anchored: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+    ) -> None:
+        self.shapes = shapes
+        """The shapes of the whole parameters, by name."""
+        self.values = values
+        """The parameters as forward sees them: whole while they are in use, where they are sharded."""
+        self.anchored = anchored
+        """What the anchors differentiate: the parameters, or what stands in for them where they are sharded."""
+        self.groups = groups
+        self.group_of = {name: group for group in groups for name in group.names}
+        self.sources = {name: _root(name, shape) for name, shape in shapes.items()}
+        self.function = function
+        self.execution = execution
+        self.deliver = deliver
+        self.observe = observe
+        self.pending: dict[int, dict[int, Tape]] = {}
+        self._tokens: dict[int, Tensor] = {}
+
+    def twin(
+        self,
+        deliver: Deliver,
+        observe: Callable[[ClippingGroup, Tensor, Tensor, Tensor | None], None],
+    ) -> Clipper:
+        """A clipper of the same groups that delivers elsewhere, for a comparison beside the training."""
+        return Clipper(
+            self.shapes, self.groups, self.function, self.execution, deliver, observe, self.anchored, self.values
+        )
+
+    def anchors(self) -> list[Tensor]:
+        """What the anchors that are open now differentiate."""
+        anchored = [self.anchored[name] for index in self._tokens for name in self.groups[index].names]
+        return [x for x in anchored if x.requires_grad]
+
+    def groups_of(self, sources: Sequence[Source]) -> list[ClippingGroup]:
+        """The groups that hold the roots of `sources`, each once, in order."""
+        found = {self.group_of[name].index for source in sources for name in source.roots}
+        return [self.groups[index] for index in sorted(found)]
+
+    def token(self, group: ClippingGroup) -> Tensor:
+        """The output of the group's anchor; one anchor serves all forwards up to its next backward."""
+        if group.index not in self._tokens:
+            with torch.enable_grad():
+                parameters = [self.anchored[name] for name in group.names]
+                self._tokens[group.index] = _Anchor.apply(self, group, *parameters)
+        return self._tokens[group.index]
+
+    def close(self, group: ClippingGroup) -> Sequence[Tensor | None]:
+        """Called by the anchor: close the group on every tape that has records for it, and deliver their sums."""
+        self._tokens.pop(group.index, None)
+        tapes = list(self.pending.pop(group.index, {}).values())
+        for tape in tapes:
+            tape.close(group)
+
+        def take(name: str) -> Tensor | None:
+            total: Tensor | None = None
+            for tape in tapes:
+                part = tape.take(group, name)
+                total = part if total is None else total if part is None else total + part
+            return total
+
+        return self.deliver(group, take)
+
+    def abort(self) -> None:
+        """Forget what a backward pass that did not finish has left behind."""
+        for tapes in self.pending.values():
+            for tape in tapes.values():
+                tape.aborted = True
+        self.pending.clear()
+        self._tokens.clear()
+
+
+def _root(name: str, shape: Sequence[int]) -> Source:
+    return Source(name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    # A loss.backward() inside an autocast block would take norms and sums in half precision.
+    return torch.autocast(device.type, enabled=False)
+
+
+class _Anchor(torch.autograd.Function):
+    """Parameters of a group -> token [0]; backward: the group's clipped sums as the parameters' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, clipper: Clipper, group: ClippingGroup, *parameters: Tensor) -> Tensor:
+        ctx.clipper, ctx.group = clipper, group
+        ctx.set_materialize_grads(False)
+        return torch.zeros(0, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        clipper, group = ctx.clipper, ctx.group
+        with _without_autocast(clipper.values[group.names[0]].device):
+            return (None, None, *clipper.close(group))
+
+
+class _Slot(torch.autograd.Function):
+    """Tokens and templates -> one tensor per template; backward: their gradients go to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, use: Use, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.use, ctx.inputs = tape, use, len(tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
+        with _without_autocast(device):
+            ctx.tape.arrive(ctx.use, gradients)
+        return (None,) * (3 + ctx.inputs)
+
+
+class _Hold(torch.autograd.Function):
+    """x -> x, saved for a tap that is yet to come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def hold(x: Tensor) -> Tensor:
+    """`x`, saved here and now for the tap of the function that it is handed to.
+
+    Activation checkpointing repeats a segment up to the last tensor that it saved. A tap comes after its function and
+    would save there: the last matrix product of a segment would be repeated for a tensor that went into it.
+    """
+    recorded = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # What autocast makes of `x` is known when the function has run.
+    return _Hold.apply(x) if recorded and not torch.is_autocast_enabled(x.device.type) else x
+
+
+def _node_of(x: Tensor) -> Any:
+    """The node that holds `x`, or None: within a compiled region nothing is held."""
+    if torch.compiler.is_compiling():
+        return None
+    return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
+
+
+class _Tap(torch.autograd.Function):
+    """`output` unchanged; backward: g passes on, and the kept tensors and g are the gradients of the dummies."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
+        kept = tensors[:count]
+        ctx.nodes, ctx.count = nodes, count
+        ctx.save_for_backward(*kept)
+        if torch.compiler.is_compiling():
+            return output.clone()  # the compiler removes the copy, and refuses mark_dirty
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedParameterError(
+                "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways "
+                "that dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
+            )
+        saved = iter(ctx.saved_tensors)
+        kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
+        kept = [x if x.is_floating_point() else x.double() for x in kept]
+        return (None, None, gradient, *(None,) * ctx.count, *kept, gradient)
+
+
+def tap(output: Tensor, keep: tuple[Tensor, ...], dummies: tuple[Tensor, ...]) -> Tensor:
+    """`output`, tapped: in backward, `keep` and the output gradient arrive as the gradients of `dummies`."""
+    nodes = tuple(_node_of(x) for x in keep)
+    own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
+    return _Tap.apply(nodes, len(own), output, *own, *dummies)
+
+
+def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Stride-0 templates (no memory) for `keep` and the gradient of `output`."""
+    return tuple(
+        torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float64, device=x.device).expand(x.shape)
+        for x in (*keep, output)
+    )

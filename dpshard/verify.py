@@ -1,0 +1,249 @@
+"""Start-up verification: a few samples together, through rules and anchors, against each one alone, through autograd.
+
+It knows nothing of the architecture, so it catches whatever makes the two differ: a wrong batch dimension, a function
+that mixes samples, a loss that divides by what other samples hold, a use of a parameter that got lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpshard.clipping import ClippingFunction, ClippingGroup
+from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
+from dpshard.interception import Interception, Run, Undisturbed
+from dpshard.tape import Clipper, Take, Tape
+
+SAMPLES = 3
+"""Samples compared: enough that two of them can disturb a third."""
+
+
+class _Backend(Protocol):
+    parameters: dict[str, nn.Parameter]
+    differentiated: Mapping[str, Tensor]
+
+    def unwatched(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss of the user's, to be differentiated in place of what the model returns."""
+
+    loss_fn: Callable[..., Tensor]
+    targets: tuple[Tensor, ...]
+
+    def of(self, output: Any, samples: Sequence[int]) -> Tensor:
+        """The loss of `samples`, whose output is given."""
+        index = torch.tensor(list(samples))
+        return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
+
+
+Objective = Callable[[Any, Sequence[int]], Tensor]
+"""From the output for some samples, and their numbers, to the scalar that is differentiated."""
+
+
+def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[tuple[Tensor, int | None, int]]:
+    """Per output a random gradient for the batch, the dimension of the samples, and the rows of one sample."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for x, y in zip(together, alone, strict=True):
+        dims = [d for d in range(x.dim()) if x.dim() == y.dim() and x.shape[d] != y.shape[d]]
+        if x.dim() != y.dim() or len(dims) > 1 or (dims and x.shape[dims[0]] != n * y.shape[dims[0]]):
+            raise VerificationError(
+                f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
+                f"not treat samples one by one. Hand the loss in: engine.verify(*inputs, loss_fn=..., targets=...)."
+            )
+        seed = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        found.append((seed, dims[0] if dims else None, y.shape[dims[0]] if dims else 0))
+    return found
+
+
+def compare(
+    interception: Interception, backend: _Backend, clipper: Clipper, run: Run, loss: Loss | None, *, mean: bool
+) -> None:
+    """Raise VerificationError unless norms and clipped sums of a few samples agree; changes nothing else.
+
+    Differentiated are `loss` if it is given; else every scalar that the model returns, one after the other, and all
+    its other outputs along a random direction. `mean`: whether losses average over their samples.
+    """
+    n = min(SAMPLES, run.rows)
+    chosen = list(range(n))
+    names = [name for name, p in backend.parameters.items() if p.requires_grad]
+
+    with interception.undisturbed(run.module) as state, backend.unwatched(), torch.enable_grad():
+        outputs = []
+        for samples in (chosen, [0]):
+            state.rewind()
+            try:
+                outputs.append(interception.run_plain(run, samples))
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, DpshardError):
+                    raise
+                raise VerificationError(
+                    f"The model fails on {len(samples)} sample(s) of the micro-batch taken alone ({error}), so they "
+                    f"have no gradient of their own. Does it normalise over them (BatchNorm), or need a fixed size?"
+                ) from error
+        if n > 1:
+            _refuse_memory(state, lambda sample: interception.run_plain(run, [sample]))
+        objectives = [loss.of] if loss is not None else _objectives(outputs[0], outputs[1], n, mean=mean)
+        del outputs
+
+        for objective in objectives:
+            norms: dict[int, Tensor] = {}
+            sums: dict[str, Tensor | None] = {}
+
+            def deliver(group: ClippingGroup, take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
+                sums.update({name: take(name) for name in group.names})
+                return [None] * len(group.names)
+
+            def observe(group: ClippingGroup, norm_B: Tensor, *_: Any, norms: dict[int, Tensor] = norms) -> None:
+                norms[group.index] = norm_B
+
+            beside = clipper.twin(deliver, observe)
+            output = interception.run_recorded(
+                run, chosen, functools.partial(Tape, beside, n, None, n if mean else 1), state
+            )
+            _gradients(objective(output, chosen), beside.anchors())
+            singles = []
+            for sample in chosen:
+                state.rewind()
+                value = objective(interception.run_plain(run, [sample]), [sample])
+                plain = {name: backend.differentiated[name] for name in names}
+                found = zip(plain.items(), _gradients(value, list(plain.values())), strict=True)
+                # A parameter that is partitioned again by now has another shape.
+                singles.append([p.new_zeros(clipper.shapes[n]) if g is None else g for (n, p), g in found])
+            together = [
+                torch.zeros_like(single) if (found := sums.get(name)) is None else found
+                for name, single in zip(names, singles[0], strict=True)
+            ]
+            _check(names, together, singles, norms, clipper.groups, clipper.function)
+
+
+def _refuse_memory(state: Undisturbed, run: Callable[[int], Any]) -> None:
+    """Raise UnsupportedParameterError if a buffer takes another value for another sample: later ones would see it."""
+    seen = []
+    for sample in (0, 1):
+        state.rewind()
+        run(sample)
+        seen.append(state.buffers())
+    first, second = seen
+    for name in first.keys() & second.keys():
+        if first[name].is_floating_point() and not torch.equal(first[name], second[name]):
+            raise UnsupportedParameterError(
+                f"{name}: forward writes a function of the samples into this buffer, without noise, and later samples "
+                f"may read it. Put the module in eval mode, or drop its running statistics (BatchNorm: use GroupNorm; "
+                f"InstanceNorm: use track_running_stats=False)."
+            )
+
+
+def _objectives(together: Any, alone: Any, n: int, *, mean: bool) -> list[Objective]:
+    """What to differentiate of a model's outputs, given those for n samples and for one of them."""
+    leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise VerificationError(
+            "No output of the model depends on a trainable parameter in a differentiable way; there is nothing to "
+            "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
+        )
+    pairs = {i: (pytree.tree_leaves(together)[i], pytree.tree_leaves(alone)[i]) for i in leaves}
+    objectives: list[Objective] = [
+        lambda output, _samples, i=i: pytree.tree_leaves(output)[i] for i in leaves if pairs[i][0].dim() == 0
+    ]
+    wide = [i for i in leaves if pairs[i][0].dim() > 0]
+    if wide:
+        seeds = _seeds([pairs[i][0] for i in wide], [pairs[i][1] for i in wide], n)
+
+        def along(output: Any, samples: Sequence[int]) -> Tensor:
+            found = pytree.tree_leaves(output)
+            total = torch.zeros((), dtype=torch.float64, device=found[wide[0]].device)
+            for i, (seed, dim, rows) in zip(wide, seeds, strict=True):
+                if dim is not None and len(samples) < n:
+                    seed = seed.narrow(dim, samples[0] * rows, rows)
+                total = total + (found[i] * seed.to(found[i].dtype)).sum()
+            return total / len(samples) if mean else total
+
+        objectives.append(along)
+    return objectives
+
+
+def _gradients(value: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
+    if not parameters:
+        return []
+    try:
+        return torch.autograd.grad(value, parameters, allow_unused=True)
+    except RuntimeError as error:
+        # What torch says, and DeepSpeed.
+        if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
+            raise
+        raise UnsupportedParameterError(REENTRANT) from error
+
+
+def _check(
+    names: list[str],
+    together: list[Tensor],
+    singles: list[list[Tensor]],
+    norms: dict[int, Tensor],
+    groups: Iterable[ClippingGroup],
+    function: ClippingFunction,
+) -> None:
+    place = {name: i for i, name in enumerate(names)}
+    tolerance = _tolerance(singles[0])
+    for group in groups:
+        members = [name for name in group.names if name in place]
+        if not members:
+            continue
+        flat = [torch.cat([g[place[name]].flatten().double() for name in members]) for g in singles]
+        exact = torch.stack([x.norm() for x in flat])
+        if not bool(torch.isfinite(exact).all()):
+            continue  # such a sample is dropped, and counted, in training as well
+        found = norms.get(group.index, torch.zeros_like(exact)).double().to(exact.device)
+        factor = function.factor(exact, group.threshold)
+        expected = (factor[:, None] * torch.stack(flat)).sum(0)
+        got = torch.cat([together[place[name]].flatten().double() for name in members])
+        norms_agree = (found - exact).abs().max() <= tolerance * exact.max()
+        # Measured against one sample's contribution: contributions may cancel in the sum.
+        sums_agree = (got - expected).norm() <= tolerance * (factor * exact).max()
+        if not (bool(norms_agree) and bool(sums_agree)):
+            raise _failure(group, together, singles, exact, found, factor, place)
+
+
+def _tolerance(gradients: Sequence[Tensor]) -> float:
+    """Far above the rounding of two orders of summation; the faults looked for are of the order of one."""
+    if any(x.dtype in (torch.bfloat16, torch.float16) for x in gradients):
+        return 5e-2
+    if any(torch.is_autocast_enabled(x.device.type) for x in gradients):
+        return 5e-2
+    return 2e-2 if any(x.dtype == torch.float32 for x in gradients) else 1e-6
+
+
+def _failure(
+    group: ClippingGroup,
+    together: list[Tensor],
+    singles: list[list[Tensor]],
+    exact: Tensor,
+    found: Tensor,
+    factor: Tensor,
+    place: dict[str, int],
+) -> VerificationError:
+    def error(name: str) -> float:
+        expected = sum(f * g[place[name]].double() for f, g in zip(factor, singles, strict=True))
+        return float((together[place[name]].double() - expected).norm())
+
+    worst = max((name for name in group.names if name in place), key=error)
+    return VerificationError(
+        f"{worst} (clipping group {group.label!r}): the gradients of {len(singles)} samples together are not those of "
+        f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
+        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss); a loss "
+        f"whose reduction is not the loss_reduction given to the engine; a batch dimension that is not dimension 0 of "
+        f"the inputs; a parameter used outside of a module call. Turn off with PrivacyEngine(verify=False) only if "
+        f"you can prove that every sample has a gradient of its own."
+    )
+
+
+def _list(values: Tensor) -> str:
+    return "[" + ", ".join(f"{float(v):.4g}" for v in values) + "]"

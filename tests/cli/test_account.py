@@ -1,0 +1,119 @@
+import json
+
+import pytest
+
+from dpshard.cli import account
+
+MNIST = "--sample-size 60000 --batch-size 256".split()
+
+
+def ask(dpshard, *arguments):
+    result = json.loads(dpshard("account", *MNIST, *arguments, "--json").stdout)
+    return result["asked"], {answer["accountant"]: answer for answer in result["answers"]}
+
+
+def test_epsilon_of_the_tutorial_of_the_field(dpshard):
+    asked, answers = ask(dpshard, "--steps", 14063, "--sigma", 1.1)
+    assert asked == "epsilon"
+    assert answers["rdp"]["epsilon"] == pytest.approx(2.5967, abs=5e-5)
+    assert answers["pld"]["epsilon"] == pytest.approx(2.3818, abs=5e-5)
+    assert [answers[name]["upper_bound"] for name in ("pld", "rdp", "gdp")] == [True, True, False]
+
+
+def test_the_noise_for_a_budget_keeps_to_the_budget(dpshard):
+    asked, answers = ask(dpshard, "--epochs", 10, "--epsilon", 2, "--accountant", "pld")
+    assert asked == "noise_multiplier"
+    assert answers["pld"]["steps"] == round(10 * 60000 / 256)
+    _, back = ask(dpshard, "--epochs", 10, "--sigma", answers["pld"]["noise_multiplier"], "--accountant", "pld")
+    assert 1.99 < back["pld"]["epsilon"] <= 2
+
+
+def test_the_steps_for_a_budget_are_the_most_that_fit(dpshard):
+    asked, answers = ask(dpshard, "--sigma", 1, "--epsilon", 2, "--accountant", "rdp")
+    assert asked == "steps"
+    steps = answers["rdp"]["steps"]
+    for more, fits in ((0, True), (1, False)):
+        _, run = ask(dpshard, "--sigma", 1, "--steps", steps + more, "--accountant", "rdp")
+        assert (run["rdp"]["epsilon"] <= 2) == fits
+
+
+def test_phases_of_equal_batches_are_one_run(dpshard):
+    run = ["account", "--sample-size", 60000, "--sigma", 1, "--accountant", "pld", "--json"]
+    split, whole = (json.loads(dpshard(*run, "--phases", p).stdout)["answers"] for p in ("256x40,256x60", "256x100"))
+    assert split == whole
+
+
+def test_a_cap_is_analysed_by_pld_under_its_own_relation(dpshard):
+    _, answers = ask(dpshard, "--steps", 100, "--sigma", 1, "--max-batch-size", 352)
+    assert answers.keys() == {"pld"}
+    assert answers["pld"]["neighbouring_relation"] == "replace-special"
+
+
+def test_the_table_names_accountants_relation_and_caution(dpshard):
+    output = dpshard("account", *MNIST, "--steps", 100, "--sigma", 1).stdout
+    for word in ("pld", "rdp", "gdp", "under-state", "add-or-remove-one"):
+        assert word in output
+
+
+@pytest.mark.parametrize(
+    "question",
+    [["--steps", 100, "--sigma", 1], ["--steps", 100, "--epsilon", 1], ["--sigma", 1, "--epsilon", 1]],
+)
+def test_every_question_can_be_drawn(dpshard, tmp_path, question):
+    picture = tmp_path / "new" / "account.png"
+    dpshard("account", *MNIST, *question, "--accountant", "rdp", "--accountant", "gdp", "--plot", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_below_one_step_is_said(dpshard):
+    question = [*MNIST, "--sigma", 0.5, "--epsilon", 0.01, "--accountant", "pld"]
+    assert "not even one step fits" in dpshard("account", *question).stdout
+    asked, answers = ask(dpshard, *question[len(MNIST) :])
+    assert (asked, answers["pld"]["steps"]) == ("steps", 0)
+    assert json.loads(dpshard("account", *question, "--json").stdout)["plan"]["phases"] == [[256, None]]
+
+
+def test_a_curve_has_a_point_where_a_phase_ends_and_at_the_first_step(dpshard, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(account.plots, "save", lambda figure, path: drawn.append(figure.axes[0]))
+    phases = ["--phases", "256x500,1024x100", "--sigma", 1]
+    for accountants in (["gdp", "rdp"], ["rdp", "gdp"]):
+        chosen = [x for name in accountants for x in ("--accountant", name)]
+        run = dpshard("account", "--sample-size", 60000, *phases, *chosen, "--plot", tmp_path / "x.png")
+        assert "x.png" in run.stderr
+    curves = [{line.get_label(): line for line in ax.lines} for ax in drawn]
+    assert {1, 500, 600} <= set(curves[0]["rdp"].get_xdata())
+    assert curves[0]["rdp"].get_color() == curves[1]["rdp"].get_color() != curves[0]["gdp"].get_color()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (["--steps", 100, "--sigma", -1], "noise_multiplier"),
+        (["--steps", 100, "--epsilon", -1], "target_epsilon"),
+        (["--steps", 100, "--epsilon", 0], "target_epsilon"),
+        (["--steps", 100, "--sigma", 1, "--delta", 1.5], "target_delta"),
+        (["--steps", 0, "--sigma", 1], "at least one step"),
+        (["--steps", 100], "two of three"),
+        (["--steps", 100, "--sigma", 1, "--epsilon", 1], "two of three"),
+        (["--steps", 1, "--epochs", 1, "--sigma", 1], "exactly one"),
+        (["--phases", "256x10", "--sigma", 1], "--phases"),
+        (["--steps", 1, "--sigma", 1, "--accountant", "prv"], "prv"),
+        (["--steps", 1, "--sigma", 1, "--max-batch-size", 300, "--accountant", "rdp"], "rdp"),
+        (["--steps", 1, "--sigma", 1, "--plot", "/dev/null/x.png"], "/dev/null/x.png"),
+    ],
+)
+def test_a_bad_question_gets_one_line(dpshard, wrong, word):
+    error = dpshard("account", *MNIST, *wrong, exit_code=2).stderr
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert word in error
+
+
+@pytest.mark.parametrize(
+    ("sample_size", "batch_size", "word"), [(0, 1, "empty"), (10, 20, "larger than the data set"), (10, 0, "positive")]
+)
+def test_impossible_sizes_get_one_line(dpshard, sample_size, batch_size, word):
+    sizes = ["--sample-size", sample_size, "--batch-size", batch_size]
+    for rest in (["--steps", 1, "--sigma", 1], ["--epsilon", 1, "--sigma", 1]):
+        assert word in dpshard("account", *sizes, *rest, exit_code=2).stderr

@@ -1,0 +1,66 @@
+import os
+
+import pytest
+
+from dpshard.cli.run_folder import RunFolder, write_atomically
+from dpshard.cli.settings import TrainSettings
+from dpshard.errors import RunFolderError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run", TrainSettings())
+
+
+def test_a_folder_opens_with_the_settings_it_was_made_with(folder):
+    assert RunFolder.open(folder.path).settings() == TrainSettings()
+
+
+def test_a_folder_that_is_taken_is_refused(folder):
+    with pytest.raises(RunFolderError, match="--resume"):
+        RunFolder.create(folder.path, TrainSettings())
+
+
+@pytest.mark.parametrize("below", ["file", "file/run"])
+def test_an_unwritable_place_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="file"):
+        RunFolder.create(tmp_path / below, TrainSettings())
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunFolderError, match=r"config\.yaml"):
+        RunFolder.open(tmp_path)
+
+
+def test_two_processes_cannot_train_in_one_folder(folder):
+    with folder.locked(), pytest.raises(RunFolderError, match="Another process"), folder.locked():
+        pass
+
+
+def test_metrics_are_cut_back_to_the_checkpoint_and_to_whole_lines(folder):
+    with folder.append_metrics(after_step=0) as append:
+        for step in (1, 2, 3):
+            append({"step": step, "loss": float("nan")})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    with folder.append_metrics(after_step=2) as append:
+        append({"step": 3, "loss": 1.0})
+    assert folder.read_metrics() == [
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": None},
+        {"step": 3, "loss": 1.0},
+    ]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFolderError, match="No space left"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"

@@ -1,0 +1,241 @@
+"""`dpshard train --shard`: the run of one process, on several; and what happens when one of them does not go along."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpshard.cli import launch
+from tests.cli.test_train import metrics, report, wait_for_steps, weights
+
+STEPS = 12
+FLAGS = f"--steps {STEPS} --batch-size 64 --noise-multiplier 1 --evaluations 3 --micro-batch-size 20".split()
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, with its checkpoint before the first step, so that others can have its secret."""
+    from typer.testing import CliRunner
+
+    from dpshard.cli import app
+
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    result = CliRunner().invoke(app, ["train", *FLAGS, "--checkpoint-every", "100", "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def begun(alone, tmp_path):
+    """The same run, before its first step; checkpoints are frequent."""
+    folder = Path(shutil.copytree(alone, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
+    for path in (folder / "report.json", folder / "report.md", folder / "model.pt"):
+        path.unlink()
+    (folder / "metrics.jsonl").write_text("")
+    return folder
+
+
+def assert_same_run(folder, other):
+    assert [row["step"] for row in metrics(folder)] == list(range(1, STEPS + 1))
+    for row, expected in zip(metrics(folder), metrics(other), strict=True):
+        assert row == pytest.approx(expected, rel=2e-3, abs=1e-3), row["step"]
+    assert report(folder)["privacy"] == report(other)["privacy"]
+    for split in ("before", "after"):
+        assert report(folder)["test"][split] == pytest.approx(report(other)["test"][split], abs=0.01)
+    assert weights(folder).keys() == weights(other).keys()
+    for name, weight in weights(other).items():
+        torch.testing.assert_close(weights(folder)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, how):
+    dpshard("train", "--resume", begun, "--shard", how, "--nproc", 2)
+    output, errors = capfd.readouterr()
+    assert f"2 x cpu, {how}" in output
+    assert output.count("Report, plots and weights") == 1  # one rank speaks
+    assert errors == ""
+    assert_same_run(begun, alone)
+    assert report(begun)["ranks"] == 2
+    assert (begun / "plots" / "overview.png").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_another_number_of_processes_goes_on(alone, begun, spawn, dpshard, capfd, number):
+    process = spawn("train", "--resume", begun, "--shard", "fsdp2", "--nproc", 2)
+    wait_for_steps(begun, 3, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert output.count(f"Go on with: dpshard train --resume {begun}") == 1
+    assert "Traceback" not in output
+    assert "rror" not in output
+    done = len(metrics(begun))
+    assert 3 <= done < STEPS
+    dpshard("train", "--resume", begun, *(["--shard", "ddp", "--nproc", 3] if number == signal.SIGINT else []))
+    output += capfd.readouterr().out
+    if number == signal.SIGINT:
+        assert f"Resuming after step {done} of {STEPS}" in output
+    assert_same_run(begun, alone)
+
+
+def sabotage(monkeypatch, tmp_path, code):
+    """Have every rank run `code` at the beginning of each step; `rank` and `step` are known there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    from dpshard.cli import training\n"
+        "    original, rank = training.Run.take_step, int(os.environ['RANK'])\n"
+        "    def take_step(self, logical_batch):\n"
+        "        step = logical_batch.step\n"
+        f"        {code}\n"
+        "        return original(self, logical_batch)\n"
+        "    training.Run.take_step = take_step\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+
+
+FAILURES = {
+    "a bug": ("if (rank, step) == (1, 3): 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero"),
+    "a refusal": (
+        "from dpshard.errors import DataError\n        if (rank, step) == (1, 3): raise DataError('row 7 is empty')",
+        2,
+        "error: rank 1: row 7 is empty",
+    ),
+    "a refusal of all": (
+        "from dpshard.errors import DataError\n        if step == 3: raise DataError('row 7 is empty')",
+        2,
+        "row 7 is empty",
+    ),
+    "a death": ("if (rank, step) == (1, 3): os.kill(os.getpid(), 9)", 1, "error: Rank 1 was killed by SIGKILL"),
+    "a hang of the others": (
+        "import time\n        if step == 3: time.sleep(600 * (1 - rank)); 1 / 0",
+        1,
+        "error: rank 1: ZeroDivisionError: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_that_fails_ends_the_run_with_one_error(tmp_path, monkeypatch, dpshard, capfd, failure):
+    code, exit_code, message = FAILURES[failure]
+    sabotage(monkeypatch, tmp_path, code)
+    monkeypatch.setattr(launch, "PATIENCE", 3.0)
+    started = time.monotonic()
+    flags = [*FLAGS, "--out", tmp_path / "run", "--shard", "ddp", "--nproc", 2]
+    launcher = dpshard("train", *flags, exit_code=exit_code)
+    assert time.monotonic() - started < 90
+    output, errors = capfd.readouterr()
+    errors += launcher.stderr  # of the process that has started the ranks
+    assert errors.count("error: ") == errors.count(message) == 1, errors
+    assert "Traceback" not in output
+    assert errors.count("Traceback") == (exit_code == 1 and failure != "a death")
+    assert "onnection closed" not in errors
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path, monkeypatch, spawn):
+    sabotage(monkeypatch, tmp_path, f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))")
+    process = spawn("train", *FLAGS, "--steps", 2000, "--out", tmp_path / "run", "--shard", "ddp", "--nproc", 2)
+    wait_for_steps(tmp_path / "run", 2, process)
+    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks go on training on their own"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_a_run_joins_torchrun(alone, begun):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.run(
+        [*command, "-m", "dpshard", "train", "--resume", begun, "--shard", "ddp"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("Report, plots and weights") == 1
+    assert_same_run(begun, alone)
+
+
+def test_a_run_joins_srun(alone, begun):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dpshard", "train", "--resume", str(begun), "--shard", "ddp"],
+            env={
+                **os.environ,
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_JOB_ID": str(os.getpid()),
+                "SLURM_STEP_ID": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "Report, plots and weights" in outputs[0]
+    assert outputs[1] == ""
+    assert_same_run(begun, alone)
+
+
+def test_ranks_that_somebody_else_has_started_are_counted(tmp_path, monkeypatch, dpshard):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    from dpshard.backends.ranks import Ranks
+    from dpshard.cli import world
+
+    monkeypatch.setattr(world, "joined", lambda device: _two_ranks(Ranks()))
+    assert "leave --nproc out" in dpshard("train", "--shard", "ddp", "--nproc", 3, exit_code=2).stderr
+    assert "--shard fsdp2" in dpshard("train", exit_code=2).stderr
+
+
+def _two_ranks(ranks):
+    from contextlib import nullcontext
+
+    ranks.size = 2
+    return nullcontext(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "cnn", "--shard", "ddp"],
+        ["--model", "vit", "--shard", "hsdp", "--clipping-style", "layer-wise"],
+        ["--task", "pydoc", "--model", "gpt", "--max-length", 16, "--shard", "fsdp2", "--num-workers", 1],
+        ["--task", "pydoc", "--model", "gpt2", "--max-length", 16, "--shard", "fsdp2", "--optimizer", "adamw"],
+        ["--task", "pydoc", "--model", "gpt2", "--max-length", 16, "--shard", "ddp", "--clipping-mode", "ghost"],
+    ],
+    ids=lambda flags: "-".join(map(str, flags[1::2])),
+)
+def test_every_model_trains_on_two_processes(tmp_path, dpshard, flags):
+    length = "--steps 2 --batch-size 16 --noise-multiplier 1 --evaluations 1".split()
+    dpshard("train", *flags, *length, "--nproc", 2, "--out", tmp_path / "run")
+    assert report(tmp_path / "run")["privacy"]["steps"] == 2
+    assert all(weight.isfinite().all() for weight in weights(tmp_path / "run").values())

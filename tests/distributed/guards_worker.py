@@ -1,0 +1,122 @@
+"""One rank on which a script goes wrong in a way that only several ranks can; prints what it was told, case by case.
+
+Usage: torchrun --nproc_per_node=2 guards_worker.py CASE...; each rank reports per case [error class, message, how far
+the parameters have moved].
+"""
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from dpshard import PrivacyEngine
+from dpshard.checkpoint import pack
+from dpshard.errors import DpshardError
+from tests.distributed.rank import main
+
+DATA = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x)))
+
+    def embed(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def engine_of(model: nn.Module, **changes: Any) -> PrivacyEngine:
+    settings = {"batch_size": 32, "sample_size": 32, "steps": 3, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    return PrivacyEngine(model, **(settings | changes))
+
+
+def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
+    """Two steps with a micro-batch of 8 a rank, so two micro-batches a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    forward = model.module if case == "past-ddp" and isinstance(model, DistributedDataParallel) else model
+    late: Tensor | None = None
+    with model.no_sync() if case == "no-sync" else contextlib.nullcontext():  # type: ignore[operator]
+        for logical_batch, _ in zip(engine.batches(DATA, 8), range(2), strict=False):
+            for (x,) in logical_batch:
+                loss = forward(x).sum(1).mean()
+                if case == "late":
+                    if late is not None:
+                        late.backward()
+                    late = loss
+                else:
+                    loss.backward()
+            if late is not None:
+                late.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ddp(case: str, model: Model) -> None:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=case == "views")
+    if case == "compressed":
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    engine = engine_of(wrapped)
+    if case == "fused-optimizer":
+        wrapped._register_fused_optim(torch.optim.SGD, lr=1.0)
+    with wrapped.join() if case == "join" else contextlib.nullcontext():
+        train(wrapped, engine, case)
+
+
+def fsdp2(case: str, model: Model) -> None:
+    fully_shard(model.head)
+    sharded = fully_shard(model)
+    if case == "method":
+        register_fsdp_forward_method(sharded, "embed")
+    engine = engine_of(sharded)
+    if case == "left-by-unshard":
+        sharded.unshard()
+    if case in ("left-by-unshard", "method"):
+        sharded.embed(DATA.tensors[0]).sum().backward()
+        sharded.reshard()
+        sharded.zero_grad()
+    train(sharded, engine)
+
+
+def disagreeing(case: str, model: Model) -> None:
+    wrapped, rank = DistributedDataParallel(model), dist.get_rank()
+    if case == "sigma":
+        engine_of(wrapped, noise_multiplier=1.0 + rank)
+    if case == "size":
+        engine_of(wrapped, sample_size=32 + rank)
+    if case == "state":
+        engine = engine_of(wrapped)
+        if rank == 1:
+            engine._budget.ledger.record(engine._budget.next_release())
+        engine.load_state_dict(pack(engine.mechanism, bytes(32), engine._budget.ledger.state_dict()))
+
+
+def outcome(case: str) -> tuple[str, str, float]:
+    kind, _, what = case.partition(":")
+    torch.manual_seed(0)
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    told = ("", "")
+    try:
+        {"ddp": ddp, "fsdp2": fsdp2, "ranks": disagreeing}[kind](what, model)
+    except DpshardError as error:
+        told = (type(error).__name__, str(error))
+    moved = 0.0
+    if kind != "fsdp2":
+        moved = max(float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters())
+    return *told, moved
+
+
+if __name__ == "__main__":
+    main(lambda: [outcome(case) for case in sys.argv[1:]])

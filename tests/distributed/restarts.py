@@ -1,0 +1,248 @@
+"""Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
+
+Usage: restarts.py kills SEED  |  restarts.py worlds. Prints a line of JSON behind "RESULT ".
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec  # noqa: F401  (what torch.distributed.checkpoint imports late, once instead of in every rank)
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from dpshard import Checkpointer, PrivacyEngine, checkpoint
+from dpshard.backends import fsdp2
+from tests.distributed.update_worker import SECRET, Model, shard, whole
+
+SAMPLES, STEPS = 60, 6
+
+DEADLY = {
+    "fsync": (os, "fsync"),
+    "rename": (pathlib.Path, "rename"),
+    "digest": (hashlib, "file_digest"),
+    "chmod": (pathlib.Path, "chmod"),
+    "rmtree": (shutil, "rmtree"),
+    "mkdir": (pathlib.Path, "mkdir"),
+    "torch.save": (torch, "save"),
+    "gather": (dist, "all_gather_object"),
+    "reduce_scatter": (fsdp2, "reduce_scatter"),
+    "adam": (torch.optim.Adam, "step"),
+}
+"""Calls in which a rank may be killed: in every phase of a save, and of a step."""
+OF_A_SAVE = ("fsync", "rename", "digest", "chmod", "torch.save", "gather")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for one rank, before the `count`-th call of something; or for all of them, after some seconds."""
+
+    wait: bool
+    """Whether the training waits for its saves."""
+    rank: int | None = None
+    call: str = ""
+    count: int = 1
+    seconds: float = 0.0
+
+
+@contextmanager
+def deadly(kill: Kill | None, rank: int) -> Iterator[None]:
+    if kill is None or kill.rank != rank:
+        yield
+        return
+    owner, name = DEADLY[kill.call]
+    original, calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def lethal(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == kill.count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, lethal)
+    yield
+    setattr(owner, name, original)
+
+
+def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until: int = STEPS) -> dict[str, Any]:
+    """Resume, train up to step `until`, save after every step; parameters and epsilon."""
+    torch.manual_seed(0)
+    model: Any = Model().double()
+    if kind != "alone":
+        model = shard(model, kind)
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randint(0, 11, (SAMPLES, 4), generator=generator), torch.randint(0, 11, (SAMPLES,), generator=generator)
+    )
+    engine = PrivacyEngine(
+        model,
+        batch_size=20,
+        sample_size=SAMPLES,
+        steps=STEPS,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        accountant="rdp",
+        verify=False,
+    )
+    engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
+    if not checkpointer.load():
+        checkpointer.save()
+    began = engine.step
+    for logical_batch in engine.batches(data, 4) if began < until else ():
+        for x, y in logical_batch:
+            F.cross_entropy(model(x).mean(1), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if log is not None:
+            parameters = b"".join(p.contiguous().numpy().tobytes() for p in whole(model).values())
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                with log.open("a") as file:
+                    file.write(f"{engine.step} {hashlib.sha256(parameters).hexdigest()}\n")
+        with torch.no_grad():
+            model.eval()(data.tensors[0][:4])  # an evaluation leaves the root unit of FSDP2 gathered
+            model.train()
+        checkpointer.save(wait=wait)
+        if engine.step == until:
+            break
+    checkpointer.wait()
+    parameters = torch.cat([p.flatten() for p in whole(model).values()])
+    return {"began": began, "step": engine.step, "epsilon": engine.epsilon(), "parameters": parameters.tolist()}
+
+
+def run(world: int, work: Callable[[], dict[str, Any]], kill: Kill | None = None) -> dict[str, Any] | None:
+    """What rank 0 returns; None if a rank was killed. A rank that outlives another by 30 seconds fails the test."""
+    with tempfile.TemporaryDirectory() as scratch:
+        children = [os.fork() or _rank(world, rank, Path(scratch), work, kill) for rank in range(world)]
+        alive, killed, deadline = dict(enumerate(children)), False, time.monotonic() + 60
+        timer = time.monotonic() + kill.seconds if kill is not None and kill.rank is None else None
+        codes: dict[int, int] = {}
+        while alive:
+            for rank, child in list(alive.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    del alive[rank]
+                    if codes[rank] == -signal.SIGKILL and not killed:
+                        killed, deadline = True, time.monotonic() + 30
+            if timer is not None and time.monotonic() > timer:
+                for child in alive.values():
+                    os.kill(child, signal.SIGKILL)
+                timer = None
+            if time.monotonic() > deadline:
+                for child in alive.values():
+                    os.kill(child, signal.SIGKILL)
+                raise TimeoutError(f"ranks {sorted(alive)} hang: {codes}, {kill}")
+            time.sleep(0.005)
+        if killed:
+            return None
+        errors = "\n".join(path.read_text() for path in Path(scratch).glob("error-*"))
+        assert set(codes.values()) == {0}, f"{codes} {kill}\n{errors}"
+        return json.loads((Path(scratch) / "result").read_text())
+
+
+def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any]], kill: Kill | None) -> int:
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", ".*Going on from")  # that a checkpoint is damaged must not happen
+        if world > 1:
+            rendezvous = f"file://{scratch / 'rendezvous'}"
+            dist.init_process_group(
+                "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+        with deadly(kill, rank):
+            result = work()
+        if rank == 0:
+            (scratch / "result").write_text(json.dumps(result))
+        code = 0
+    except BaseException:  # noqa: BLE001
+        (scratch / f"error-{rank}").write_text(traceback.format_exc())
+    os._exit(code)
+
+
+def kills(seed: int) -> dict[str, Any]:
+    """A run that is killed again and again, and one that is not."""
+    draw = random.Random(seed)
+    moments = [
+        *(Kill(wait=True, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in DEADLY),
+        *(Kill(wait=False, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in OF_A_SAVE),
+        *(Kill(wait=bool(i % 2), seconds=draw.uniform(0.05, 1.0)) for i in range(4)),
+    ]
+    draw.shuffle(moments)
+    with tempfile.TemporaryDirectory() as place:
+        folder, log, reference = Path(place, "run"), Path(place, "log"), Path(place, "reference")
+        log.touch()
+        undisturbed = run(2, lambda: train("fsdp2", Path(place, "undisturbed"), reference))
+        deaths, starts = 0, []
+        for kill in moments:
+            result = run(2, lambda: train("fsdp2", folder, log, wait=kill.wait), kill)  # noqa: B023
+            deaths += result is None
+            if result is not None:  # it came to its end: begin another run, for the moments that are left
+                starts.append(result)
+                shutil.rmtree(folder)
+        final = run(2, lambda: train("fsdp2", folder, log))
+        left = sorted(path.name for path in folder.iterdir())
+        known = dict(line.split() for line in reference.read_text().splitlines())
+        lines = [line.split() for line in log.read_text().splitlines() if line.count(" ") == 1]
+        return {
+            "deaths": deaths,
+            "steps": len(lines),
+            "replayed": len(lines) - STEPS * (1 + len(starts)),
+            "differing": sorted({step for step, digest in lines if known[step] != digest}),
+            "undisturbed": undisturbed,
+            "finished": [*starts, final],
+            "left": left,
+        }
+
+
+def worlds() -> dict[str, Any]:
+    """Saved on 4 ranks, continued on others."""
+    with tempfile.TemporaryDirectory() as place:
+        undisturbed = run(1, lambda: train("alone", Path(place, "undisturbed"), None))
+        saved = Path(place, "fsdp2-4")
+        run(4, lambda: train("fsdp2", saved, None, until=3))
+        one = Path(place, "alone-1")
+        run(1, lambda: train("alone", one, None, until=3))
+        results = {}
+        for name, origin, world, kind in [
+            ("4 to 2", saved, 2, "fsdp2"),
+            ("4 to 1", saved, 1, "alone"),
+            ("4 to ddp", saved, 2, "ddp"),
+            ("4 to hsdp", saved, 4, "hsdp"),
+            ("1 to 2", one, 2, "fsdp2"),
+        ]:
+            folder = Path(shutil.copytree(origin, Path(place, name)))
+            results[name] = run(world, lambda: train(kind, folder, None))  # noqa: B023
+        back = Path(shutil.copytree(Path(place, "4 to ddp"), Path(place, "back")))
+        shutil.rmtree(max(back.iterdir()))  # to the step before the last
+        results["ddp to 1"] = run(1, lambda: train("alone", back, None))
+        return {"undisturbed": undisturbed, "results": results}
+
+
+if __name__ == "__main__":
+    found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else worlds()
+    print("RESULT", json.dumps(found), flush=True)

@@ -1,0 +1,56 @@
+"""Checkpointer with real processes: killed at any moment, and continued on other numbers of ranks.
+
+PITFALLS rows: 24 test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been,
+test_a_run_goes_on_with_another_number_of_ranks.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.restarts import STEPS
+
+SCRIPT = Path(__file__).with_name("restarts.py")
+
+
+def restarts(*arguments: str) -> dict:
+    root = str(SCRIPT.parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=240, env=environment
+    )
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been() -> None:
+    found = restarts("kills", "0")
+    assert found["deaths"] >= 10, "too few of the kills have met a run that was still going"
+    assert found["replayed"] > 0
+    assert found["differing"] == []  # every step, however often it was taken, ended in the same parameters
+    for finished in found["finished"]:
+        assert finished["step"] == STEPS
+        assert finished["parameters"] == found["undisturbed"]["parameters"]
+        assert finished["epsilon"] == found["undisturbed"]["epsilon"]
+    assert found["finished"][-1]["began"] > 0 or len(found["finished"]) > 1
+    assert found["left"] == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks() -> None:
+    found = restarts("worlds")
+    expected = torch.tensor(found["undisturbed"]["parameters"], dtype=torch.float64)
+    for name, result in found["results"].items():
+        assert result["began"] == (STEPS - 1 if name == "ddp to 1" else 3), name
+        assert result["epsilon"] == found["undisturbed"]["epsilon"]
+        error = (torch.tensor(result["parameters"], dtype=torch.float64) - expected).norm() / expected.norm()
+        assert error <= 1e-10, (name, float(error))

@@ -1,0 +1,72 @@
+"""A private step sends what an ordinary step sends, operation by operation and byte by byte.
+
+Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (dpshard/planner): the real step,
+exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping group and
+2 for the loss are gathered; and where gradients are sharded, one number, the norm of the clipped sum, is reduced. Two
+backward passes gather the blocks once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from dpshard.planner import Clipping, Setup, Transformer
+from dpshard.planner.meter import Traffic
+from dpshard.planner.simulation import Simulation, simulated
+
+ONE_PASS = [Clipping(style) for style in ("all-layer", "layer-wise", "block-wise", "param-wise")]
+TINY = Transformer(width=24, layers=2, heads=2, vocabulary=67, seq=8, tied=True)
+UNITS = TINY.layers + 1  # every block, and the rest
+CASES = {
+    "fsdp2": Setup(model=TINY, ranks=256),
+    "fsdp2, checkpointing, 2 micro-batches": Setup(model=TINY, ranks=256, checkpointing=True, micro_batches=2),
+    "fsdp2, float32, untied": Setup(model=replace(TINY, tied=False), ranks=256, precision="fp32"),
+    "zero2, 2 micro-batches": Setup(model=TINY, ranks=256, shard="zero2", micro_batches=2),
+    "hsdp": Setup(model=TINY, ranks=256, shard="hsdp"),
+    "ddp, 2 micro-batches": Setup(model=TINY, ranks=256, shard="ddp", micro_batches=2),
+}
+
+
+def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
+    """What engine.metrics() sends once a step, in float64."""
+    figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 2) * 8)}
+    return figures if setup.shard == "ddp" else figures | {("all-reduce", "float64"): Traffic(1, 8)}
+
+
+def groups_of(clipping: Clipping, shape: Transformer) -> int:
+    layers = 6 * shape.layers + 3 + (not shape.tied)  # norms and linear maps; tokens, positions, norm, head
+    parameters = 2 * 6 * shape.layers + 4 + (not shape.tied)
+    found = {"all-layer": 1, "block-wise": shape.layers + 1, "layer-wise": layers, "param-wise": parameters}
+    return found[clipping.style]
+
+
+@pytest.fixture(params=CASES)
+def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
+    with simulated(CASES[request.param]) as made:
+        yield made
+
+
+def test_a_private_step_sends_what_an_ordinary_step_sends(simulation: Simulation) -> None:
+    setup = simulation.setup
+    ordinary = simulation.count(None, 2).traffic()
+    reductions = sum(t.calls for (kind, _), t in ordinary.items() if kind != "all-gather")
+    # DDP reduces all of the small model in one bucket, in the last micro-batch; HSDP also over nodes.
+    per_step = {"ddp": 1, "hsdp": 2 * UNITS}.get(setup.shard, UNITS * setup.micro_batches)
+    assert reductions == per_step
+    for clipping in ONE_PASS:
+        private = simulation.count(clipping, 2).traffic()
+        assert isinstance(setup.model, Transformer)
+        assert private == ordinary | metrics(setup, groups_of(clipping, setup.model)), clipping
+
+
+def test_two_passes_gather_the_blocks_once_more() -> None:
+    with simulated(CASES["fsdp2"]) as simulation:
+        ordinary = simulation.count(None, 2).traffic()
+        private = simulation.count(Clipping("all-layer", "mixed-ghost"), 2).traffic()
+    gathers = ("all-gather", "bfloat16")
+    assert private[gathers].calls == ordinary[gathers].calls + TINY.layers
+    del private[gathers], ordinary[gathers]
+    assert private == ordinary | metrics(CASES["fsdp2"], 1)

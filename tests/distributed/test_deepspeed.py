@@ -1,0 +1,148 @@
+"""DeepSpeed changes where things live, never the update: noisy Poisson steps equal those of one process.
+
+Trainings run twice under one run secret: by DeepSpeed on W ranks (micro-batches of 4 a rank), and in one process
+(micro-batches of 7). DeepSpeed's partitions are float32, so the two agree to float32 rounding: 1e-6 of the update (the
+largest error seen is 3.5e-7). Some samples are clipped and some are not, in every case.
+
+PITFALLS rows: 1 (no mean, no accumulation steps); 3 (the same); 9 (layers that never run, empty batches); 10 (bf16 has
+float32 noise); 11 (fp16 is refused); 14 (noise of the sum); 15 (the same on 1, 2 and 4 ranks, independent across
+shards); 16 (equal K); 17 (one global draw); 18 (two passes, refused where parameters are freed); 19 (steps that come
+twice, early, or not at all); 21 (privatize() twice counts once).
+
+Statistical tests fix the run secret, so they pass or fail for good; under a random secret a correct engine would fail
+each with probability FALSE_ALARM.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed] to run these")
+
+FALSE_ALARM = 1e-7
+STAGES = (1, 2, 3)
+STYLES = ("all-layer:auto", "layer-wise:auto", "block-wise:bk", "param-wise:bk-mixed-ghost", "all-layer:auto+groups")
+
+
+def results_of(world_size: int, *cases: str) -> list[dict[str, Any]]:
+    """What all ranks report, rank by rank."""
+    everyone = launch("deepspeed_worker.py", world_size, *cases)
+    assert all([result["case"] for result in results] == list(cases) for results in everyone)
+    return [result for results in everyone for result in results]
+
+
+def noise(*stages: int) -> tuple[str, ...]:
+    return tuple(f"noise:{stage}{flag}" for stage in stages for flag in ("", "+bf16"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, ("1:all-layer:auto", "2:layer-wise:auto", "3:block-wise:per-example", *noise(1, 3))),
+        (2, (*(f"{stage}:{style}" for stage in STAGES for style in STYLES), *noise(1, 2, 3))),
+        (
+            2,
+            (
+                *("1:all-layer:ghost", "2:layer-wise:mixed-ghost+adamw", "2:all-layer:fast-gradient+checkpoint"),
+                *("1:all-layer:auto+checkpoint", "2:block-wise:auto+checkpoint", "3:all-layer:auto+checkpoint"),
+                *("3:layer-wise:auto+checkpoint", "3:block-wise:auto+init", "3:all-layer:auto+init+checkpoint"),
+                *("1:all-layer:auto+rare", "3:block-wise:auto+rare", "2:layer-wise:auto+skip+rare"),
+                *("1:all-layer:auto+step", "3:layer-wise:auto+step", "2:all-layer:auto+torch"),
+                *("3:all-layer:auto+torch", "1:layer-wise:auto+config", "3:all-layer:auto+config"),
+                *("2:all-layer:auto+privatize+waiting", "1:all-layer:auto+offload+skip", "2:layer-wise:auto+offload"),
+                *("3:all-layer:auto+offload+adamw", "1:all-layer:auto+unmanaged", "3:all-layer:auto+unmanaged"),
+                *("3:all-layer:auto+hf", "3:layer-wise:auto+hf+checkpoint", "2:layer-wise:auto+compile"),
+                *("2:all-layer:auto+robin+overlap", "1:param-wise:auto+predivide", "3:x:bk+groups+predivide+overlap"),
+            ),
+        ),
+        (4, ("1:all-layer:auto", "2:layer-wise:auto", "3:all-layer:auto", *noise(2, 3))),
+    ],
+)
+def test_neither_update_nor_noise_depend_on_deepspeed(world_size: int, cases: tuple[str, ...]) -> None:
+    for result in results_of(world_size, *cases):
+        assert result["error"] <= 1e-6, result  # of noise: against the generator itself, in float32
+        if result["case"].startswith("noise"):
+            lo, hi = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], result["elements"])
+            assert lo <= result["square"] <= hi
+            assert abs(result["correlation"]) <= stats.norm.isf(FALSE_ALARM / 2)
+            continue
+        sharded, alone = result["epsilon"]
+        assert sharded == alone
+        sharded, alone = result["metrics"]
+        # A script may leave the forward of an empty batch out: then the group's norms, 0, are not named.
+        names = sharded.keys() | alone.keys()
+        assert {n: sharded.get(n, 0) for n in names} == pytest.approx({n: alone.get(n, 0) for n in names}, rel=1e-5)
+        assert 0 < sum(result["clipped"]) < len(result["clipped"])
+
+
+def test_a_half_precision_forward_is_all_that_half_precision_changes() -> None:
+    """All stages make the very same update in bf16: what is clipped, summed and noised is float32.
+
+    The distance to a float32 training is that of a bf16 forward (2**-8 = 4e-3), in parts under autocast.
+    """
+    bf16 = [f"{stage}:all-layer:auto+bf16" for stage in STAGES]
+    results = results_of(2, *bf16, "1:all-layer:auto+autocast", "3:layer-wise:auto+autocast+checkpoint")
+    assert all(0 < result["error"] <= 0.02 for result in results)
+    errors = [result["error"] for result in results if result["case"] in bf16]
+    assert max(errors) - min(errors) <= 1e-6
+
+
+def test_the_engine_guards_what_reaches_deepspeed() -> None:
+    """Sums against one sample at a time, leaks, steps out of order, start-up and end; on both ranks."""
+    # Ranks may use other layers ("oracle"), but under stage 3 all must run the same modules.
+    named = ("oracle", "tied", "leak", "order", "reentrant", "start_up", "resume")
+    cases = [f"{check}:{stage}" for check in named for stage in STAGES if (check, stage) != ("oracle", 3)]
+    for result in results_of(2, *cases, "memory:3"):
+        kind = result["case"].partition(":")[0]
+        if kind in ("oracle", "tied"):
+            assert result["error"] <= 1e-6, result
+            assert 0 < result["clipped"] < 1
+        elif kind == "leak":
+            assert result["error"].startswith("UnsupportedParameterError: weight: a gradient reached it on a way")
+            assert result["moved"] == 0
+            assert result["verified"].startswith("VerificationError: weight")
+        elif kind == "order":
+            assert "came after 1 of the" in result["half"]
+            assert result["moved"] > 0
+            assert "without a private gradient" in result["twice"]
+            assert "has not stepped with the gradient of the last" in result["unstepped"]
+            assert result["ledger"] == 2
+        elif kind == "reentrant":
+            assert "use_reentrant=False" in result["verified"]
+            assert "use_reentrant=False" in result["backward"]
+        elif kind == "resume":
+            assert (result["error"], result["step"]) == (0, 2)
+        elif kind == "start_up":
+            assert result["same_state"]
+            assert result["partitioned"]
+            assert result["error"] == 0
+        else:
+            assert (result["alive"], result["seen"]) == (0, 3)
+
+
+ADVICE = {
+    "accumulation": "Set it to 1",
+    "clipping": "Set it to 0.0",
+    "default clipping": "Set it to 0.0",
+    "stage 0": '"zero_optimization": {"stage": 1}',
+    "muon": "Choose Adam or AdamW",
+    "fp16": '"bf16": {"enabled": true}',
+    "checkpointer": "model_engine.save_checkpoint()",
+    "nvme": "offload to the CPU is",
+    "not the engine": "PrivacyEngine(model_engine, ...)",
+    "not optimized": "requires_grad_(False)",
+    "another layout": "right after deepspeed.initialize()",
+    "without optimizer": "an optimizer must be given",
+}
+ADVICE_3 = {"hpz": "hpZ", "two passes": "Choose a mode of one pass"}
+
+
+def test_what_cannot_be_private_is_refused_with_the_way_out() -> None:
+    for result in results_of(2, "refusals:1", "refusals:3"):
+        advice = ADVICE | (ADVICE_3 if result.pop("case") == "refusals:3" else {})
+        assert result.keys() == advice.keys()
+        assert [name for name, text in advice.items() if text not in result[name]] == [], result

@@ -1,0 +1,37 @@
+"""What only several ranks can do wrong is told on all of them, before a parameter moves.
+
+PITFALLS rows: 8 (gradients that reach a parameter around the anchors), 14 (sums that were not summed over ranks are W
+times as large as the noise is made for; ranks with other settings add other noise), 17 (one global draw), 24 (ranks
+that resume at different steps release one of them twice).
+"""
+
+from tests.distributed.launch import launch
+
+REFUSED = {
+    "ddp:no-sync": ("LogicalBatchError", "has not reduced"),
+    "ddp:past-ddp": ("LogicalBatchError", "has not reduced"),
+    "ddp:late": ("LogicalBatchError", "has not reduced"),
+    "ddp:compressed": ("ConfigurationError", "communication hook (fp16_compress_hook)"),
+    "ddp:fused-optimizer": ("ConfigurationError", "communication hook"),
+    "ddp:join": ("ConfigurationError", "join()"),
+    "fsdp2:left-by-unshard": ("UnsupportedParameterError", "weight: FSDP has reduced a gradient"),
+    "fsdp2:method": ("UnsupportedParameterError", "weight: FSDP has reduced a gradient"),
+    "ranks:sigma": ("ConfigurationError", "Ranks disagree about noise_multiplier."),
+    "ranks:size": ("ConfigurationError", "Ranks disagree about sample_size."),
+    "ranks:state": ("CheckpointError", "different states"),
+}
+
+
+def test_what_ranks_do_wrong_is_refused_on_all_of_them() -> None:
+    for results in launch("guards_worker.py", 2, *REFUSED):
+        for (case, (name, text)), (error, message, moved) in zip(REFUSED.items(), results, strict=True):
+            assert error == name, (case, message)
+            assert text in message, (case, message)
+            assert moved == 0, case
+
+
+def test_the_same_script_without_the_fault_trains() -> None:
+    for results in launch("guards_worker.py", 2, "ddp:", "ddp:views", "fsdp2:"):
+        for error, message, _ in results:
+            assert error == "", message
+        assert all(moved > 0 for _, _, moved in results[:2])

@@ -1,0 +1,60 @@
+"""Sharding changes where tensors live, never the update: four noisy Poisson steps equal those of one process.
+
+Each case trains twice under one run secret: sharded over W ranks (micro-batches of 4 a rank), and in one process
+(micro-batches of 7). Parameters must agree to float64 rounding, with noise on.
+
+PITFALLS rows: 9 (parameters without a gradient get noise); 14 (noise of the sum, whatever the world size);
+15 (replicas draw the same noise, shards independent noise: else parameters would differ); 16 (equal K); 17 (one global
+draw); 18 (two passes under DDP).
+"""
+
+import pytest
+
+from tests.distributed.launch import launch
+
+STYLES = ("all-layer:auto", "layer-wise:auto", "block-wise:auto", "param-wise:bk", "all-layer:ghost")
+ONE_PASS = STYLES[:4]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "cases"),
+    [
+        (1, "fsdp2", STYLES),
+        (2, "ddp", ONE_PASS),
+        (2, "ddp-used", ("all-layer:auto", "all-layer:ghost", "all-layer:auto+adafactor")),
+        (2, "zero1", ("all-layer:auto", "layer-wise:auto")),
+        (2, "fsdp2", (*STYLES, "all-layer:auto+unsynced", "layer-wise:auto+unsynced")),
+        (2, "fsdp2", tuple(f"{style}:auto+checkpoint" for style in ("all-layer", "layer-wise", "block-wise"))),
+        (2, "fsdp2", ("all-layer:auto+wrapper", "block-wise:auto+wrapper")),
+        (2, "fsdp2", ("all-layer:auto+hf+checkpoint", "layer-wise:auto+hf+checkpoint")),
+        (2, "fsdp2", ("all-layer:auto+signsgd",)),
+        (2, "fsdp2-kept", ("all-layer:auto", "layer-wise:auto", "all-layer:ghost")),
+        (2, "fsdp2-root", ("all-layer:auto", "block-wise:auto")),
+        (2, "fsdp2-offload", ("all-layer:auto", "layer-wise:auto")),
+        (4, "ddp", ("all-layer:auto",)),
+        (4, "fsdp2", ("all-layer:auto", "layer-wise:auto")),
+        (4, "hsdp", (*STYLES, "all-layer:auto+checkpoint", "block-wise:auto+unsynced")),
+    ],
+)
+def test_the_update_does_not_depend_on_sharding(world_size: int, backend: str, cases: tuple[str, ...]) -> None:
+    for results in launch("update_worker.py", world_size, backend, *cases):
+        assert [r["case"] for r in results] == list(cases)
+        for result in results:
+            assert float(result["error"]) <= 1e-10, result  # type: ignore[arg-type]
+            sharded, alone = result["epsilon"]  # type: ignore[misc]
+            assert sharded == alone
+            sharded, alone = result["metrics"]  # type: ignore[misc]
+            assert {"loss", "clip_fraction", "gradient_snr"} <= sharded.keys()
+            assert sharded == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["all-layer:auto+compile", "layer-wise:auto+compile", "block-wise:auto+compile+checkpoint"]
+)
+def test_blocks_may_be_compiled_under_fsdp2(case: str) -> None:
+    """One graph a block, over micro-batches of logical batches of different sizes: nothing is compiled again."""
+    for results in launch("update_worker.py", 2, "fsdp2", case):
+        for result in results:
+            assert float(result["error"]) <= 1e-10, result  # type: ignore[arg-type]
+            assert result["compiled"] == 3

@@ -1,0 +1,218 @@
+"""One rank of a sharded training; run by torchrun, compares with the same training in one process, prints JSON.
+
+Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...] [...]
+
+Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
+(one unit), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint (non-reentrant),
+wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced in the last
+micro-batch alone). For both sides: signsgd or adafactor, optimizers of little memory; hf, transformers' GPT-2, with
+its own gradient checkpointing where sharded.
+"""
+
+import sys
+from collections.abc import Iterable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from dpshard import PrivacyEngine
+from dpshard.names import canonical_name
+from tests.distributed.rank import main
+
+SECRET = bytes(range(32))
+SAMPLES, STEPS = 60, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width + 3)
+        self.down = nn.Linear(width + 3, width)
+        self.gain = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * (1 + self.gain)
+
+
+class Model(nn.Module):
+    """Tied embedding and head, positions, an idle layer, odd sizes: uneven and empty shards on 2 and 4 ranks."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.positions = nn.Parameter(torch.randn(9, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.idle = nn.Linear(width, 2)
+        self.log_scale = nn.Parameter(torch.randn(width))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointed = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.positions[: ids.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x) * self.log_scale.exp())
+
+
+class GPT2(nn.Module):
+    """transformers' GPT-2, tied, as in `Model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=11, n_positions=9, n_embd=6, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0, use_cache=False,
+        )  # fmt: skip
+        self.core = GPT2LMHeadModel(config)
+        self.blocks = self.core.transformer.h
+        self.checkpointed = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.core(ids).logits
+
+
+def shard(model: Model | GPT2, backend: str) -> nn.Module:
+    if backend in ("ddp", "ddp-used", "zero1"):
+        return DistributedDataParallel(model, find_unused_parameters=backend != "ddp-used")
+    world = dist.get_world_size()
+    if backend == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = None  # each call makes one of its own, as most scripts do
+    offload = CPUOffloadPolicy(pin_memory=False) if backend == "fsdp2-offload" else OffloadPolicy()
+    kept = backend == "fsdp2-kept"
+    for block in model.blocks if backend != "fsdp2-root" else ():
+        fully_shard(block, mesh=mesh, reshard_after_forward=not kept, offload_policy=offload)
+    return fully_shard(model, mesh=mesh, offload_policy=offload)
+
+
+def prepare(model: Model | GPT2, options: set[str]) -> Model | GPT2:
+    model.checkpointed = "checkpoint" in options
+    if isinstance(model, GPT2) and model.checkpointed:
+        model.core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for i, block in enumerate(model.blocks):
+        if "wrapper" in options:
+            model.blocks[i] = checkpoint_wrapper(block)
+        if "compile" in options:
+            block.compile(fullgraph=True)
+    return model
+
+
+class SignSGD(torch.optim.Optimizer):
+    """p <- p - lr * sign(gradient): no state at all."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def optimizer_of(model: nn.Module, backend: str, options: set[str]) -> torch.optim.Optimizer:
+    if backend == "zero1":
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, momentum=0.5)
+    if "signsgd" in options:
+        return SignSGD(model.parameters(), lr=0.1)
+    if "adafactor" in options:
+        return torch.optim.Adafactor(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+
+
+def train(
+    model: nn.Module, style: str, mode: str, micro_batch_size: int, backend: str, options: set[str]
+) -> tuple[PrivacyEngine, dict[str, float]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (SAMPLES, 4), generator=generator)
+    labels = torch.randint(0, 11, (SAMPLES,), generator=generator)
+    engine = PrivacyEngine(
+        model,
+        batch_size=20,
+        sample_size=SAMPLES,
+        steps=STEPS,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        clipping_fn="abadi",
+        clipping_style=style,  # type: ignore[arg-type]
+        clipping_mode=mode,
+    )
+    engine.load_state_dict(_with_secret(engine))
+    optimizer = optimizer_of(model, backend, options)
+    for logical_batch in engine.batches(TensorDataset(ids, labels), micro_batch_size):
+        for x, y in logical_batch:
+            if "unsynced" in options and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(logical_batch.complete)
+            losses = F.cross_entropy(model(x).mean(1), y, reduction="none")
+            engine.record_loss(losses)
+            losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine, engine.metrics()
+
+
+def _with_secret(engine: PrivacyEngine) -> dict[str, object]:
+    from dpshard import checkpoint as engine_state
+
+    return engine_state.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict())
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    core = model.module if isinstance(model, DistributedDataParallel) else model
+    return {
+        canonical_name(name): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for name, p in core.named_parameters()
+    }
+
+
+def compare() -> list[dict[str, object]]:
+    backend, cases = sys.argv[1], sys.argv[2:]
+    results = []
+    for case in cases:
+        style, mode = case.split(":")
+        mode, *chosen = mode.split("+")
+        options = set(chosen)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        build = GPT2 if "hf" in options else Model
+        alone, sharded = build().double(), build().double()
+        sharded.load_state_dict(alone.state_dict())
+        before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+        sharded = shard(prepare(sharded, options), backend)
+        engine, metrics = train(sharded, style, mode, 4, backend, options)
+        with mock.patch("torch.distributed.is_initialized", return_value=False):
+            reference, expected = train(alone, style, mode, 7, "none", options)
+        parameters = whole(sharded)
+        change = torch.cat([(p.detach() - before[n]).flatten() for n, p in alone.named_parameters()]).norm()
+        worst = max(float((parameters[n] - p.detach()).norm() / change) for n, p in alone.named_parameters())
+        results.append(
+            {
+                "case": case,
+                "error": worst,
+                "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+                "epsilon": [engine.epsilon(), reference.epsilon()],
+                "metrics": [metrics, expected],
+            }
+        )
+    return results
+
+
+if __name__ == "__main__":
+    main(compare)

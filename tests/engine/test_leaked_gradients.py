@@ -1,0 +1,228 @@
+"""Gradients that nobody clipped, and parameters that nobody registered, reach no update.
+
+PITFALLS rows: 8 test_a_leaked_gradient_never_reaches_an_update, test_a_parameter_made_trainable_later_is_refused.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard.errors import LogicalBatchError, UnsupportedParameterError, VerificationError
+from tests.engine.script import UNWARNED, D, P, backward, data, engine_on, gradients, mlp, values
+
+pytestmark = UNWARNED
+
+DIRECT = "a gradient reached it on a way"
+
+
+def regularised(model, x, y):
+    return F.cross_entropy(model(x), y) + 0.1 * model[0].weight.square().sum()
+
+
+def regularised_first(model, x, y):
+    return 0.1 * model[0].weight.square().sum() + F.cross_entropy(model(x), y)
+
+
+class _Invisible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.T @ x
+
+
+class OwnFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(P, D, dtype=torch.float64))
+
+    def forward(self, x):
+        return _Invisible.apply(x, self.weight)
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_scripted)
+
+
+def _scripted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w.t())
+
+
+class Scripted(OwnFunction):
+    def __init__(self):
+        super().__init__()
+        self.run = [scripted()]
+
+    def forward(self, x):
+        return self.run[0](x, self.weight)
+
+
+def by_hand(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    return loss.detach().requires_grad_()
+
+
+def added_by_hand(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    model[0].weight.grad += 1
+    return loss.detach().requires_grad_()
+
+
+def direct_use(model, x, y):
+    return F.cross_entropy(model(x) + F.linear(x, model[0].weight)[:, :P], y)
+
+
+def eval_forward(model, x, y):
+    model.eval()
+    loss = F.cross_entropy(model(x), y)
+    model.train()
+    return loss
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (mlp, regularised),
+        (mlp, regularised_first),
+        (mlp, by_hand),
+        (mlp, added_by_hand),
+        (mlp, direct_use),
+        (mlp, eval_forward),
+        (OwnFunction, lambda m, x, y: F.cross_entropy(m(x), y)),
+        (Scripted, lambda m, x, y: F.cross_entropy(m(x), y)),
+    ],
+    ids=["regulariser", "regulariser first", "by hand", "added", "direct", "eval", "autograd.Function", "jit.script"],
+)
+def test_a_leaked_gradient_never_reaches_an_update(make, loss, verify):
+    model = make()
+    engine_on(model, noise_multiplier=1e-3, verify=verify)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = values(model)
+    with pytest.raises((UnsupportedParameterError, LogicalBatchError, VerificationError), match=r"weight|2.bias"):  # noqa: PT012
+        for _ in range(2):
+            loss(model, *data(6)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(values(model), before)
+
+
+def test_a_gradient_set_on_a_parameter_without_one_is_refused():
+    model = mlp()
+    engine_on(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = values(model)
+    with pytest.raises(LogicalBatchError, match=r"0\.weight still has a gradient"):
+        optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+def test_a_gradient_that_never_arrived_does_not_let_another_pass():
+    """The memory of the clipped sum that was not accumulated may be the memory of the raw gradient that comes next."""
+    model = mlp()
+    engine_on(model)
+    x, y = data(6)
+    F.cross_entropy(model(x), y).backward(inputs=[model[2].weight])
+    for p in (model[0].weight, model[0].bias, model[2].bias):
+        with pytest.raises(UnsupportedParameterError, match=DIRECT):
+            p.square().sum().backward()
+
+
+@pytest.mark.parametrize("change", [lambda p: p.grad.mul_(100), lambda p: nn.utils.clip_grad_norm_([p], 1e-6)])
+def test_gradients_may_be_changed_after_the_noise_alone(change):
+    model = mlp()
+    engine_on(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward(model)
+    change(model[0].weight)
+    before = values(model)
+    with pytest.raises(LogicalBatchError, match=r"0\.weight.*engine\.privatize\(\) first"):
+        optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+def test_privatize_may_come_before_the_step():
+    model = mlp()
+    engine = engine_on(model, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = values(model)
+    backward(model)
+    engine.privatize()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    seen = gradients(model)
+    optimizer.step()
+    torch.testing.assert_close(before - values(model), torch.cat([g.flatten() for g in seen.values()]))
+    assert engine.step == 1
+
+
+def test_hooks_of_others_are_refused():
+    model = mlp()
+    engine_on(model)
+    backward(model)
+    handle = model[2].bias.register_hook(lambda g: 100 * g)
+    with pytest.raises(UnsupportedParameterError, match=r"2\.bias has a gradient hook"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    handle.remove()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def unfreeze(model):
+    model[0].requires_grad_(True)
+
+
+def replace(model):
+    model[0].weight = nn.Parameter(torch.ones_like(model[0].weight))
+
+
+def assign(model):
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    model[0].requires_grad_(True)
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("change", [unfreeze, replace, assign])
+@pytest.mark.parametrize("own_optimizer", [True, False])
+@pytest.mark.parametrize("in_between", [True, False])
+def test_a_parameter_made_trainable_later_is_refused(change, own_optimizer, in_between):
+    model = mlp()
+    model[0].requires_grad_(False)
+    engine_on(model)
+    if in_between:
+        backward(model)
+    change(model)
+    before = values(model)
+    with pytest.raises(UnsupportedParameterError, match=r"0\.weight|outside of the private model"):  # noqa: PT012
+        backward(model)
+        torch.optim.SGD(model[0].parameters() if own_optimizer else model.parameters(), lr=1.0).step()
+    assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_may_be_frozen_later(first):
+    model = mlp()
+    engine = engine_on(model, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if not first:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    model[0].requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model)
+    optimizer.step()
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, False, True, True]
+    assert engine.step == 2 - first

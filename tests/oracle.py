@@ -1,0 +1,183 @@
+"""What a private step must be: one sample at a time, plain loops, plain autograd, float64; and how to compare with it.
+
+An update is compared as a whole: the worst parameter's error over the norm of the whole gradient, so that a parameter
+with a small gradient is not held to digits that the sum does not have, nor a large one allowed to hide it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard import PrivacyEngine
+
+TOLERANCE = 1e-10
+"""Largest relative error of an update in float64."""
+
+
+def randn(*shape: int) -> Tensor:
+    """Standard normal float64 numbers."""
+    return torch.randn(shape, dtype=torch.float64)
+
+
+Gradients = dict[str, Tensor]
+Loss = Callable[..., Tensor]
+
+
+def ramp_loss(output: Tensor, *_: Tensor) -> Tensor:
+    """A loss of any output [B, ...]: not linear, no two elements alike, averaged over the samples."""
+    flat = output.reshape(len(output), -1)
+    return (flat.sin() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum(1).mean()
+
+
+def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = ramp_loss) -> list[Gradients]:
+    """The gradient of every sample's own loss; `data` is the model's input, then what the loss wants, row by row."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = []
+    for i in range(len(data[0])):
+        x, *rest = (rows[i : i + 1] for rows in data)
+        value = loss(model(x), *rest)
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        found.append({name: zeros[name] if g is None else g for name, g in zip(parameters, gradients, strict=True)})
+    return found
+
+
+def norm(gradients: Gradients, names: Sequence[str] | None = None) -> float:
+    """The L2 norm of a gradient, of all parameters or of those named."""
+    return math.sqrt(sum(float(gradients[name].double().square().sum()) for name in names or gradients))
+
+
+def factor(norm: float, threshold: float, clipping_fn: str) -> float:
+    """The clipping factor of one sample."""
+    if clipping_fn == "abadi":
+        return min(1.0, threshold / norm) if norm > 0 else 1.0
+    if clipping_fn == "automatic":
+        return threshold / (norm + 0.01)
+    assert clipping_fn == "global"
+    return 1.0 if norm <= threshold else 0.0
+
+
+def clipped_mean(
+    per_sample: Sequence[Gradients],
+    *,
+    max_grad_norm: float,
+    batch_size: float,
+    clipping_fn: str = "abadi",
+    groups: Sequence[Sequence[str]] | None = None,
+) -> Gradients:
+    """sum_i C_i g_i / batch_size; every one of the M groups of names has the threshold max_grad_norm / sqrt(M)."""
+    groups = groups or [list(per_sample[0])]
+    total = {name: torch.zeros_like(g) for name, g in per_sample[0].items()}
+    for gradients in per_sample:
+        for group in groups:
+            c = factor(norm(gradients, group), max_grad_norm / math.sqrt(len(groups)), clipping_fn)
+            for name in group:
+                total[name] += c * gradients[name]
+    return {name: g / batch_size for name, g in total.items()}
+
+
+def relative_error(update: Gradients, expected: Gradients) -> float:
+    """The worst parameter's error, measured against the norm of the whole expected gradient."""
+    assert update.keys() == expected.keys()
+    errors = {name: float((update[name].double() - expected[name].double()).norm()) for name in expected}
+    assert all(math.isfinite(error) for error in errors.values()), errors
+    return max(errors.values()) / norm(expected)
+
+
+def noise_free_engine(model: nn.Module, **options: Any) -> PrivacyEngine:
+    """An engine that adds no noise, without the warning that says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "noise_multiplier=0")
+        return PrivacyEngine(
+            model, **{"sample_size": 1000, "steps": 1, "noise_multiplier": 0, "clipping_fn": "abadi", **options}
+        )
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """The `.grad`s of the trainable parameters, zeros where there is none."""
+    return {
+        name.replace("_orig_mod.", ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def private_step(
+    model: nn.Module,
+    data: Sequence[Tensor],
+    loss: Loss = ramp_loss,
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    call: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Gradients:
+    """The gradients that an optimizer sees in one step without noise over `data`, through the public API.
+
+    `call` stands in for the model in forward (a compiled one, say); other options are the engine's.
+    """
+    B = len(data[0])
+    engine = noise_free_engine(model, batch_size=batch_size or B, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    splits = [torch.split(rows, list(micro_batch_sizes or [B])) for rows in data]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This loop feeds its own batches")
+            for x, *rest in zip(*splits, strict=True):
+                loss((call or model)(x), *rest).backward()
+            optimizer.step()
+        return gradients_of(model)
+    finally:
+        engine.detach()
+        model.zero_grad()
+
+
+class Use(nn.Module):
+    """A network around one use of parameters: `use(self, x)`, with a trainable map before it.
+
+    The map, over the last dimension of `before` elements, shows that the gradient of the use's input is right as well.
+    """
+
+    def __init__(self, use: Callable[..., Tensor], *, before: int = 0, **parts: Tensor | nn.Module) -> None:
+        super().__init__()
+        self.use = use
+        if before:
+            self.before = nn.Linear(before, before)
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, self.before(x) if hasattr(self, "before") else x)
+
+
+MODES = ("auto", "bk", "ghost", "per-example")
+"""Modes that differ in every choice: how norms are taken, passes, what is kept."""
+
+
+def assert_exact(
+    model: nn.Module,
+    data: Sequence[Tensor] | Tensor,
+    loss: Loss = ramp_loss,
+    *,
+    modes: Sequence[str] = MODES,
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> None:
+    """The update of one step over `data` is the oracle's, in every mode, with about half of the samples clipped."""
+    data = (data,) if isinstance(data, Tensor) else data
+    model = model.double()
+    per_sample = per_sample_gradients(model, data, loss)
+    assert all(norm(g) > 0 for g in per_sample)
+    norms = sorted(norm(g) for g in per_sample)
+    R = norms[len(norms) // 2] * 0.999
+    expected = clipped_mean(per_sample, max_grad_norm=R, batch_size=len(data[0]))
+    for mode in modes:
+        update = private_step(model, data, loss, clipping_mode=mode, max_grad_norm=R, **options)
+        error = relative_error(update, expected)
+        assert error <= tolerance, f"{mode}: relative error {error:.2e}"

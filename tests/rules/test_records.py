@@ -1,0 +1,233 @@
+"""Records against the per-sample gradients that they stand for.
+
+PITFALLS rows: 4 test_dead_samples_contribute_exact_zeros; 6 test_gather_ignores_what_was_not_read;
+7 test_a_sum_of_records_has_the_norm_of_the_sum; 10 test_half_precision_is_summed_in_float32.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from dpshard.config import NormMethod
+from dpshard.rules.records import Gather, OuterProduct, PerSample, inner, join, measure
+from tests.oracle import randn
+
+METHODS = list(NormMethod)
+few = settings(max_examples=25, deadline=None, derandomize=True)
+sizes = st.integers(1, 4)
+
+
+def outer(B, T, R, C, G=1, shape=None):
+    return OuterProduct(randn(B, G, T, R), randn(B, G, T, C), torch.Size(shape or (G * R, C)))
+
+
+def gather(B, T, V, C, shape=None):
+    return Gather(torch.randint(-1, V, (B, T)), randn(B, T, C), torch.Size(shape or (V, C)))
+
+
+def by_hand(record):
+    """Per-sample gradients in plain loops."""
+    B = len(record.rows if isinstance(record, OuterProduct) else getattr(record, "ids", getattr(record, "gradient", 0)))
+    if isinstance(record, PerSample):
+        return record.gradient
+    out = []
+    for i in range(B):
+        if isinstance(record, OuterProduct):
+            groups = [
+                sum(torch.outer(r, c) for r, c in zip(rows, cols, strict=True))
+                for rows, cols in zip(record.rows[i], record.cols[i], strict=True)
+            ]
+            out.append(torch.cat(groups).reshape(record.shape))
+        else:
+            table = torch.zeros(record.shape.numel() // record.values.shape[2], record.values.shape[2]).double()
+            for row, value in zip(record.ids[i], record.values[i], strict=True):
+                if row >= 0:
+                    table[row] += value
+            out.append(table.view(record.shape))
+    return torch.stack(out)
+
+
+def norms_sq(per_sample):
+    return per_sample.flatten(1).square().sum(1) if per_sample.dim() > 1 else per_sample.square()
+
+
+def check(record):
+    per_sample, factor = by_hand(record), torch.rand(len(by_hand(record))).double()
+    assert_close(record.per_sample(), per_sample)
+    assert_close(record.clipped_sum(factor), torch.einsum("b,b...->...", factor, per_sample))
+    for method in METHODS:
+        assert_close(record.norm_sq(method), norms_sq(per_sample))
+
+
+@few
+@given(B=sizes, T=st.integers(1, 9), R=sizes, C=sizes, G=st.integers(1, 3))
+def test_outer_product(B, T, R, C, G):
+    check(outer(B, T, R, C, G))
+
+
+@few
+@given(B=sizes, T=st.integers(1, 9), V=sizes, C=sizes)
+def test_gather(B, T, V, C):
+    check(gather(B, T, V, C))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
+def test_per_sample(shape):
+    check(PerSample(randn(4, *shape)))
+
+
+def test_a_record_has_the_shape_of_its_parameter():
+    check(outer(3, 5, 2, 6, G=2, shape=(4, 3, 2)))
+    check(gather(3, 5, 4, 6, shape=(4, 3, 2)))
+    check(gather(3, 5, 4, 1, shape=(2, 2)))
+
+
+def test_gather_ignores_what_was_not_read():
+    record = Gather(torch.tensor([[-1, 2, 2]]), torch.tensor([[[torch.nan], [1.0], [2.0]]]), torch.Size((3, 1)))
+    assert_close(record.per_sample(), torch.tensor([[[0.0], [0.0], [3.0]]]))
+    for method in METHODS:
+        assert_close(record.norm_sq(method), torch.tensor([9.0]))
+
+
+def test_gather_norms_need_no_table():
+    # A table of 10^9 rows would not fit; rows that were read do.
+    record = Gather(torch.tensor([[5, 10**9, 5]]), randn(1, 3, 2), torch.Size((2 * 10**9, 2)))
+    expected = (record.values[0, 0] + record.values[0, 2]).square().sum() + record.values[0, 1].square().sum()
+    for method in METHODS:
+        assert_close(record.norm_sq(method)[0], expected)
+
+
+def uses(B=3):
+    """Records of uses of one weight [6, 4]: a linear map, its transpose, a grouped one, lookups, broadcasting."""
+    shape = (6, 4)
+    return [
+        outer(B, 5, 6, 4),
+        outer(B, 2, 6, 4),
+        outer(B, 3, 3, 4, G=2, shape=shape),
+        gather(B, 5, 6, 4),
+        gather(B, 1, 6, 4),
+        gather(B, 7, 24, 1, shape=shape),
+        PerSample(randn(B, *shape)),
+        PerSample(randn(B, *shape)),
+    ]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(chosen=st.lists(st.integers(0, 7), min_size=1, max_size=5), method=st.sampled_from(METHODS), keep=st.booleans())
+def test_a_sum_of_records_has_the_norm_of_the_sum(chosen, method, keep):
+    every = uses()
+    records = [every[i] for i in chosen]
+    total = sum(by_hand(r) for r in records)
+    norm_sq, left = measure(records, method, keep=keep)
+    assert_close(norm_sq, norms_sq(total))
+    factor = torch.rand(3).double()
+    assert_close(sum(r.clipped_sum(factor) for r in left), torch.einsum("b,b...->...", factor, total))
+
+
+def test_join_leaves_one_record_of_each_kind():
+    records = uses()
+    joined = join(records)
+    assert len(joined) == 5  # outer products, grouped ones, rows, elements, gradients
+    assert_close(sum(r.per_sample() for r in joined), sum(by_hand(r) for r in records))
+
+
+@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("second", range(8))
+def test_inner_products(first, second):
+    every = uses()
+    a, b = every[first], every[second]
+    assert_close(inner(a, b), (by_hand(a) * by_hand(b)).flatten(1).sum(1))
+
+
+def test_vanishing_sums_have_no_negative_square():
+    """Rounding may leave a little above zero, never below."""
+    rows, cols = randn(2, 1, 4, 3), randn(2, 1, 4, 3)
+    opposite = OuterProduct(torch.cat([rows, -rows], 2), torch.cat([cols, cols], 2), torch.Size((3, 3)))
+    ids = torch.randint(0, 3, (2, 4))
+    lookups = Gather(torch.cat([ids, ids], 1), torch.cat([rows[:, 0], -rows[:, 0]], 1), torch.Size((3, 3)))
+    for method in METHODS:
+        for records in ([opposite], [lookups], [lookups, opposite], [PerSample(rows[:, 0]), PerSample(-rows[:, 0])]):
+            norm_sq, _ = measure(records, method, keep=False)
+            assert bool((norm_sq >= 0).all())
+            assert float(norm_sq.max()) < 1e-9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_instantiated_gradient_is_kept_where_asked_for(method):
+    record = outer(2, 9, 2, 2)
+    _, kept = measure([record], method, keep=True)
+    _, dropped = measure([record], method, keep=False)
+    assert isinstance(kept[0], OuterProduct if method is NormMethod.GHOST else PerSample)
+    assert isinstance(dropped[0], OuterProduct)
+
+
+def test_the_cheapest_norm():
+    def instantiates(B, T, R, C, kept=False):
+        return outer(B, T, R, C).instantiates(NormMethod.CHEAPEST, kept=kept)
+
+    assert not instantiates(2, 3, 10, 10)
+    assert instantiates(2, 10, 10, 10)
+    assert instantiates(1, 3, 10, 10, kept=True)  # one sample's gradient is the batch's, which is needed anyway
+    assert not instantiates(1, 3, 10, 10)
+
+
+def test_the_cheapest_method_keeps_a_large_gradient_only_to_use_it_at_once():
+    """At a micro-batch of 1 the gradients of all layers would take the memory of the model."""
+    large, small = outer(1, 3, 10, 10), outer(1, 10, 3, 3)
+    for record, closing, kept in ((large, False, False), (large, True, True), (small, False, True)):
+        norm_sq, (left,) = measure([record], NormMethod.CHEAPEST, keep=True, closing=closing)
+        assert isinstance(left, PerSample) is kept
+        assert_close(norm_sq, norms_sq(by_hand(record)))
+    assert isinstance(measure([large], NormMethod.INSTANTIATE, keep=True)[1][0], PerSample)
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_dead_samples_contribute_exact_zeros(index):
+    record = uses()[index]
+    for name in ("rows", "cols", "values", "gradient"):
+        if hasattr(record, name):
+            getattr(record, name)[1] = torch.nan
+    alive = record.without(torch.tensor([False, True, False]))
+    assert bool((alive.per_sample()[1] == 0).all())
+    assert_close(alive.per_sample()[[0, 2]], record.per_sample()[[0, 2]])
+    assert bool(torch.isfinite(alive.clipped_sum(torch.ones(3).double())).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    records = [
+        OuterProduct(torch.randn(2, 1, 300, 4).to(dtype), torch.randn(2, 1, 300, 4).to(dtype), torch.Size((4, 4))),
+        Gather(torch.randint(0, 4, (2, 300)), torch.randn(2, 300, 4).to(dtype), torch.Size((4, 4))),
+        PerSample(100 * torch.randn(2, 4, 4).to(dtype)),  # 100^2 * 16 overflows float16
+    ]
+    for record in records:
+        exact = by_hand(_double(record))
+        assert record.clipped_sum(torch.ones(2)).dtype == torch.float32
+        assert_close(record.clipped_sum(torch.ones(2)).double(), exact.sum(0), rtol=1e-5, atol=1e-4)
+        for method in METHODS:
+            norm_sq = record.norm_sq(method)
+            assert norm_sq.dtype == torch.float32
+            assert_close(norm_sq.double(), norms_sq(exact), rtol=1e-5, atol=0)
+
+
+def _double(record):
+    if isinstance(record, OuterProduct):
+        return OuterProduct(record.rows.double(), record.cols.double(), record.shape)
+    if isinstance(record, Gather):
+        return Gather(record.ids, record.values.double(), record.shape)
+    return PerSample(record.gradient.double())
+
+
+def test_norms_of_long_samples_are_not_inflated():
+    """Where a clipped sum would differ by rounding alone, so must the norm: 32,768 incoherent positions, float32."""
+    generator = torch.Generator().manual_seed(0)
+    T = 32_768
+    rows, cols, values = (torch.randn(2, T, 4, generator=generator) for _ in range(3))
+    outer = OuterProduct(rows[:, None], cols[:, None], torch.Size([4, 4]))
+    ids = torch.stack([torch.randperm(T, generator=generator) for _ in range(2)])
+    gather = Gather(ids, values, torch.Size([T, 4]))
+    exact = (rows.double().mT @ cols.double()).square().sum((1, 2))
+    assert_close(outer.norm_sq(NormMethod.CHEAPEST).double(), exact, rtol=1e-3, atol=0)
+    assert_close(gather.norm_sq(NormMethod.CHEAPEST).double(), values.double().square().sum((1, 2)), rtol=1e-3, atol=0)

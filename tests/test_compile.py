@@ -1,0 +1,192 @@
+"""Compiled models: exact, whole (`fullgraph=True`), and compiled once.
+
+The update is the oracle's for a compiled model, one that compiled itself in place, and compiled blocks.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.networks import Network, sentences
+from tests.oracle import (
+    TOLERANCE,
+    Use,
+    clipped_mean,
+    noise_free_engine,
+    per_sample_gradients,
+    private_step,
+    randn,
+    relative_error,
+)
+
+B, R = 6, 30.0
+DATA = sentences(B)
+EXPECTED = clipped_mean(per_sample_gradients(Network(blocks=1), DATA, F.cross_entropy), max_grad_norm=R, batch_size=B)
+
+
+# Dynamo looks at `.grad` of inputs that are no leaves, and hides the warning in a way that pytest's "error" defeats.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def whole(model, backend):
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def in_place(model, backend):
+    model.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def blocks(model, backend):
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def blocks_wrapped(model, backend):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, fullgraph=True, backend=backend)
+    return model
+
+
+WAYS = [whole, in_place, blocks, blocks_wrapped]
+
+
+def assert_exact(model, way, backend, **options):
+    compiled = way(model, backend)
+    update = private_step(compiled, DATA, F.cross_entropy, max_grad_norm=R, **options)
+    assert relative_error(update, EXPECTED) <= TOLERANCE
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize(("way", "backend"), [*((way, "aot_eager") for way in WAYS), (whole, "eager")])
+def test_exact(way, backend):
+    assert_exact(Network(blocks=1), way, backend)
+
+
+@pytest.mark.parametrize(("way", "mode"), [(whole, "ghost"), (blocks, "ghost"), (blocks, "bk"), (whole, "per-example")])
+def test_modes(way, mode):
+    assert_exact(Network(blocks=1), way, "aot_eager", clipping_mode=mode, verify=False)
+
+
+def test_compiled_blocks_that_are_checkpointed():
+    assert_exact(Network(blocks=1, reentrant=False), blocks, "aot_eager", verify=False)
+
+
+def test_styles():
+    groups = [[name for name in EXPECTED if name.startswith("blocks")], [n for n in EXPECTED if n[:6] != "blocks"]]
+    per_sample = per_sample_gradients(Network(blocks=1), DATA, F.cross_entropy)
+    expected = clipped_mean(per_sample, max_grad_norm=R, batch_size=B, groups=groups)
+    update = private_step(
+        whole(Network(blocks=1), "aot_eager"),
+        DATA,
+        F.cross_entropy,
+        max_grad_norm=R,
+        clipping_style=groups,
+        verify=False,
+    )
+    assert relative_error(update, expected) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [whole, blocks])
+def test_inductor(way):
+    assert_exact(Network(blocks=1), way, "inductor")
+
+
+FAMILIES = {
+    "convolutions": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)),
+            *(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.InstanceNorm2d(4, affine=True), nn.PReLU(4)),
+        ),
+        (3, 4, 4),
+    ),
+    "products": (
+        lambda: Use(
+            lambda m, x: (
+                F.bilinear(torch.einsum("btd,dp->btp", x, m.w), x @ m.w.t(), m.u) + m.v @ (x @ m.w) + x.mT[:, :4]
+            ),
+            before=4,
+            w=randn(4, 4),
+            u=randn(4, 4, 4),
+            v=randn(4, 4),
+        ),
+        (4, 4),
+    ),
+    "elementwise": (
+        lambda: Use(
+            lambda m, x: (
+                torch.where(x > 0, x * m.w, m.u - x).addcmul(m.w, x) + m.w.expand_as(x).sin() + (1 + m.w).exp()
+            ),
+            before=4,
+            w=randn(4),
+            u=randn(1, 4),
+        ),
+        (4, 4),
+    ),
+    "derived": (
+        lambda: Use(
+            lambda m, x: (
+                F.linear(x, *[m.w.chunk(2)[0].t().contiguous().double()]) @ m.w[[0, 0, 1, 2]].to(x.dtype).softmax(0)
+            ),
+            before=4,
+            w=randn(8, 4),
+        ),
+        (4, 4),
+    ),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm((4, 4)), nn.RMSNorm(4), nn.Linear(4, 4), nn.RMSNorm(4)), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_rules(family):
+    torch.manual_seed(0)
+    build, shape = FAMILIES[family]
+    model, x = build().double(), randn(B, *shape)
+    expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=R, batch_size=B)
+    update = private_step(whole(model, "aot_eager"), (x,), max_grad_norm=R)
+    assert relative_error(update, expected) <= TOLERANCE
+
+
+def test_tables():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 7, (B, 4))
+    model = Use(
+        lambda m, i: (
+            m.bag(i)[:, None] + F.embedding(i, m.w) * m.w[i] + m.w.index_select(0, i.flatten()).view(*i.shape, 3)
+        ),
+        bag=nn.EmbeddingBag(7, 3, padding_idx=1),
+        w=randn(7, 3),
+    ).double()
+    expected = clipped_mean(per_sample_gradients(model, (ids,)), max_grad_norm=R, batch_size=B)
+    assert relative_error(private_step(whole(model, "aot_eager"), (ids,), max_grad_norm=R), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("way", [whole, in_place, blocks])
+def test_compiled_once(way):
+    """Logical batches of 0 to 9 samples, in micro-batches of 3, are one shape to the compiler."""
+    model, data = way(Network(blocks=1), "aot_eager"), sentences(9)
+    engine = noise_free_engine(model, batch_size=4, sample_size=9, steps=12, target_delta=1e-3, max_grad_norm=R)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs = []
+    for batch in engine.batches(torch.utils.data.TensorDataset(*data), 3):
+        for ids, y in batch:
+            with torch._dynamo.config.patch(error_on_recompile=bool(graphs)):
+                F.cross_entropy(model(ids), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
+    engine.detach()

@@ -1,0 +1,149 @@
+"""The documents keep their word: their Python runs, their links lead somewhere, their table of rules is the registry.
+
+The fenced python blocks of a page run in the order in which they stand, in one namespace, as a reader would run them.
+PITFALLS rows: 12 test_python_of_the_page_runs (the guide's token-mean loss is caught).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import textwrap
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from dpshard import errors
+from dpshard.cli import app
+from dpshard.rules import COMPOSITES, RULES
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "sources")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+
+BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: str) -> list[tuple[int, str]]:
+    """Line and source of every python block."""
+    text = (ROOT / page).read_text("utf-8")
+    return [(text.count("\n", 0, m.start(2)) + 1, textwrap.dedent(m.group(2))) for m in BLOCK.finditer(text)]
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Takes back what a page registers."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
+def test_python_of_the_page_runs(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The default back-end of torch.compile calls a C++ compiler, which is not what a page is tested for.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for line, source in python_blocks(page):
+        code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, namespace)
+        promised = re.findall(r"^print\(.*\)\n# (.+)$", source, re.MULTILINE)
+        if promised:
+            assert capsys.readouterr().out.splitlines()[-len(promised) :] == promised, f"{page}, line {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_page_are_understood(page: str) -> None:
+    """`dpshard ...` in shell blocks: every command, option and value exists. Nothing is run."""
+    commands: Any = typer.main.get_command(app)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "dpshard":
+            name, *options = arguments
+            commands.commands[name].make_context(name, options)  # raises for what it does not know
+        else:
+            assert program == "make"
+            assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text("utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_within_the_repository_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    for name in set(re.findall(r"`((?:dpshard|tests|docs)/[\w/.]+)`", text)):
+        assert (ROOT / name).exists(), f"{page}: {name}"
+    for name in set(re.findall(r"`(rules/\w+\.py)`", text)):
+        assert (ROOT / "dpshard" / name).exists(), f"{page}: {name}"
+
+
+def rows_of(file: Path) -> set[str]:
+    """Numbers of the rows that the docstring of a test file claims to cover."""
+    claim = re.search(r"PITFALLS rows?:? (.*)", ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "", re.DOTALL)
+    return set(re.findall(r"(?:^|;\s)(\d+)\b", claim.group(1))) if claim else set()
+
+
+def test_the_table_of_faults_names_tests_that_claim_them() -> None:
+    table = (ROOT / "docs/privacy-model.md").read_text("utf-8").partition("| the fault |")[2]
+    rows = re.findall(r"^\| (\d+) \|.* \| (.*) \|$", table, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 27))
+    for number, tests in rows:
+        for name in re.findall(r"`(tests/[\w/]+\.py)`", tests):
+            assert number in rows_of(ROOT / name), f"row {number}: {name}"
+
+
+def spoken(function: Any) -> str:
+    """What a reader calls a function: `add` for Tensor.add_, `+`, and `+=`."""
+    name = re.sub(r"^[ri](?=(add|sub|mul|pow|div|truediv|matmul)$)", "", function.__name__.strip("_"))
+    return "div" if name == "truediv" else name
+
+
+def test_table_of_rules_is_the_registry() -> None:
+    text = (ROOT / "docs/guide.md").read_text("utf-8")
+    table = text.partition("<!-- rules -->")[2].partition("<!-- /rules -->")[0]
+    shown: dict[str, set[str]] = {}
+    for file, functions in re.findall(r"^\| `rules/(\w+)\.py` \| ([^|]+) \|", table, re.MULTILINE):
+        shown.setdefault(file, set()).update(re.findall(r"`(\w+)`", functions))
+    registered: dict[str, set[str]] = {}
+    for function, rule in (RULES | COMPOSITES).items():
+        if rule.__module__.startswith("dpshard"):  # not what is torch's own code, looked into
+            registered.setdefault(rule.__module__.rpartition(".")[2], set()).add(spoken(function))
+    assert shown == registered
+
+
+def test_every_error_class_is_in_the_table_of_troubleshooting() -> None:
+    text = (ROOT / "docs/guide.md").read_text("utf-8").partition("## Troubleshooting")[2]
+    shown = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    known = {name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
+    assert shown == known - {"DpshardError"}

@@ -1,0 +1,51 @@
+"""The scripts under examples/ run, and learn."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("name", "right"), [("digits", 0.85), ("finetune", 0.75)])
+def test_an_example_learns(name, right, capsys):
+    assert load(name).main() >= right
+    assert "epsilon = " in capsys.readouterr().out
+
+
+def test_half_precision_needs_no_loss_scaling():
+    """Unscaled float16 learns as float32 does; a scale overflows if it is large, and shrinks the update if undone."""
+    results = load("mixed_precision").main(epochs=12)
+    for name in ("float32", "bfloat16", "float16"):
+        right, overflowed = results[name]
+        assert right > 0.8
+        assert overflowed == 0
+    assert results["float16, loss x 2^12, gradient / 2^12"][0] < 0.5
+    assert results["float16, loss x 2^30"][1] > 0.1
+
+
+def test_a_sharded_example_learns():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / "sharded.py")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert float(run.stdout.split("%")[0]) > 85
+    assert "epsilon = " in run.stdout

@@ -1,0 +1,213 @@
+"""Frozen parameters cost nothing, and bias-only training (BiTFiT; Zaken et al. 2021) keeps no activation.
+
+Counted: the bytes that autograd saves for backward, parameters and buffers left out, under the engine and without it.
+
+PITFALLS rows: 6 test_what_is_trained_is_that_of_the_oracle; 9 test_a_frozen_parameter_gets_no_noise.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard import PrivacyEngine
+from dpshard.rules.records import PerSample
+from dpshard.tape import Tape
+from tests.oracle import assert_exact, randn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+]
+
+B, T, D, V = 4, 16, 24, 11
+
+
+def linears():
+    return nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D))
+
+
+class GPT(nn.Module):
+    """A block of the usual functions: embedding, positions, norms, attention, GELU, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(V, D), nn.Parameter(torch.randn(T, D))
+        self.norms = nn.ModuleList([nn.LayerNorm(D), nn.LayerNorm(D)])
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions
+        q, k, v = self.qkv(self.norms[0](x)).view(len(ids), T, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) * self.scale
+        x = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return F.linear(x, self.embedding.weight)
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv1d(D, D, 3, padding=1), nn.GroupNorm(2, D), nn.Tanh(), nn.Conv1d(D, 4, 1))
+
+
+NETWORKS = {
+    "linears": (linears, lambda: torch.randn(B, T, D)),
+    "gpt": (GPT, lambda: torch.randint(0, V, (B, T))),
+    "convolutions": (convolutions, lambda: torch.randn(B, D, T)),
+}
+TRAINED = {
+    "all": lambda names: names,
+    "biases": lambda names: [name for name in names if name.endswith("bias")],
+    "last": lambda names: names[-1:],
+    "one weight": lambda names: [name for name in names if name.endswith("weight")][1:2],
+}
+
+
+def build(network, trained):
+    torch.manual_seed(0)
+    make, data = NETWORKS[network]
+    model, x = make(), data()
+    names = TRAINED[trained]([name for name, _ in model.named_parameters()])
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in names)
+    return model, x
+
+
+def engine_on(model, **options):
+    return PrivacyEngine(
+        model, **{"batch_size": B, "sample_size": 100, "steps": 5, "noise_multiplier": 0, "verify": False, **options}
+    )
+
+
+def saved_bytes(model, forward):
+    """Bytes of the distinct storages that the graph of `forward` keeps for backward."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = forward()
+    assert output.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_graph_keeps_what_that_of_the_plain_model_keeps(network, trained):
+    """Both nodes of a layer, autograd's and the engine's, keep the same input; what is frozen, none."""
+    model, x = build(network, trained)
+    plain = saved_bytes(model, lambda: model(x))
+    engine = engine_on(model)
+    model(x)  # what is learnt once is not part of it
+    private = saved_bytes(model, lambda: model(x))
+    assert private <= plain
+    engine.detach()
+    assert saved_bytes(model, lambda: model(x)) == plain
+
+
+def test_biases_of_linear_layers_keep_no_activation_at_all():
+    model, x = build("linears", "biases")
+    engine_on(model)
+    model(x)
+    assert saved_bytes(model, lambda: model(x)) == 0
+    model, x = build("linears", "all")
+    engine_on(model)
+    model(x)
+    assert saved_bytes(model, lambda: model(x)) >= 2 * B * T * D * 4  # the count sees what it is to see
+
+
+@pytest.mark.parametrize("mode", ["auto", "bk", "ghost", "per-example"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_bias_records_hold_no_activation(network, mode, monkeypatch):
+    """What arrives at a slot is the output gradient alone; what is kept of it, a row of the bias' size a sample."""
+    model, x = build(network, "biases")
+    for name, p in model.named_parameters():  # the affine norms keep their input for their own gradient
+        p.requires_grad_(p.requires_grad and "norm" not in name and not (network == "convolutions" and name[0] == "1"))
+    arrived, kept = [], []
+    arrive, measure = Tape.arrive, Tape._measure
+
+    def arriving(self, use, tensors):
+        arrived.append([use.sources[0].label, len(tensors)])
+        arrive(self, use, tensors)
+
+    def measuring(self, group, name, *, closing):
+        measure(self, group, name, closing=closing)
+        for entries in group.entries.values():
+            kept.extend(record for _, record in entries)
+
+    monkeypatch.setattr(Tape, "arrive", arriving)
+    monkeypatch.setattr(Tape, "_measure", measuring)
+    engine_on(model, clipping_mode=mode)
+    model(x).square().flatten(1).sum(1).mean().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, _ in arrived} == trained
+    assert {count for _, count in arrived} == {1}
+    if mode != "ghost":
+        assert kept
+    for record in kept:
+        assert isinstance(record, PerSample)
+        assert record.gradient.untyped_storage().nbytes() <= B * 4 * D * 4
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise", "param-wise"])
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_nothing_outlives_the_backward_pass(trained, mode, style):
+    """After backward, nothing that has a row per position is alive but the output."""
+    model, x = build("gpt", trained)
+    engine = engine_on(model, clipping_mode=mode, clipping_style=style)
+    alive = []
+    handles = [
+        module.register_forward_hook(lambda _, __, output: alive.append(weakref.ref(output)))
+        for module in model.modules()
+        if not list(module.children())
+    ]
+    for step in range(2):
+        model(x).square().flatten(1).sum(1).mean().backward()
+        gc.collect()
+        assert all(ref() is None for ref in alive)
+        assert not engine._clipper.pending
+        assert not engine._clipper._tokens
+        engine.privatize()
+        model.zero_grad()
+        assert engine.step == step + 1
+    assert len(alive) > 8
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("network", ["linears", "convolutions"])
+@pytest.mark.parametrize("trained", ["biases", "last", "one weight"])
+def test_what_is_trained_is_that_of_the_oracle(network, trained):
+    model, _ = build(network, trained)
+    assert_exact(model, randn(B, *NETWORKS[network][1]().shape[1:]))
+
+
+def test_a_frozen_parameter_gets_no_noise():
+    model, x = build("gpt", "biases")
+    engine = engine_on(model, noise_multiplier=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).square().flatten(1).sum(1).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert engine.step == 1
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) is not p.requires_grad
+        assert (p.grad is None) is not p.requires_grad
+
+
+def test_frozen_parameters_are_in_no_group_and_no_count():
+    model, x = build("linears", "biases")
+    engine = engine_on(model, noise_multiplier=1.0, clipping_style="param-wise", max_grad_norm=3.0)
+    assert engine.mechanism.clipping_groups == (("0.bias",), ("1.bias",), ("2.bias",))
+    model(x).square().flatten(1).sum(1).mean().backward()
+    engine.privatize()
+    metrics = engine.metrics()
+    assert metrics["clipped_sum_norm"] / metrics["gradient_snr"] == pytest.approx(3.0 * (3 * D) ** 0.5)

@@ -1,0 +1,173 @@
+"""Keyed Gaussian noise.
+
+PITFALLS rows: 10 test_half_precision_is_refused, test_float64_noise_has_float64_bits;
+14 test_standard_deviation_on_any_number_of_ranks; 15 test_noise_does_not_depend_on_the_split,
+test_different_purposes_are_independent, test_a_rank_draws_only_the_blocks_that_meet_its_shard;
+24 test_a_replayed_step_has_the_same_noise; 26 test_user_seeds_do_not_matter, test_different_purposes_are_independent.
+
+Statistical tests run under a fixed secret: they pass or fail for good, and correct noise fails under a random secret
+with probability FALSE_ALARM each.
+"""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpshard import noise
+from dpshard.errors import ConfigurationError
+from dpshard.noise import BLOCK, KeyedGaussian
+
+SECRET = bytes(range(32))
+GAUSSIAN = KeyedGaussian(SECRET)
+FALSE_ALARM = 1e-7
+
+both_sources = pytest.mark.parametrize("secure", [False, True])
+
+
+@both_sources
+@given(cuts=st.lists(st.integers(0, 300), max_size=6))
+def test_noise_does_not_depend_on_the_split(secure, cuts):
+    gaussian, bounds = KeyedGaussian(SECRET, secure=secure), [0, *sorted(cuts), 300]
+    with mock.patch.object(noise, "BLOCK", 64):
+        whole = gaussian.sample(3, "w", 0, 300)
+        shards = [gaussian.sample(3, "w", a, b) for a, b in itertools.pairwise(bounds)]
+    assert torch.equal(torch.cat(shards), whole)
+
+
+def test_noise_does_not_depend_on_the_number_of_threads():
+    threads, shape = torch.get_num_threads(), (3, BLOCK)
+    try:
+        results = []
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            results.append(GAUSSIAN.add_(torch.ones(shape), step=0, name="w", std=2.0, start=5))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_noise_does_not_depend_on_the_layout():
+    dense = GAUSSIAN.add_(torch.zeros(6, 5), step=0, name="w", std=1.0, start=7)
+    for strided in (torch.zeros(5, 6).t(), torch.zeros(6, 10)[:, ::2]):
+        assert GAUSSIAN.add_(strided, step=0, name="w", std=1.0, start=7) is strided
+        assert torch.equal(strided, dense)
+    assert torch.equal(dense.view(-1), GAUSSIAN.sample(0, "w", 7, 37))
+    image = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    GAUSSIAN.add_(image, step=0, name="w", std=1.0)
+    assert torch.equal(image.flatten(), GAUSSIAN.sample(0, "w", 0, 120))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_standard_deviation_on_any_number_of_ranks(world_size):
+    n, std = BLOCK + 12_345, 0.37
+    target = torch.full((n,), 100.0, dtype=torch.float64)
+    start = 0
+    for shard in target.tensor_split(world_size):
+        GAUSSIAN.add_(shard, step=1, name="w", std=std, start=start)
+        start += shard.numel()
+    noise_n = (target - 100.0) / std
+    chi_square = float(noise_n.square().sum())
+    assert FALSE_ALARM / 2 < stats.chi2.cdf(chi_square, n) < 1 - FALSE_ALARM / 2
+    assert stats.kstest(noise_n.numpy()[:200_000], "norm").pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "start", "secret"),
+    [
+        pytest.param(0, "v", 0, SECRET, id="parameter"),
+        pytest.param(1, "w", 0, SECRET, id="step"),
+        pytest.param(0, "w", BLOCK, SECRET, id="block"),
+        pytest.param(0, "w", 100_000, SECRET, id="shard of one block"),
+        pytest.param(0, "w", 0, bytes(32), id="run"),
+    ],
+)
+@both_sources
+def test_different_purposes_are_independent(step, name, start, secret, secure):
+    n = 100_000
+    one = KeyedGaussian(SECRET, secure=secure).sample(0, "w", 0, n)
+    other = KeyedGaussian(secret, secure=secure).sample(step, name, start, start + n)
+    for a, b in ((one, other), (one.square(), other.square())):
+        assert stats.pearsonr(a.numpy(), b.numpy()).pvalue > FALSE_ALARM
+    assert not torch.isin(one, other).float().mean() > 0.1  # not the same values in another order
+
+
+def test_a_replayed_step_has_the_same_noise():
+    first = GAUSSIAN.sample(5, "w", 0, 1000)
+    GAUSSIAN.sample(6, "w", 0, 1000)
+    assert torch.equal(KeyedGaussian(SECRET).sample(5, "w", 0, 1000), first)
+
+
+def test_user_seeds_do_not_matter():
+    torch.manual_seed(0)
+    state, one = torch.get_rng_state(), GAUSSIAN.sample(0, "w", 0, 100)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert torch.equal(GAUSSIAN.sample(0, "w", 0, 100), one)
+
+
+def test_a_rank_draws_only_the_blocks_that_meet_its_shard():
+    with mock.patch.object(noise, "BLOCK", 10), mock.patch.object(noise, "derive_key", wraps=noise.derive_key) as key:
+        GAUSSIAN.sample(4, "w", 20, 41)
+    assert sorted(call.args[-1] for call in key.call_args_list) == [2, 3, 4]
+
+
+def test_zero_std_and_empty_shards_draw_nothing():
+    with mock.patch.object(noise, "derive_key", side_effect=AssertionError):
+        assert torch.equal(GAUSSIAN.add_(torch.ones(3), step=0, name="w", std=0), torch.ones(3))
+        assert GAUSSIAN.add_(torch.ones(0, 4), step=0, name="w", std=1.0).shape == (0, 4)
+
+
+def test_float64_noise_has_float64_bits():
+    sample = GAUSSIAN.sample(0, "w", 0, 100, dtype=torch.float64)
+    assert (sample != sample.float().double()).all()
+
+
+def test_parameters_that_require_a_gradient_are_fine():
+    weight = torch.nn.Parameter(torch.zeros(3, BLOCK))
+    GAUSSIAN.add_(weight, step=0, name="w", std=1.0)
+    assert weight.is_leaf
+    assert torch.equal(weight.detach().flatten(), GAUSSIAN.sample(0, "w", 0, 3 * BLOCK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused(dtype):
+    with pytest.raises(ConfigurationError, match=r"head.weight.*float32"):
+        GAUSSIAN.add_(torch.zeros(3, dtype=dtype), step=0, name="head.weight", std=1.0)
+
+
+@pytest.mark.parametrize("wrong", [{"std": -1.0}, {"std": float("nan")}, {"std": float("inf")}, {"start": -1}])
+def test_impossible_arguments_are_refused(wrong):
+    with pytest.raises(ConfigurationError):
+        GAUSSIAN.add_(torch.zeros(3), **({"step": 0, "name": "w", "std": 1.0} | wrong))
+    with pytest.raises(ConfigurationError, match="ends before"):
+        GAUSSIAN.sample(0, "w", 2, 1)
+
+
+def test_sharded_tensors_are_refused():
+    class Sharded(torch.Tensor):
+        def to_local(self):
+            return self
+
+    with pytest.raises(ConfigurationError, match="to_local"):
+        GAUSSIAN.add_(torch.zeros(3).as_subclass(Sharded), step=0, name="w", std=1.0)
+
+
+def test_the_secret_is_not_printed():
+    assert "secret" not in repr(GAUSSIAN)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@both_sources
+def test_noise_on_a_gpu_does_not_depend_on_the_split(secure):
+    gaussian, n = KeyedGaussian(SECRET, secure=secure), BLOCK + 1000
+    whole = gaussian.sample(0, "w", 0, n, device="cuda")
+    shards = [gaussian.sample(0, "w", a, b, device="cuda") for a, b in ((0, 7), (7, BLOCK + 1), (BLOCK + 1, n))]
+    assert torch.equal(torch.cat(shards), whole)
+    assert FALSE_ALARM / 2 < stats.chi2.cdf(float(whole.double().square().sum()), n) < 1 - FALSE_ALARM / 2
+    assert torch.equal(whole.cpu(), gaussian.sample(0, "w", 0, n)) == secure

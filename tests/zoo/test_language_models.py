@@ -1,0 +1,115 @@
+"""Language models of transformers, tiny and random, all parameters trainable: exact, untouched."""
+
+import pytest
+import torch
+
+from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, assert_model_exact, tokens
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {**SIZES, **TOKENS, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
+
+DECODERS = {
+    "GPT2": {
+        **TOKENS,
+        "vocab_size": VOCABULARY,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "Llama": {**TEXT, "num_key_value_heads": 1},
+    "Qwen3": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": True},
+    "Gemma2": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
+    "Gemma3": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
+    "Mistral": {**TEXT, "num_key_value_heads": 1, "sliding_window": 4},
+    "Phi": TEXT,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name):
+    configuration = getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, name + head)(configuration(**DECODERS[name]))
+    assert_model_exact(model, {"input_ids": tokens()})
+
+
+ENCODERS = {
+    "Bert": {},
+    "Roberta": {},
+    "DistilBert": {
+        "dim": 8,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 12,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "seq_classif_dropout": 0.0,
+    },
+    "Albert": {"embedding_size": 6, "classifier_dropout_prob": 0.0},
+    "DebertaV2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "conv_kernel_size": 3,
+        "pooler_hidden_size": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name, head):
+    configuration = getattr(transformers, f"{name}Config")(**{**TEXT, **NO_DROPOUT, **ENCODERS[name]})
+    mask = torch.ones(3, 5, dtype=torch.long)
+    mask[0, 3:] = 0
+    assert_model_exact(
+        getattr(transformers, name + head)(configuration), {"input_ids": tokens(), "attention_mask": mask}
+    )
+
+
+@pytest.mark.parametrize("name", ["T5", "T5-gated", "Bart"])
+def test_encoder_decoders(name):
+    sizes = {**TOKENS, "vocab_size": VOCABULARY, "d_model": 8, "decoder_start_token_id": 2}
+    if name == "Bart":
+        sides = {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+        model = transformers.BartForConditionalGeneration(
+            transformers.BartConfig(
+                **{**sizes, **sides, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "max_position_embeddings": 16},
+                dropout=0.0,
+                forced_eos_token_id=2,
+            )
+        )
+    else:
+        gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if name == "T5-gated" else {}
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                **{**sizes, **gated, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2},
+                relative_attention_num_buckets=8,
+                dropout_rate=0.0,
+            )
+        )
+    assert_model_exact(model, {"input_ids": tokens(), "decoder_input_ids": tokens(4)})
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_state_space_models(name):
+    sizes = {**TOKENS, "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    more = {"time_step_rank": 2} if name == "Mamba" else {"head_dim": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4}
+    configuration = getattr(transformers, f"{name}Config")(**sizes, **more, conv_kernel=3)
+    assert_model_exact(getattr(transformers, f"{name}ForCausalLM")(configuration), {"input_ids": tokens()})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_positions_that_are_handed_in(rows):
+    """position_ids [1, T] have no sample dimension of their own, and still belong to every sample."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**DECODERS["GPT2"]))
+    positions = torch.arange(5).flip(0).repeat(rows, 1)
+    assert_model_exact(model, {"input_ids": tokens(), "position_ids": positions})
