@@ -101,7 +101,7 @@ class DDPBackend(LocalBackend):
     def _refuse_unreduced(self) -> None:
         own = sum((_checksum(p.grad) for p in self.parameters.values() if p.grad is not None), torch.zeros(1).long())
         ranks_W = self.stack(own)
-        if not bool((ranks_W == ranks_W[0]).all()):
+        if bool((ranks_W != ranks_W[0]).any()):
             self._forget_sums()
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,7 +19,7 @@ from dpshard.cli.run_folder import write_atomically
 from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
 
 if TYPE_CHECKING:
-    from dpshard.planner import Clipping, Plan
+    from dpshard.planner import Clipping, Estimate, Plan
 
 GIB = 2**30
 
@@ -120,33 +121,25 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
         f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples a rank and step, {precision}, {again}"
     )
-    table = Table(title="A step of one rank", title_justify="left")
-    table.add_column("")
-    table.add_column("TFLOP", justify="right")
-    table.add_column("peak GiB", justify="right", style="bold")
-    for part in PARTS:
-        table.add_column(part, justify="right", style="dim")
-    kinds = [
-        kind
-        for kind in ("all-gather", "reduce-scatter", "all-reduce")
-        if any(e.sent(kind).nbytes > 1024 for e in plan.estimates)
-    ]
-    for kind in kinds:
-        table.add_column(f"{kind}\n(calls) GiB", justify="right")
-    if plan.gpu_memory is not None:
-        table.add_column(f"largest\nmicro-batch\nin {plan.gpu_memory / GIB:g} GiB", justify="right", style="bold green")
+    table = Table(title="A step of one rank", title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
     for estimate in plan.estimates:
-        sent = [estimate.sent(kind) for kind in kinds]
-        row = [
-            estimate.label,
-            f"{estimate.flops / 1e12:,.1f}",
-            f"{estimate.peak / GIB:,.1f}",
-            *(f"{estimate.parts[part] / GIB:,.1f}" for part in PARTS),
-            *(f"({traffic.calls:,}) {traffic.nbytes / GIB:,.1f}" for traffic in sent),
-        ]
-        if plan.gpu_memory is not None:
-            row.append("none" if not estimate.largest_micro_batch else f"{estimate.largest_micro_batch:,}")
-        table.add_row(*row)
+        table.add_column(estimate.label.replace(", ", "\n"), justify="right")
+
+    def add(name: str, values: Callable[[Estimate], str], style: str = "") -> None:
+        table.add_row(name, *map(values, plan.estimates), style=style)
+
+    add("TFLOP", lambda estimate: f"{estimate.flops / 1e12:,.1f}")
+    add("peak GiB", lambda estimate: f"{estimate.peak / GIB:,.1f}", "bold")
+    for part in PARTS:
+        add(f"  {part}", lambda estimate, part=part: f"{estimate.parts[part] / GIB:,.1f}", "dim")
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        if any(estimate.sent(kind).nbytes > 1024 for estimate in plan.estimates):
+            add(f"{kind} GiB", lambda estimate, kind=kind: f"{estimate.sent(kind).nbytes / GIB:,.1f}")
+            add("  calls", lambda estimate, kind=kind: f"{estimate.sent(kind).calls:,}", "dim")
+    if plan.gpu_memory is not None:
+        largest = f"max. micro-batch\n  in {plan.gpu_memory / GIB:g} GiB"
+        add(largest, lambda e: f"{e.largest_micro_batch:,}" if e.largest_micro_batch else "none", "bold green")
     console.out.print(table)
     states = "; ".join(f"{stage} {size / GIB:,.1f}" for stage, size in plan.model_states.items())
     console.out.print(f"By formula, GiB a rank of parameters, gradients and Adam states: {states}.")

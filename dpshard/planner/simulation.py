@@ -234,7 +234,7 @@ class _MicroBatches:
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
     """DDP for fake tensors: its reducer is C++, which must neither read them nor wait for a collective on them."""
-    ddp = DistributedDataParallel(model, init_sync=False)
+    ddp = _UnhookedDDP(model, init_sync=False)
 
     def reduce(group, bucket):  # DDP reads annotations, and would not understand postponed ones
         # What the reducer does by itself: the mean over ranks.
@@ -247,6 +247,13 @@ def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
     ddp.register_comm_hook(None, reduce)
     ddp.reducer = _Reducer(ddp.reducer)  # type: ignore[assignment]
     return ddp
+
+
+class _UnhookedDDP(DistributedDataParallel):
+    """DDP that does not report its hook, which computes what the reducer would have computed."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
 
 
 class _Reducer:

@@ -2,8 +2,8 @@
 
 Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (dpshard/planner): the real step,
 exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping group and
-2 for the loss are gathered; and where gradients are sharded, one number, the norm of the clipped sum, is reduced. Two
-backward passes gather the blocks once more.
+2 for the loss are gathered; and one number, where gradients are sharded the norm of the clipped sum, else its checksum.
+Two backward passes gather the blocks once more.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ CASES = {
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64."""
+    """What engine.metrics() sends once a step, in float64, and the checksum of DDP's gradients."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 2) * 8)}
-    return figures if setup.shard == "ddp" else figures | {("all-reduce", "float64"): Traffic(1, 8)}
+    checksum = {("all-gather", "int64"): Traffic(1, setup.ranks * 8)}
+    return figures | (checksum if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 
 
 def groups_of(clipping: Clipping, shape: Transformer) -> int:
