@@ -1,6 +1,9 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED  |  restarts.py worlds. Prints a line of JSON behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | zero. Prints a line of JSON behind "RESULT ".
+
+A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
+`deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
 """
 
 import functools
@@ -87,9 +90,24 @@ def deadly(kill: Kill | None, rank: int) -> Iterator[None]:
 def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until: int = STEPS) -> dict[str, Any]:
     """Resume, train up to step `until`, save after every step; parameters and epsilon."""
     torch.manual_seed(0)
-    model: Any = Model().double()
-    if kind != "alone":
-        model = shard(model, kind)
+    kind, *flags = kind.split("+")
+    single = kind.startswith("deepspeed") or "float32" in flags
+    model: Any = Model() if single else Model().double()
+    make_optimizer = functools.partial(torch.optim.Adam, lr=0.1, eps=1e-3)  # which does not blow up rounding errors
+    optimizer: Any
+    if kind.startswith("deepspeed"):
+        from tests.distributed import deepspeed_setup as zero
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = zero.configuration(int(kind[-1]), *flags)
+        model = zero.start(model, config, make_optimizer(model.parameters()))
+        optimizer, inner = model.optimizer, model.optimizer.optimizer
+        parameters_of = zero.masters if "bf16" in flags else zero.whole
+    else:
+        model = model if kind == "alone" else shard(model, kind)
+        optimizer = inner = make_optimizer(model.parameters())
+        parameters_of = whole
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
         torch.randint(0, 11, (SAMPLES, 4), generator=generator), torch.randint(0, 11, (SAMPLES,), generator=generator)
@@ -105,31 +123,34 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         verify=False,
     )
     engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict()))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
     if not checkpointer.load():
         checkpointer.save()
-    began = engine.step
+    began, core = engine.step, engine.model
     for logical_batch in engine.batches(data, 4) if began < until else ():
         for x, y in logical_batch:
             F.cross_entropy(model(x).mean(1), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if kind.startswith("deepspeed"):
+            model.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
         scheduler.step()
         if log is not None:
-            parameters = b"".join(p.contiguous().numpy().tobytes() for p in whole(model).values())
+            parameters = b"".join(p.contiguous().numpy().tobytes() for p in parameters_of(core).values())
             if not dist.is_initialized() or dist.get_rank() == 0:
                 with log.open("a") as file:
                     file.write(f"{engine.step} {hashlib.sha256(parameters).hexdigest()}\n")
         with torch.no_grad():
-            model.eval()(data.tensors[0][:4])  # an evaluation leaves the root unit of FSDP2 gathered
+            model.eval()
+            model(data.tensors[0][:4])  # an evaluation leaves the root unit of FSDP2 gathered
             model.train()
         checkpointer.save(wait=wait)
         if engine.step == until:
             break
     checkpointer.wait()
-    parameters = torch.cat([p.flatten() for p in whole(model).values()])
+    parameters = torch.cat([p.flatten() for p in parameters_of(core).values()])
     return {"began": began, "step": engine.step, "epsilon": engine.epsilon(), "parameters": parameters.tolist()}
 
 
@@ -169,6 +190,7 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
     try:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*Going on from")  # that a checkpoint is damaged must not happen
+        os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed insists
         if world > 1:
             rendezvous = f"file://{scratch / 'rendezvous'}"
             dist.init_process_group(
