@@ -1,6 +1,6 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED | worlds | zero. Prints a line of JSON behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | zero_worlds | zero_kills. Prints a line of JSON behind "RESULT ".
 
 A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
 `deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
@@ -207,7 +207,6 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
 
 
 def kills(seed: int) -> dict[str, Any]:
-    """A run that is killed again and again, and one that is not."""
     draw = random.Random(seed)
     moments = [
         *(Kill(wait=True, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in DEADLY),
@@ -215,18 +214,23 @@ def kills(seed: int) -> dict[str, Any]:
         *(Kill(wait=bool(i % 2), seconds=draw.uniform(0.05, 1.0)) for i in range(4)),
     ]
     draw.shuffle(moments)
+    return killed("fsdp2", moments)
+
+
+def killed(kind: str, moments: list[Kill]) -> dict[str, Any]:
+    """A run that is killed again and again, and one that is not."""
     with tempfile.TemporaryDirectory() as place:
         folder, log, reference = Path(place, "run"), Path(place, "log"), Path(place, "reference")
         log.touch()
-        undisturbed = run(2, lambda: train("fsdp2", Path(place, "undisturbed"), reference))
+        undisturbed = run(2, lambda: train(kind, Path(place, "undisturbed"), reference))
         deaths, starts = 0, []
         for kill in moments:
-            result = run(2, lambda: train("fsdp2", folder, log, wait=kill.wait), kill)  # noqa: B023
+            result = run(2, lambda: train(kind, folder, log, wait=kill.wait), kill)  # noqa: B023
             deaths += result is None
             if result is not None:  # it came to its end: begin another run, for the moments that are left
                 starts.append(result)
                 shutil.rmtree(folder)
-        final = run(2, lambda: train("fsdp2", folder, log))
+        final = run(2, lambda: train(kind, folder, log))
         left = sorted(path.name for path in folder.iterdir())
         known = dict(line.split() for line in reference.read_text().splitlines())
         lines = [line.split() for line in log.read_text().splitlines() if line.count(" ") == 1]
@@ -265,6 +269,44 @@ def worlds() -> dict[str, Any]:
         return {"undisturbed": undisturbed, "results": results}
 
 
+def zero_worlds() -> dict[str, Any]:
+    """Saved by DeepSpeed on 4 ranks, continued on others, at other stages, by other back-ends; and the other way."""
+    from tests.distributed import deepspeed_setup  # noqa: F401  (loaded once, not in every rank)
+
+    with tempfile.TemporaryDirectory() as place:
+        undisturbed = run(1, lambda: train("alone+float32", Path(place, "undisturbed"), None))
+        saved = {kind: Path(place, kind) for kind in ("deepspeed-3", "fsdp2+float32")}
+        run(4, lambda: train("deepspeed-3", saved["deepspeed-3"], None, until=3))
+        run(2, lambda: train("fsdp2+float32", saved["fsdp2+float32"], None, until=3))
+        results = {}
+        for origin, world, kind in [
+            ("deepspeed-3", 2, "deepspeed-3"),
+            ("deepspeed-3", 1, "deepspeed-2+offload"),
+            ("deepspeed-3", 1, "alone+float32"),
+            ("fsdp2+float32", 2, "deepspeed-1+robin"),
+        ]:
+            name = f"{origin} to {world} of {kind}"
+            folder = Path(shutil.copytree(saved[origin], Path(place, name)))
+            results[name] = run(world, lambda: train(kind, folder, None))  # noqa: B023
+        return {"undisturbed": undisturbed, "results": results}
+
+
+def zero_kills() -> dict[str, Any]:
+    """DeepSpeed in bf16, killed in saves and in a step."""
+    from tests.distributed import deepspeed_setup  # noqa: F401  (loaded once, not in every rank)
+
+    return killed(
+        "deepspeed-3+bf16",
+        [
+            Kill(wait=True, rank=1, call="fsync", count=2),
+            Kill(wait=False, rank=0, call="rename", count=2),
+            Kill(wait=True, rank=1, call="adam", count=7),
+            Kill(wait=False, rank=1, call="torch.save", count=3),
+        ],
+    )
+
+
 if __name__ == "__main__":
-    found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else worlds()
+    scenarios = {"worlds": worlds, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
+    found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else scenarios[sys.argv[1]]()
     print("RESULT", json.dumps(found), flush=True)
