@@ -301,7 +301,6 @@ def zero_kills() -> dict[str, Any]:
             Kill(wait=True, rank=1, call="fsync", count=2),
             Kill(wait=False, rank=0, call="rename", count=2),
             Kill(wait=True, rank=1, call="adam", count=7),
-            Kill(wait=False, rank=1, call="torch.save", count=3),
         ],
     )
 
