@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -44,6 +44,9 @@ from dpshard.sampling import (
 )
 from dpshard.tape import Clipper, Take, Tape
 from dpshard.verify import Loss, compare
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 
 class PrivacyEngine:
@@ -446,7 +449,7 @@ class PrivacyEngine:
             "is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception and optimizers ask -----------------------------------------------------------------------
+    # --- what interception, optimizers and Checkpointer ask ---------------------------------------------------------
 
     def owned(self) -> set[Tensor]:
         """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
@@ -455,6 +458,10 @@ class PrivacyEngine:
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
         self._backend.hand_over(held)
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Model and optimizer as a Checkpointer saves and loads them."""
+        return self._backend.training_state(optimizer)
 
     def batch_size(self) -> int | None:
         """See Session."""
