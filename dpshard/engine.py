@@ -298,6 +298,7 @@ class PrivacyEngine:
 
     def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
         if self._lot is not None:
+            self._lot.end()
             self._lot.abandoned, self._lot = True, None
         self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
         loads, lot = self._loads, None
@@ -322,6 +323,7 @@ class PrivacyEngine:
                 if self._lot is lot and not lot.complete:
                     self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
                 if self._lot is lot and (lot.released or not lot.complete):
+                    lot.end()
                     self._lot = None
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
 
@@ -370,6 +372,7 @@ class PrivacyEngine:
         self._last_metrics, self._metrics = self._metrics, BatchMetrics()
         if self._lot is not None:
             self._lot.released = True
+            self._lot.end()
             if self._lot.abandoned:
                 self._lot = None
 
@@ -492,8 +495,10 @@ class PrivacyEngine:
             tape = Tape(self._clipper, batch_size, None, scale)
         else:
             if micro.tape is None:
+                assert self._lot is not None
                 device = next(iter(self._backend.parameters.values())).device
                 micro.tape = Tape(self._clipper, batch_size, micro.plan.is_padding.to(device), scale)
+                self._lot.tapes.add(micro.tape)
             tape = micro.tape
             if tape.aborted:
                 raise LogicalBatchError(

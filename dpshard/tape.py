@@ -86,6 +86,8 @@ class Tape:
         self.current = Pass.BOOK
         self.forwards = 0
         self.aborted = False
+        self.ended = False
+        """Whether the logical batch of its samples was released or left."""
         self.groups: dict[int, GroupTape] = {}
         self._tokens: dict[int, Tensor] = {}
 
@@ -111,6 +113,11 @@ class Tape:
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; called by autograd, once per use and pass."""
+        if self.ended:
+            raise LogicalBatchError(
+                f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
+                f"they would count in the release of another one. Call backward within the loop over micro-batches."
+            )
         groups = [self.groups[group.index] for group in self.clipper.groups_of(use.sources)]
         if self.aborted or any(group.closed for group in groups):
             raise LogicalBatchError(
