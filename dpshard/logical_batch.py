@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 
@@ -55,8 +54,6 @@ class LogicalBatch:
         self.micro: MicroBatch | None = None
         self.abandoned = False
         """Whether the loop over logical batches has ended, or another has begun, before this one was through."""
-        self.tapes: WeakSet[Tape] = WeakSet()
-        """Of its micro-batches; a graph that is still to be differentiated keeps its own alive."""
         self._count = plan.count
         self._first = (plan, data)
         self._loaded = loaded
@@ -94,11 +91,6 @@ class LogicalBatch:
     def complete(self) -> bool:
         """Whether all micro-batches were handed out."""
         return self.position == self._count
-
-    def end(self) -> None:
-        """Take no more samples: a late backward would put them into the release of another logical batch."""
-        for tape in self.tapes:
-            tape.ended = True
 
     def require_release(self) -> None:
         """Raise LogicalBatchError unless the batch was released: the sampler moves on with the release alone."""

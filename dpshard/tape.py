@@ -116,7 +116,7 @@ class Tape:
         if self.ended:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
-                f"they would count in the release of another one. Call backward within the loop over micro-batches."
+                f"they would count in another one. Call backward within the loop over micro-batches."
             )
         groups = [self.groups[group.index] for group in self.clipper.groups_of(use.sources)]
         if self.aborted or any(group.closed for group in groups):
