@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from dpshard.sampling import (
 )
 from dpshard.tape import Clipper, Take, Tape
 from dpshard.verify import Loss, compare
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 
 class PrivacyEngine:
@@ -456,7 +459,7 @@ class PrivacyEngine:
             "is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception and optimizers ask -----------------------------------------------------------------------
+    # --- what interception, optimizers and Checkpointer ask ---------------------------------------------------------
 
     def owned(self) -> set[Tensor]:
         """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
@@ -465,6 +468,10 @@ class PrivacyEngine:
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
         self._backend.hand_over(held)
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Model and optimizer as a Checkpointer saves and loads them."""
+        return self._backend.training_state(optimizer)
 
     def batch_size(self) -> int | None:
         """See Session."""
@@ -522,11 +529,11 @@ class PrivacyEngine:
     def _compare(self, run: Run, loss: Loss | None) -> None:
         compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
 
-    def _deliver(self, group: ClippingGroup, take: Take) -> Sequence[Tensor | None]:
+    def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
         if self._state is not LotState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self._state = LotState.COLLECTING
-        return self._backend.reduce(group.names, take)
+        return self._backend.reduce(names, take)
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
         self._metrics.observe(group, norm_B, factor_B, is_padding_B)

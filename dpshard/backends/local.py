@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from torch.nn.parameter import is_lazy
 
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 WIDE = (torch.float32, torch.float64)
 _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
@@ -325,6 +328,13 @@ class LocalBackend:
                 if parameter.grad is None or total is not self._local(parameter.grad):
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""
+        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
+
+        names: dict[Tensor, str] = {p: name for name, p in (self.parameters | self.frozen).items()}
+        return NamedState(self.outermost, optimizer, names)
 
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
