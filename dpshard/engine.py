@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -175,6 +176,7 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
         self._state = LotState.EMPTY
         self._lot: LogicalBatch | None = None
+        self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
         self._loads = 0  # states loaded so far: batches drawn before one belong to another run
         self._own_loop_warned = False
@@ -302,6 +304,7 @@ class PrivacyEngine:
     def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
         if self._lot is not None:
             self._lot.abandoned, self._lot = True, None
+        self._end_tapes()
         self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
         loads, lot = self._loads, None
         try:
@@ -325,8 +328,14 @@ class PrivacyEngine:
                 if self._lot is lot and not lot.complete:
                     self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
                 if self._lot is lot and (lot.released or not lot.complete):
+                    self._end_tapes()
                     self._lot = None
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
+
+    def _end_tapes(self) -> None:
+        """Take no more samples of the forwards so far: a late backward would put them into another release."""
+        for tape in self._tapes:
+            tape.ended = True
 
     def _drop_sums(self) -> None:
         if self._state is LotState.COLLECTING:
@@ -373,6 +382,7 @@ class PrivacyEngine:
         self._last_metrics, self._metrics = self._metrics, BatchMetrics()
         if self._lot is not None:
             self._lot.released = True
+            self._end_tapes()
             if self._lot.abandoned:
                 self._lot = None
 
@@ -508,6 +518,7 @@ class PrivacyEngine:
                     "the next micro-batch rather than repeating this one."
                 )
         tape.forwards += 1
+        self._tapes.add(tape)
         return tape
 
     def first_forward(self, module: nn.Module, run: Run) -> None:

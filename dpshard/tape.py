@@ -87,6 +87,8 @@ class Tape:
         self.current = Pass.BOOK
         self.forwards = 0
         self.aborted = False
+        self.ended = False
+        """Whether the logical batch of its samples was released or left."""
         self.groups: dict[int, GroupTape] = {}
         self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
         self._tokens: dict[int, Tensor] = {}
@@ -112,6 +114,11 @@ class Tape:
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; called by autograd, once per use and pass."""
+        if self.ended:
+            raise LogicalBatchError(
+                f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
+                f"they would count in another one. Call backward within the loop over micro-batches."
+            )
         anchors = self.clipper.anchors_of(use.sources)
         if self.aborted or not self._closed.isdisjoint(anchors):
             raise LogicalBatchError(

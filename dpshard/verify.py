@@ -116,8 +116,14 @@ def compare(
                 value = objective(interception.run_plain(run, [sample]), [sample])
                 plain = {name: backend.differentiated[name] for name in names}
                 found = zip(plain.items(), _gradients(value, list(plain.values())), strict=True)
-                # A parameter that is partitioned again by now has another shape.
-                singles.append([p.new_zeros(clipper.shapes[n]) if g is None else g for (n, p), g in found])
+                # A parameter that is partitioned by now has another shape, and its shard is another kind of tensor.
+                device = value.device
+                singles.append(
+                    [
+                        torch.zeros(clipper.shapes[n], dtype=p.dtype, device=device) if g is None else g
+                        for (n, p), g in found
+                    ]
+                )
             together = [
                 torch.zeros_like(single) if (found := sums.get(name)) is None else found
                 for name, single in zip(names, singles[0], strict=True)
