@@ -518,11 +518,11 @@ class PrivacyEngine:
     def _compare(self, run: Run, loss: Loss | None) -> None:
         compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
 
-    def _deliver(self, group: ClippingGroup, take: Take) -> Sequence[Tensor | None]:
+    def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
         if self._state is not LotState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self._state = LotState.COLLECTING
-        return self._backend.reduce(group.names, take)
+        return self._backend.reduce(names, take)
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
         self._metrics.observe(group, norm_B, factor_B, is_padding_B)

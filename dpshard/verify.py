@@ -98,9 +98,9 @@ def compare(
             norms: dict[int, Tensor] = {}
             sums: dict[str, Tensor | None] = {}
 
-            def deliver(group: ClippingGroup, take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
-                sums.update({name: take(name) for name in group.names})
-                return [None] * len(group.names)
+            def deliver(names: Sequence[str], take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
+                sums.update({name: take(name) for name in names})
+                return [None] * len(names)
 
             def observe(group: ClippingGroup, norm_B: Tensor, *_: Any, norms: dict[int, Tensor] = norms) -> None:
                 norms[group.index] = norm_B
@@ -109,7 +109,7 @@ def compare(
             output = interception.run_recorded(
                 run, chosen, functools.partial(Tape, beside, n, None, n if mean else 1), state
             )
-            _gradients(objective(output, chosen), beside.anchors())
+            _gradients(objective(output, chosen), beside.differentiated())
             singles = []
             for sample in chosen:
                 state.rewind()
