@@ -136,7 +136,7 @@ ADVICE = {
     "clipping": "Set it to 0.0",
     "default clipping": "Set it to 0.0",
     "stage 0": '"zero_optimization": {"stage": 1}',
-    "1-bit Adam": "onebitadam",  # what DeepSpeed says: it has none any more, and had none with ZeRO
+    "1-bit Adam": "not a supported DeepSpeed Optimizer",  # DeepSpeed itself; with ZeRO it never went together
     "muon": "Choose Adam or AdamW",
     "fp16": '"bf16": {"enabled": true}',
     "checkpointer": "the one that deepspeed.initialize() returns",
