@@ -404,11 +404,13 @@ class PrivacyEngine:
 
         `loss_fn(output, *targets)` is differentiated if given (targets are tensors with a row per sample), else a
         loss that the model returns, else a random direction of the output. RNG state, buffers and gradients stay as
-        they were. Raises VerificationError that names a parameter and likely causes.
+        they were. On several ranks, all of them call it. Raises VerificationError that names a parameter and likely
+        causes.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         module = self.model
-        run = plan_run(module, self._interception.original(module), model_inputs, model_kwargs, None)
+        args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
+        run = plan_run(module, self._interception.original(module), args, kwargs, None)
         self._interception.layout_of(run, verify=False)
         self._compare(run, None if loss_fn is None else Loss(loss_fn, targets))
 

@@ -80,5 +80,8 @@ def _replicas(world: int) -> tuple[int, int]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     replicas = world // local if world > local else 2
     if world % replicas:
-        raise ConfigurationError(f"shard='hsdp' divides the ranks into {replicas} replicas, but there are {world}.")
+        raise ConfigurationError(
+            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world}. Take a multiple "
+            f"of {replicas}, or --shard fsdp2."
+        )
     return replicas, world // replicas

@@ -308,6 +308,22 @@ class Interception:
 
         return gathered
 
+    def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the forward of `module` gets when it is called with these: FSDP casts inputs, in a hook before it.
+
+        The call is an ordinary one. It also lets FSDP find its root, which it does in the first call of all.
+        """
+        if not self.sharding.gathers(module):
+            return args, kwargs
+        seen: list[tuple[Any, Any]] = []
+        hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+        try:
+            with self.undisturbed(module), torch.no_grad():
+                module(*args, **kwargs)
+        finally:
+            hook.remove()
+        return seen[0]
+
     def _gather(self, module: nn.Module) -> None:
         if self.sharding.gathers(module):
             with Quiet.set(True):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -53,6 +53,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "idle-scaled": lambda model: [p.grad.mul_(2) for p in model.head.parameters()],
 }
 """What a script does to gradients between two micro-batches."""
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "verified": lambda output: output.sum(1).mean(),
+    "verified-mixing": lambda output: (output.sum(1) ** 2).mean().sqrt(),
+}
+"""What is handed to `engine.verify`: a loss of every sample, and one of all together."""
 
 
 def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
@@ -97,11 +104,14 @@ def ddp(case: str, model: Model) -> None:
 
 
 def fsdp2(case: str, model: Model) -> None:
-    fully_shard(model.head)
-    sharded = fully_shard(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if case.startswith("verified") else None)
+    fully_shard(model.head, mp_policy=policy)
+    sharded = fully_shard(model, mp_policy=policy)
     if case == "method":
         register_fsdp_forward_method(sharded, "embed")
     engine = engine_of(sharded)
+    if case.startswith("verified"):  # before any other forward, and with inputs that FSDP casts
+        engine.verify(DATA.tensors[0][:3], loss_fn=LOSSES[case])
     if case == "left-by-unshard":
         sharded.unshard()
     if case in ("left-by-unshard", "method"):

@@ -22,6 +22,7 @@ REFUSED = {
     "fsdp2:zeroed-unsynced": ("LogicalBatchError", "weight was thrown away"),
     "fsdp2:left-by-unshard": ("UnsupportedParameterError", "weight: FSDP has reduced a gradient"),
     "fsdp2:method": ("UnsupportedParameterError", "weight: FSDP has reduced a gradient"),
+    "fsdp2:verified-mixing": ("VerificationError", "mixes the samples"),
     "ranks:sigma": ("ConfigurationError", "Ranks disagree about noise_multiplier."),
     "ranks:size": ("ConfigurationError", "Ranks disagree about sample_size."),
     "ranks:state": ("CheckpointError", "different states"),
@@ -37,7 +38,7 @@ def test_what_ranks_do_wrong_is_refused_on_all_of_them() -> None:
 
 
 def test_the_same_script_without_the_fault_trains() -> None:
-    for results in launch("guards_worker.py", 2, "ddp:", "ddp:views", "fsdp2:"):
+    for results in launch("guards_worker.py", 2, "ddp:", "ddp:views", "fsdp2:", "fsdp2:verified"):
         for error, message, _ in results:
             assert error == "", message
         assert all(moved > 0 for _, _, moved in results[:2])
