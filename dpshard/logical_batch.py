@@ -99,5 +99,6 @@ class LogicalBatch:
             raise LogicalBatchError(
                 f"The logical batch of step {self.step} was not released: call optimizer.step() after its "
                 f"micro-batches (also if it is empty), then optimizer.zero_grad(). If it was called, the "
-                f"optimizer holds none of the engine's parameters: make it of model.parameters()."
+                f"optimizer holds none of the engine's parameters: make it of model.parameters(), after "
+                f"fully_shard, which replaces them."
             )

@@ -92,6 +92,12 @@ def test_impossible_settings_are_refused(options, message):
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.Sequential(nn.DataParallel(model))])
+def test_copies_of_a_model_in_threads_are_refused(wrap):
+    with pytest.raises(ConfigurationError, match="DistributedDataParallel"):
+        engine_on(wrap(mlp()))
+
+
 @pytest.mark.parametrize("size", [np.int64(6), np.int32(6)])
 def test_numbers_of_numpy_are_taken_or_refused_by_name(size):
     for name in ("batch_size", "sample_size", "steps"):

@@ -22,6 +22,11 @@ def choose(model: nn.Module) -> LocalBackend:
             f"{type(model).__name__} is trained by DeepSpeed, which takes its gradients before they have their noise. "
             f"Make the engine for what deepspeed.initialize() returns: PrivacyEngine(model_engine, ...)."
         )
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ConfigurationError(
+            "nn.DataParallel runs copies of the modules in threads, into which dpshard cannot see. Start a process for "
+            "each GPU, and wrap the model in DistributedDataParallel (see docs/sharding.md)."
+        )
     if not dist.is_available() or not dist.is_initialized():
         return LocalBackend(model)
     from torch.distributed.fsdp import FSDPModule
@@ -36,8 +41,8 @@ def choose(model: nn.Module) -> LocalBackend:
     if dist.get_world_size() > 1:
         raise ConfigurationError(
             f"{dist.get_world_size()} processes are running, but {type(model).__name__} is not distributed: each would "
-            f"train a model of its own. Wrap it in DistributedDataParallel, or call fully_shard on it, before making "
-            f"the engine. (A compiled model is wrapped, not the other way round: "
+            f"train a model of its own. Wrap it in DistributedDataParallel, or call fully_shard on it, and make the "
+            f"engine of the result. (A compiled model is wrapped, not the other way round: "
             f"DistributedDataParallel(torch.compile(model)).)"
         )
     return LocalBackend(model)

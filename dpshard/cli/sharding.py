@@ -81,7 +81,7 @@ def _replicas(world: int) -> tuple[int, int]:
     replicas = world // local if world > local else 2
     if world % replicas:
         raise ConfigurationError(
-            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world}. Take a multiple "
-            f"of {replicas}, or --shard fsdp2."
+            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world}. Take a "
+            f"multiple of {replicas}, or --shard fsdp2."
         )
     return replicas, world // replicas
