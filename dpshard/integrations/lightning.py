@@ -69,12 +69,17 @@ class PrivateTraining(L.Callback):
             self.engine = PrivacyEngine(pl_module, steps=steps, **self._settings)
         if self._loaded is not None:
             self.engine.load_state_dict(dict(self._loaded["engine"]))
-        own = pl_module.training_step
+        engine, step, backward = self.engine, pl_module.training_step, pl_module.backward
 
-        def training_step(logical_batch: LogicalBatch, batch_idx: int = 0, *others: Any) -> Any:
-            return self._over_micro_batches(trainer, own, logical_batch, batch_idx, *others)
+        def training_step(logical_batch: LogicalBatch, *others: Any) -> Any:
+            return self._over_micro_batches(trainer, step, backward, logical_batch, *others)
+
+        def private_backward(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            engine.privatize()  # before any on_after_backward logs gradients, or anybody clips them
 
         pl_module.training_step = training_step
+        pl_module.backward = private_backward
         pl_module.optimizer_zero_grad = lambda *_: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -89,24 +94,26 @@ class PrivateTraining(L.Callback):
             _restore_random(self._loaded["random"])
             self._loaded = None
 
-    def _over_micro_batches(self, trainer: L.Trainer, own: Any, logical_batch: LogicalBatch, *others: Any) -> Any:
+    def _over_micro_batches(
+        self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
+    ) -> Any:
         """The output for the last micro-batch, of which Lightning does the backward; those before are done."""
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
         output = None
-        self._running = iter(logical_batch)
+        self._running = iter(logical_batch)  # the last micro-batch stays the current one until its backward is done
         for micro_batch in self._running:
-            output = own(trainer.strategy.batch_to_device(micro_batch), *others)
+            output = step(trainer.strategy.batch_to_device(micro_batch), *others)
             if logical_batch.complete:
                 break
             loss = output["loss"] if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
                 with torch.autocast(loss.device.type, enabled=False):
-                    trainer.strategy.backward(loss, optimizer)
+                    backward(loss)  # without Lightning's hooks: these gradients are not private yet
         return output
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Add the noise before anybody logs or clips gradients."""
+        """Release a logical batch for which training_step has returned no loss, too."""
         assert self.engine is not None
         self._running = None
         self.engine.privatize()
@@ -122,7 +129,7 @@ class PrivateTraining(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the module its own methods back."""
-        for name in ("training_step", "optimizer_zero_grad"):
+        for name in ("training_step", "backward", "optimizer_zero_grad"):
             pl_module.__dict__.pop(name, None)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
