@@ -1,13 +1,18 @@
 """`PrivateTrainer`: its updates are the oracle's, the Trainer leaves gradients alone, and a run resumes bit for bit.
 
-PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19, 24 test_what_is_not_private_is_refused;
-12 test_updates_are_the_oracles (samples of different lengths); 24 test_a_resumed_run_is_the_same_bit_for_bit.
+PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_is_not_private_is_refused;
+12 test_updates_are_the_oracles (samples of different lengths); 14, 17 test_two_processes_train_as_one;
+24 test_a_resumed_run_is_the_same_bit_for_bit.
 """
 
 import json
 import logging
+import os
 import re
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +156,16 @@ class Watch(transformers.TrainerCallback):
         self.steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
 
+class Secret(transformers.TrainerCallback):
+    """The same run secret in every run: the same batches and the same noise."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *_, **__):
+        self.trainer.engine._secret = bytes(range(32))
+
+
 def own_loss(model):
     """The loss of one sample, written out, given how its model shifts tokens."""
 
@@ -227,6 +242,27 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
         again.train()
 
 
+def test_two_processes_train_as_one(tmp_path):
+    """Under DDP, which the Trainer wraps the model in: noise included, with half of the accumulation steps."""
+    trainer = trainer_of(gpt2(), tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=3)
+    trainer.add_callback(Secret(trainer))
+    trainer.train()
+    worker = Path(__file__).with_name("trainer_worker.py")
+    run = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), worker, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(worker.parents[2])},
+    )
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
+    wrapped, steps, found = json.loads(line.removeprefix("RESULT "))
+    assert (wrapped, steps) == ("DistributedDataParallel", 3)
+    for values, parameter in zip(found, trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
+
+
 @pytest.mark.parametrize("damage", ["missing", "other step"])
 def test_what_was_spent_cannot_be_left_behind(damage, tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
@@ -258,7 +294,7 @@ def test_evaluation_and_generation_work_within_and_after_the_training(tmp_path):
     trainer.train()
     assert trainer.engine.step == 2
     assert sum("eval_loss" in row for row in trainer.state.log_history) == 2
-    assert len(trainer.predict(DATA).predictions) == N
+    assert len(trainer.predict(DATA, max_new_tokens=3).predictions) == N
     assert trainer.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2).shape[0] == 1
     assert json.loads(json.dumps(trainer.state.log_history))[-1]["epsilon"] == trainer.engine.epsilon()
 
