@@ -98,9 +98,9 @@ def compare(
             norms: dict[int, Tensor] = {}
             sums: dict[str, Tensor | None] = {}
 
-            def deliver(group: ClippingGroup, take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
-                sums.update({name: take(name) for name in group.names})
-                return [None] * len(group.names)
+            def deliver(names: Sequence[str], take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
+                sums.update({name: take(name) for name in names})
+                return [None] * len(names)
 
             def observe(group: ClippingGroup, norm_B: Tensor, *_: Any, norms: dict[int, Tensor] = norms) -> None:
                 norms[group.index] = norm_B
@@ -109,15 +109,21 @@ def compare(
             output = interception.run_recorded(
                 run, chosen, functools.partial(Tape, beside, n, None, n if mean else 1), state
             )
-            _gradients(objective(output, chosen), beside.anchors())
+            _gradients(objective(output, chosen), beside.differentiated())
             singles = []
             for sample in chosen:
                 state.rewind()
                 value = objective(interception.run_plain(run, [sample]), [sample])
                 plain = {name: backend.differentiated[name] for name in names}
                 found = zip(plain.items(), _gradients(value, list(plain.values())), strict=True)
-                # A parameter that is partitioned again by now has another shape.
-                singles.append([p.new_zeros(clipper.shapes[n]) if g is None else g for (n, p), g in found])
+                # A parameter that is partitioned by now has another shape, and its shard is another kind of tensor.
+                device = value.device
+                singles.append(
+                    [
+                        torch.zeros(clipper.shapes[n], dtype=p.dtype, device=device) if g is None else g
+                        for (n, p), g in found
+                    ]
+                )
             together = [
                 torch.zeros_like(single) if (found := sums.get(name)) is None else found
                 for name, single in zip(names, singles[0], strict=True)

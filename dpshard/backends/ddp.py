@@ -58,6 +58,12 @@ class DDPBackend(LocalBackend):
                 f"(ZeroRedundancyOptimizer(overlap_with_ddp=True)) steps without noise. Make DistributedDataParallel "
                 f"without register_comm_hook and mixed_precision; for mixed precision use torch.autocast."
             )
+        if self.model.static_graph:
+            raise ConfigurationError(
+                "DistributedDataParallel(static_graph=True) learns from the first backward when gradients arrive, but "
+                "verification runs backwards of its own. Leave static_graph out, and checkpoint activations with "
+                "use_reentrant=False, which does not need it."
+            )
         if self.model._join_config.enable:
             raise ConfigurationError(
                 "Join runs DistributedDataParallel with fewer and fewer ranks, but every rank takes part in every "
@@ -67,6 +73,10 @@ class DDPBackend(LocalBackend):
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """See LocalBackend."""
         self._refuse_other_reductions()
+        starts = self._backward != torch._C._current_graph_task_id()
+        self._begin()
+        if starts:
+            self._require_untouched(self.parameters)  # all: at its end, all gradients are taken for what it has left
         return super().reduce(names, take)
 
     def _gradient(self, name: str, clipped_sum: Tensor | None) -> Tensor | None:
