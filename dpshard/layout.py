@@ -88,6 +88,11 @@ def rows_key(x: Tensor) -> CallKey:
 
 _ROWS = ("an index along dimension 0",)
 
+PASS_THROUGH = frozenset(
+    {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
+)
+"""Functions and properties of a parameter that carry no gradient of it."""
+
 _SAME = 0.1
 """How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
 
@@ -289,7 +294,8 @@ class _SecondRun(_Compared):
         tensors = list(tensors_of((args, kwargs)))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
-        uses = torch.is_grad_enabled() and any(x in self.sources for x in tensors)
+        differentiable = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
+        uses = differentiable and any(x in self.sources for x in tensors)
         inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)

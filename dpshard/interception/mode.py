@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from dpshard.calls import Function, function_name, outputs_of, tensors_of
 from dpshard.interception.stand_ins import Premade, Rehearsal, SlotMaker
 from dpshard.layout import (
+    PASS_THROUGH,
     CallLayout,
     Layout,
     Quiet,
@@ -29,12 +30,6 @@ from dpshard.tape import Use, dummies_like, hold, tap
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, fix=) -> the error to raise."""
-
-_PASS_THROUGH = frozenset(
-    {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
-)
-"""Functions and properties of a parameter that carry no gradient of it."""
-
 
 _LOST = (
     "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
@@ -95,7 +90,7 @@ class InterceptionMode(TorchFunctionMode):
     def _redirect(self, func: Function, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_of((args, kwargs)))
         layout = self.layout.get(call_key(func, tensors, self.sources))
-        if function_name(func) in _PASS_THROUGH:
+        if function_name(func) in PASS_THROUGH:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and not isinstance(self.slots, Rehearsal):
             return func(*args, **kwargs)
