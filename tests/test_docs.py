@@ -25,7 +25,7 @@ from dpshard.cli import app
 from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "sources")
+NAMES = ("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "planning", "sources")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
