@@ -57,9 +57,9 @@ quick: venv
 	$(PYTEST) -m "not slow"
 
 lint: venv
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pyright
 	$(BIN)/lint-imports
 
 check: lint test

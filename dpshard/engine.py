@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -45,6 +46,9 @@ from dpshard.sampling import (
 )
 from dpshard.tape import Clipper, Take, Tape
 from dpshard.verify import Loss, compare
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 
 class PrivacyEngine:
@@ -173,6 +177,7 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
         self._state = LotState.EMPTY
         self._lot: LogicalBatch | None = None
+        self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
         self._loads = 0  # states loaded so far: batches drawn before one belong to another run
         self._own_loop_warned = False
@@ -311,6 +316,7 @@ class PrivacyEngine:
     def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
         if self._lot is not None:
             self._lot.abandoned, self._lot = True, None
+        self._end_tapes()
         self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
         loads, lot = self._loads, None
         try:
@@ -334,8 +340,14 @@ class PrivacyEngine:
                 if self._lot is lot and not lot.complete:
                     self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
                 if self._lot is lot and (lot.released or not lot.complete):
+                    self._end_tapes()
                     self._lot = None
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
+
+    def _end_tapes(self) -> None:
+        """Take no more samples of the forwards so far: a late backward would put them into another release."""
+        for tape in self._tapes:
+            tape.ended = True
 
     def _drop_sums(self) -> None:
         if self._state is LotState.COLLECTING:
@@ -382,6 +394,7 @@ class PrivacyEngine:
         self._last_metrics, self._metrics = self._metrics, BatchMetrics()
         if self._lot is not None:
             self._lot.released = True
+            self._end_tapes()
             if self._lot.abandoned:
                 self._lot = None
 
@@ -458,7 +471,7 @@ class PrivacyEngine:
             "is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception and optimizers ask -----------------------------------------------------------------------
+    # --- what interception, optimizers and Checkpointer ask ---------------------------------------------------------
 
     def owned(self) -> set[Tensor]:
         """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
@@ -467,6 +480,10 @@ class PrivacyEngine:
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
         self._backend.hand_over(held)
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Model and optimizer as a Checkpointer saves and loads them."""
+        return self._backend.training_state(optimizer)
 
     def batch_size(self) -> int | None:
         """See Session."""
@@ -513,6 +530,7 @@ class PrivacyEngine:
                     "the next micro-batch rather than repeating this one."
                 )
         tape.forwards += 1
+        self._tapes.add(tape)
         return tape
 
     def first_forward(self, module: nn.Module, run: Run) -> None:
@@ -523,11 +541,11 @@ class PrivacyEngine:
     def _compare(self, run: Run, loss: Loss | None) -> None:
         compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
 
-    def _deliver(self, group: ClippingGroup, take: Take) -> Sequence[Tensor | None]:
+    def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
         if self._state is not LotState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self._state = LotState.COLLECTING
-        return self._backend.reduce(group.names, take)
+        return self._backend.reduce(names, take)
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
         self._metrics.observe(group, norm_B, factor_B, is_padding_B)

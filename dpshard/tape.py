@@ -4,7 +4,7 @@
 Three autograd nodes make every clipping style, and the rules know none of them:
 
     parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of the forward
-                  (1 a group)       (1 a use)        (on the output of the function that used the parameter)
+                  (1 a group*)      (1 a use)        (on the output of the function that used the parameter)
 
 Tap    passes the output gradient g on, and returns what was kept in forward, and g, as the gradients of its dummies.
 Slot   receives these as its incoming gradients and hands them to the tape, as records.
@@ -18,12 +18,14 @@ returns their gradients, while slots and anchors run outside of it, in eager mod
 A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so
 that a sample has one gradient and one factor however often the model was called. The anchor of a group is made at the
 group's first use: autograd runs younger nodes first, so a group closes, and frees its records, as soon as it is done.
+
+* Of two passes the second knows all factors, so that no parameter waits for another: each has an anchor of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -35,7 +37,8 @@ from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
-from dpshard.rules.records import Record, fetched, measure, offloaded, wide_dtype
+from dpshard.rules.measure import measure
+from dpshard.rules.records import Record, fetched, offloaded, wide_dtype
 
 
 class Pass(Enum):
@@ -67,7 +70,6 @@ class GroupTape:
     norm_B: Tensor | None = None
     factor_B: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
-    closed: bool = False
 
     def awaits_only(self, names: set[str]) -> bool:
         """Whether every use of other parameters has arrived."""
@@ -86,7 +88,10 @@ class Tape:
         self.current = Pass.BOOK
         self.forwards = 0
         self.aborted = False
+        self.ended = False
+        """Whether the logical batch of its samples was released or left."""
         self.groups: dict[int, GroupTape] = {}
+        self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
         self._tokens: dict[int, Tensor] = {}
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
@@ -95,13 +100,12 @@ class Tape:
         A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
         """
         tokens = []
-        for group in self.clipper.groups_of(use.sources):
-            self.groups.setdefault(group.index, GroupTape())
-            self._tokens[group.index] = self.clipper.token(group)
-            tokens.append(self._tokens[group.index])
+        for anchor in self.clipper.anchors_of(use.sources):
+            self._tokens[anchor] = self.clipper.token(anchor)
+            tokens.append(self._tokens[anchor])
         for source in use.sources:
             for name in source.roots:
-                expected = self.groups[self.clipper.group_of[name].index].expected
+                expected = self.groups.setdefault(self.clipper.group_of[name].index, GroupTape()).expected
                 expected[name] = expected.get(name, 0) + 1
         return _Slot.apply(self, use, len(templates), *templates, *tokens)
 
@@ -111,14 +115,19 @@ class Tape:
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; called by autograd, once per use and pass."""
-        groups = [self.groups[group.index] for group in self.clipper.groups_of(use.sources)]
-        if self.aborted or any(group.closed for group in groups):
+        if self.ended:
+            raise LogicalBatchError(
+                f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
+                f"they would count in another one. Call backward within the loop over micro-batches."
+            )
+        anchors = self.clipper.anchors_of(use.sources)
+        if self.aborted or not self._closed.isdisjoint(anchors):
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} again after the samples of this micro-batch were clipped: "
                 f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
             )
-        for group in self.clipper.groups_of(use.sources):
-            self.clipper.pending.setdefault(group.index, {})[id(self)] = self
+        for anchor in anchors:
+            self.clipper.pending.setdefault(anchor, {})[id(self)] = self
         if all(tensor is not None for tensor in tensors):
             for source, record in use.build(*tensors):
                 for name, entry in self._at_roots(source, record):
@@ -210,24 +219,24 @@ class Tape:
             group.arrived.clear()
         self.current = Pass.SUMS
 
-    def close(self, group: ClippingGroup) -> None:
-        """Fix the group's factors; from now on `take` gives its sums, and no further record is accepted."""
+    def close(self, anchor: int) -> None:
+        """Fix the factors; from now on `take` gives the sums of this anchor, and no further record is accepted."""
         if self.current is Pass.BOOK:
-            self._settle(group)
-        self.groups[group.index].closed = True
+            self._settle(self.clipper.groups[anchor])
+        self._closed.add(anchor)
 
-    def take(self, group: ClippingGroup, name: str) -> Tensor | None:
+    def take(self, name: str) -> Tensor | None:
         """The clipped sum of one parameter, once; its records are freed. None if no gradient arrived."""
-        tape = self.groups[group.index]
-        self._sum(tape, name)
-        return tape.sums.pop(name, None)
+        group = self._group(name)
+        self._sum(group, name)
+        return group.sums.pop(name, None)
 
 
 Take = Callable[[str], Tensor | None]
 """Computes the clipped sum of a parameter by name, once, and frees what it was made of."""
 
-Deliver = Callable[[ClippingGroup, Take], Sequence[Tensor | None]]
-"""Turns the clipped sums of a closed group into the gradients that its anchor returns, one per parameter."""
+Deliver = Callable[[Sequence[str], Take], Sequence[Tensor | None]]
+"""Turns the clipped sums of the named parameters into the gradients that their anchor returns, one per parameter."""
 
 
 class Clipper:
@@ -252,6 +261,11 @@ class Clipper:
         """What the anchors differentiate: the parameters, or what stands in for them where they are sharded."""
         self.groups = groups
         self.group_of = {name: group for group in groups for name in group.names}
+        self.anchors = [group.names for group in groups]
+        """The parameters whose sums an anchor delivers: in one pass they become known a group at a time."""
+        if execution.backward_passes == 2:
+            self.anchors = [(name,) for name in self.group_of]
+        self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
         self.sources = {name: _root(name, shape) for name, shape in shapes.items()}
         self.function = function
         self.execution = execution
@@ -265,44 +279,42 @@ class Clipper:
         deliver: Deliver,
         observe: Callable[[ClippingGroup, Tensor, Tensor, Tensor | None], None],
     ) -> Clipper:
-        """A clipper of the same groups that delivers elsewhere, for a comparison beside the training."""
-        return Clipper(
-            self.shapes, self.groups, self.function, self.execution, deliver, observe, self.anchored, self.values
-        )
+        """A clipper of the same groups, in one pass, that delivers elsewhere: for a comparison beside the training."""
+        execution = replace(self.execution, backward_passes=1)
+        return Clipper(self.shapes, self.groups, self.function, execution, deliver, observe, self.anchored, self.values)
 
-    def anchors(self) -> list[Tensor]:
+    def differentiated(self) -> list[Tensor]:
         """What the anchors that are open now differentiate."""
-        anchored = [self.anchored[name] for index in self._tokens for name in self.groups[index].names]
+        anchored = [self.anchored[name] for anchor in self._tokens for name in self.anchors[anchor]]
         return [x for x in anchored if x.requires_grad]
 
-    def groups_of(self, sources: Sequence[Source]) -> list[ClippingGroup]:
-        """The groups that hold the roots of `sources`, each once, in order."""
-        found = {self.group_of[name].index for source in sources for name in source.roots}
-        return [self.groups[index] for index in sorted(found)]
+    def anchors_of(self, sources: Sequence[Source]) -> list[int]:
+        """The numbers of the anchors that deliver the roots of `sources`, each once, in order."""
+        return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
-    def token(self, group: ClippingGroup) -> Tensor:
-        """The output of the group's anchor; one anchor serves all forwards up to its next backward."""
-        if group.index not in self._tokens:
+    def token(self, anchor: int) -> Tensor:
+        """The output of an anchor; one serves all forwards up to its next backward."""
+        if anchor not in self._tokens:
             with torch.enable_grad():
-                parameters = [self.anchored[name] for name in group.names]
-                self._tokens[group.index] = _Anchor.apply(self, group, *parameters)
-        return self._tokens[group.index]
+                parameters = [self.anchored[name] for name in self.anchors[anchor]]
+                self._tokens[anchor] = _Anchor.apply(self, anchor, *parameters)
+        return self._tokens[anchor]
 
-    def close(self, group: ClippingGroup) -> Sequence[Tensor | None]:
-        """Called by the anchor: close the group on every tape that has records for it, and deliver their sums."""
-        self._tokens.pop(group.index, None)
-        tapes = list(self.pending.pop(group.index, {}).values())
+    def close(self, anchor: int) -> Sequence[Tensor | None]:
+        """Called by the anchor: close it on every tape that has records for it, and deliver their sums."""
+        self._tokens.pop(anchor, None)
+        tapes = list(self.pending.pop(anchor, {}).values())
         for tape in tapes:
-            tape.close(group)
+            tape.close(anchor)
 
         def take(name: str) -> Tensor | None:
             total: Tensor | None = None
             for tape in tapes:
-                part = tape.take(group, name)
+                part = tape.take(name)
                 total = part if total is None else total if part is None else total + part
             return total
 
-        return self.deliver(group, take)
+        return self.deliver(self.anchors[anchor], take)
 
     def abort(self) -> None:
         """Forget what a backward pass that did not finish has left behind."""
@@ -323,19 +335,19 @@ def _without_autocast(device: torch.device) -> torch.autocast:
 
 
 class _Anchor(torch.autograd.Function):
-    """Parameters of a group -> token [0]; backward: the group's clipped sums as the parameters' gradients."""
+    """Parameters -> token [0]; backward: their clipped sums, as their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, clipper: Clipper, group: ClippingGroup, *parameters: Tensor) -> Tensor:
-        ctx.clipper, ctx.group = clipper, group
+    def forward(ctx: Any, clipper: Clipper, anchor: int, *parameters: Tensor) -> Tensor:
+        ctx.clipper, ctx.anchor = clipper, anchor
         ctx.set_materialize_grads(False)
         return torch.zeros(0, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        clipper, group = ctx.clipper, ctx.group
-        with _without_autocast(clipper.values[group.names[0]].device):
-            return (None, None, *clipper.close(group))
+        clipper, anchor = ctx.clipper, ctx.anchor
+        with _without_autocast(clipper.values[clipper.anchors[anchor][0]].device):
+            return (None, None, *clipper.close(anchor))
 
 
 class _Slot(torch.autograd.Function):

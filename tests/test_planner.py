@@ -145,6 +145,19 @@ def test_records_of_all_layers_grow_with_the_samples_and_checkpointing_keeps_the
     assert layer_wise < more / 4
 
 
+@pytest.mark.parametrize("clipping", [Clipping("all-layer", "mixed-ghost"), Clipping("block-wise")])
+def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(clipping: Clipping) -> None:
+    """Whole clipped sums are gone with their unit: of two passes the second waits for no other parameter."""
+    extra = []
+    for layers in (3, 6):
+        setup = Setup(model=replace(TINY, width=64, layers=layers, seq=4), ranks=8, checkpointing=True)
+        with simulated(setup) as simulation:
+            extra.append(simulation.count(clipping, 2).peak - simulation.count(None, 2).peak)
+            unit = 4 * 12 * 64 * 64  # a block in float32
+    assert extra[1] <= extra[0] + unit / 10
+    assert extra[0] <= 2 * unit
+
+
 def test_the_parts_of_the_peak_are_told_apart() -> None:
     setup = Setup(model=TINY, ranks=2, shard="ddp", precision="fp32")
     with simulated(setup) as simulation:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.collectives import from_rank_0
-from dpshard.backends.local import WIDE, LocalBackend
+from dpshard.backends.local import WIDE, LocalBackend, checksum
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.rules.records import wide_dtype
@@ -58,6 +58,12 @@ class DDPBackend(LocalBackend):
                 f"(ZeroRedundancyOptimizer(overlap_with_ddp=True)) steps without noise. Make DistributedDataParallel "
                 f"without register_comm_hook and mixed_precision; for mixed precision use torch.autocast."
             )
+        if self.model.static_graph:
+            raise ConfigurationError(
+                "DistributedDataParallel(static_graph=True) learns from the first backward when gradients arrive, but "
+                "verification runs backwards of its own. Leave static_graph out, and checkpoint activations with "
+                "use_reentrant=False, which does not need it."
+            )
         if self.model._join_config.enable:
             raise ConfigurationError(
                 "Join runs DistributedDataParallel with fewer and fewer ranks, but every rank takes part in every "
@@ -67,6 +73,10 @@ class DDPBackend(LocalBackend):
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """See LocalBackend."""
         self._refuse_other_reductions()
+        starts = self._backward != torch._C._current_graph_task_id()
+        self._begin()
+        if starts:
+            self._require_untouched(self.parameters)  # all: at its end, all gradients are taken for what it has left
         return super().reduce(names, take)
 
     def _gradient(self, name: str, clipped_sum: Tensor | None) -> Tensor | None:
@@ -99,7 +109,8 @@ class DDPBackend(LocalBackend):
             self._wide_sums[name] = x.view(self.parameters[name].shape)
 
     def _refuse_unreduced(self) -> None:
-        own = sum((_checksum(p.grad) for p in self.parameters.values() if p.grad is not None), torch.zeros(1).long())
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        own = sum((checksum(x) for x in gradients), torch.zeros((), dtype=torch.int64)).view(1)
         ranks_W = self.stack(own)
         if bool((ranks_W != ranks_W[0]).any()):
             self._forget_sums()
@@ -138,9 +149,3 @@ class DDPBackend(LocalBackend):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Reduce once per logical batch, in the backward of its last micro-batch."""
         return nullcontext() if last else self.model.no_sync()
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """Sum [1] of the bits of `x`: exact, in any order."""
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
-    return x.view(bits).sum(dtype=torch.int64).view(1).cpu()

@@ -28,7 +28,8 @@ from dpshard.backends.ranks import stacked
 from dpshard.backends.reducer import Reducer, Shape
 from dpshard.backends.zero3 import Zero3
 from dpshard.backends.zero_layout import read_layout
-from dpshard.errors import LogicalBatchError
+from dpshard.backends.zero_state import ZeroState
+from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
 class DeepSpeedBackend(LocalBackend):
@@ -172,6 +173,16 @@ class DeepSpeedBackend(LocalBackend):
                 master.grad = gradient.to(master.device, master.dtype)
             else:
                 master.grad.copy_(gradient)  # it may be a buffer that DeepSpeed keeps
+
+    def training_state(self, optimizer: Any) -> ZeroState:
+        """See LocalBackend; DeepSpeed's wrapper may stand for the optimizer."""
+        zero = self.model_engine.optimizer
+        if optimizer is not zero and optimizer is not zero.optimizer:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not the optimizer that DeepSpeed steps with: hand over the one "
+                f"that deepspeed.initialize() returns."
+            )
+        return ZeroState(zero, self.core, self._reducer.layout, self.parameters, self.rank)
 
     def drop_gradients(self) -> None:
         """See LocalBackend."""

@@ -70,8 +70,8 @@ class FSDP2Backend(LocalBackend):
         self.mesh = _mesh(self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
         self._unit_of_module = {unit.module: unit for unit in self.units}
-        self.whole: dict[str, Tensor] = {}
-        """The unsharded parameters by name, as last seen in the forward of their unit."""
+        self.whole: dict[str, Tensor] = dict(self.parameters)
+        """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
         self.differentiated: Mapping[str, Tensor] = self.whole
         self._reduction: _Reduction | None = None
         self._unreduced: dict[str, Tensor] = {}  # sums of backward passes that were told not to reduce
@@ -110,9 +110,11 @@ class FSDP2Backend(LocalBackend):
         for owner, attribute, name in unit.places if unit is not None else ():
             parameter = owner._parameters[attribute]
             assert parameter is not None
-            if self.whole.get(name) is not parameter:
+            if self.whole[name] is not parameter:
                 self.whole[name] = parameter
-                self._handles.append(parameter.register_hook(self._guard(name)))
+                self._handles.append(parameter.requires_grad_().register_hook(self._guard(name)))
+            # FSDP makes it once, and does not learn of a sharded parameter that is frozen, or thawed, later.
+            parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -152,6 +154,7 @@ class FSDP2Backend(LocalBackend):
         if not unit.reduces():
             held = self._unreduced.get(name)
             self._unreduced[name] = total if held is None else held + total
+            self._stand_in(name)
         elif unit is reduction.waiting[0]:
             self._fill(reduction, name, total)
         else:
@@ -248,9 +251,15 @@ class FSDP2Backend(LocalBackend):
         else:
             wide = self._wide_sums.get(name)
             self._wide_sums[name] = shard.clone() if wide is None else wide.add_(shard)
-            if parameter.grad is None:
-                self._assign(parameter, torch.zeros_like(self._local(parameter)))
+            self._stand_in(name)
         self._remember(name)
+
+    def _stand_in(self, name: str) -> None:
+        """Put zeros in `.grad` for a sum that is kept elsewhere: whoever drops or changes gradients is noticed."""
+        parameter = self.parameters[name]
+        if parameter.requires_grad and parameter.grad is None:
+            self._assign(parameter, torch.zeros_like(self._local(parameter)))
+            self._remember(name)
 
     # --- shards -----------------------------------------------------------------------------------------------------
 

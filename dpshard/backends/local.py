@@ -4,9 +4,11 @@
 Between an anchor and the noise a clipped sum lies in the open: in `.grad`, where anything may reach it. So
 - a hook on every parameter lets only the very tensor pass that its anchor has returned: autograd would hand a sum of
   several paths as another tensor;
-- a second hook notes tensor and version of `.grad` as backward left it, and before more is added, or noise, they must
-  be the same. What lies between (clip_grad_norm_, an unscaling, zero_grad, an optimizer that is none of torch) would
-  change what was accounted, or use it without noise;
+- a second hook notes `.grad` as backward left it: the tensor, its version, and a checksum of its bits. Before more is
+  added, or noise, they must be the same. What lies between (clip_grad_norm_, an unscaling, zero_grad, an optimizer that
+  is none of torch) would change what was accounted, or use it without noise. The version tells of writes that change no
+  bit, as zero_() on zeros; the checksum of those that torch does not count: through `.data`, and by torch._foreach_*,
+  that is clip_grad_norm_, on shards;
 - hooks of others on a parameter are refused, for they see and change gradients before the noise.
 Only a backward pass that has failed may be thrown away: its sums are incomplete anyway.
 """
@@ -16,7 +18,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,9 @@ from torch.nn.parameter import is_lazy
 
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 WIDE = (torch.float32, torch.float64)
 _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
@@ -55,7 +61,7 @@ class LocalBackend:
         self.watching = True
         # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
         self._delivered: dict[str, Tensor] = {}
-        self._sums: dict[str, tuple[Tensor, int]] = {}  # `.grad` and its version, as backward has left them
+        self._sums: dict[str, _Noted] = {}
         self._wide_sums: dict[str, Tensor] = {}
         self._backward = -1  # number of the backward pass that delivers, until it has come to its end
         self._failed = False  # whether a backward pass of this logical batch did not come to its end
@@ -154,7 +160,7 @@ class LocalBackend:
         """Note `.grad` as it is now: whoever changes it before the noise is in is noticed."""
         gradient = self.parameters[name].grad
         if gradient is not None:
-            self._sums[name] = (gradient, self._local(gradient)._version)
+            self._sums[name] = _Noted(gradient, self._versions(gradient), checksum(self._local(gradient)))
 
     def unwatched(self) -> AbstractContextManager[Any]:
         """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
@@ -178,34 +184,52 @@ class LocalBackend:
 
     def _require_untouched(self, names: Iterable[str]) -> None:
         """Raise LogicalBatchError if gradients are not what backward has left; see [Note: Guarding the gradients]."""
-        if self._failed and not any(self._holds_anything(p.grad) for p in self.parameters.values()):
+        if self._failed and self._thrown_away():
             self._forget_sums()
             self._failed = False
+        names = list(names)
         for name in names:
-            parameter = self.parameters[name]
-            self._refuse_hooks(name, parameter)
-            if self._is_untouched(name):
-                continue
-            self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
-            if not self._holds_anything(parameter.grad):
-                raise LogicalBatchError(
-                    f"The clipped sum of {name} was thrown away before it was released. Call zero_grad() after "
-                    f"optimizer.step() alone: not between the micro-batches of one logical batch, nor to skip a step. "
-                    f"(A gradient that an optimizer of your own has used was not private: torch.optim optimizers get "
-                    f"their noise by themselves, for any other call engine.privatize() first.)"
-                )
+            self._refuse_hooks(name, self.parameters[name])
+        touched = next((name for name in names if not self._is_untouched(name)), None) or self._rewritten(names)
+        if touched is None:
+            return
+        self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
+        if not self._holds_anything(self.parameters[touched].grad):
             raise LogicalBatchError(
-                f"The gradient of {name} was changed between backward() and the noise, so its sensitivity is not the "
-                f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
+                f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() after "
+                f"optimizer.step() alone: not between the micro-batches of one logical batch, nor to skip a step. "
+                f"(A gradient that an optimizer of your own has used was not private: torch.optim optimizers get "
+                f"their noise by themselves, for any other call engine.privatize() first.)"
             )
+        raise LogicalBatchError(
+            f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity is not the "
+            f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
+        )
+
+    def _thrown_away(self) -> bool:
+        """Whether zero_grad() was called. That all gradients are zero does not tell: they may be stand-ins."""
+        empty = not any(self._holds_anything(p.grad) for p in self.parameters.values())
+        return empty and not all(self._is_untouched(name) for name in self.parameters)
 
     def _is_untouched(self, name: str) -> bool:
-        """Whether the gradient of a parameter is what backward has left."""
-        gradient = self.parameters[name].grad
-        held, version = self._sums.get(name, (None, 0))
-        if gradient is held:
-            return held is None or self._local(held)._version == version
-        return held is None and not self._holds_anything(gradient)  # zero_grad(set_to_none=False)
+        """Whether the gradient of a parameter is the tensor that backward has left, as far as torch tells."""
+        gradient, noted = self.parameters[name].grad, self._sums.get(name)
+        if noted is None:
+            return not self._holds_anything(gradient)  # zero_grad(set_to_none=False)
+        return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
+
+    def _versions(self, gradient: Tensor) -> tuple[int, int]:
+        return gradient._version, self._local(gradient)._version
+
+    def _rewritten(self, names: Iterable[str]) -> str | None:
+        """Name of a gradient that has other bits than backward has left."""
+        noted = {name: self._sums[name] for name in names if name in self._sums}
+        differ = [checksum(self._local(x.gradient)) != x.checksum for x in noted.values()]
+        if not differ:
+            return None
+        # Read all at once: an accelerator is waited for once.
+        flags = torch.stack([x.to(differ[0].device) for x in differ]).cpu()
+        return next((name for name, changed in zip(noted, flags, strict=True) if bool(changed)), None)
 
     def _refuse_hooks(self, name: str, parameter: Tensor) -> None:
         hooks = len(parameter._backward_hooks or ()) + len(
@@ -305,6 +329,13 @@ class LocalBackend:
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
 
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""
+        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
+
+        names: dict[Tensor, str] = {p: name for name, p in (self.parameters | self.frozen).items()}
+        return NamedState(self.outermost, optimizer, names)
+
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
 
@@ -327,6 +358,29 @@ class LocalBackend:
         """Remove every trace from the parameters."""
         for handle in self._handles:
             handle.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Noted:
+    """A gradient as backward has left it."""
+
+    gradient: Tensor
+    versions: tuple[int, int]
+    """Of the gradient, and of this rank's shard of it."""
+    checksum: Tensor
+    """[], int64."""
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    octets = x.detach().contiguous().view(-1).view(torch.uint8)
+    start = -octets.storage_offset() % 8  # words are aligned
+    stop = start + (len(octets) - start) // 8 * 8
+    if stop <= start:
+        return octets.sum()
+    total = octets[start:stop].view(torch.int64).sum()
+    rest = torch.cat([octets[:start], octets[stop:]])
+    return total + rest.sum() if len(rest) else total
 
 
 class _Unwatched:

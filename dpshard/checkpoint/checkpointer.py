@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dpshard.backends.deepspeed_config import is_managed
 from dpshard.backends.ranks import Ranks
-from dpshard.checkpoint import sealed, storage, tensors
+from dpshard.backends.training_state import Snapshot, TrainingState
+from dpshard.checkpoint import sealed, storage
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
 from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError, ConfigurationError
@@ -34,7 +34,6 @@ class Stateful(Protocol):
 
 
 class _Engine(Stateful, Protocol):
-    model: nn.Module
     mechanism: Mechanism
 
     @property
@@ -42,26 +41,29 @@ class _Engine(Stateful, Protocol):
 
     def require_rest(self) -> None: ...
 
+    def training_state(self, optimizer: Any) -> TrainingState: ...
+
 
 class Checkpointer:
     """Saves and resumes a private training: model, optimizer, account, run secret and place in the sampling.
 
     Written by torch.distributed.checkpoint, every rank its own shards: what 4 ranks of FSDP2 have saved goes on with 2,
-    in DistributedDataParallel, or in one process. A checkpoint counts once it is complete; a damaged one is passed
-    over. It holds the run secret, so its folder is for its owner alone: keep it as you keep the data.
+    in DistributedDataParallel, with DeepSpeed, or in one process. A checkpoint counts once it is complete; a damaged
+    one is passed over. It holds the run secret, so its folder is for its owner alone: keep it as you keep the data.
 
     With several ranks each makes one, and calls its methods at the same time as the others.
 
     Args:
         folder: Where checkpoints are, on a disk that all ranks share; made if need be.
         engine: The engine of the training; its model is saved with it.
-        optimizer: The optimizer that the engine privatizes.
+        optimizer: The optimizer that the engine privatizes; with DeepSpeed, what deepspeed.initialize() returns.
         keep: How many of the newest checkpoints stay.
         others: What else has a state, by name: `scheduler=scheduler`. The state is the same on all ranks, or sharded in
             DTensors.
 
     Raises:
-        ConfigurationError: if `keep` is below 1, a named object has no state, or DeepSpeed trains the model.
+        ConfigurationError: if `keep` is below 1, a named object has no state, or DeepSpeed steps with another optimizer
+            or offloads a part of it.
     """
 
     def __init__(
@@ -72,13 +74,8 @@ class Checkpointer:
         for name, thing in others.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigurationError(f"{name}={thing!r} has no state_dict() and load_state_dict(): leave it out.")
-        if is_managed(engine.model):
-            raise ConfigurationError(
-                "DeepSpeed keeps parameters and optimizer states in partitions of its own: save them by "
-                "model_engine.save_checkpoint(), and engine.state_dict() beside them."
-            )
         self._folder = CheckpointFolder(Path(folder))
-        self._engine, self._optimizer, self._others = engine, optimizer, others
+        self._engine, self._state, self._others = engine, engine.training_state(optimizer), others
         self._keep = keep
         self._ranks = Ranks()
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
@@ -95,7 +92,7 @@ class Checkpointer:
         state: storage.State = {
             "engine": storage.pack(json.dumps(self._engine.state_dict())),
             "others": self._states_of_others(),
-            **tensors.saved_state(self._engine.model, self._optimizer),
+            **_named(self._state.snapshot()),
         }
         partial = self._ranks.on_first(_explained(lambda: self._folder.begin(step)))
         if wait:
@@ -125,28 +122,18 @@ class Checkpointer:
         if step is None:
             return False
         path = self._folder.of(step)
-        names = storage.contents(path).keys()
-        sealed_state: storage.State = {"engine": b""}
-        storage.read(sealed_state, path, self._ranks, partly=True)
-        engine_state = json.loads(storage.unpack(sealed_state["engine"]))
+        head: storage.State = {"engine": b"", "optimizer": {"param_groups": b""}}
+        storage.read(head, path, self._ranks, partly=True)
+        engine_state = json.loads(storage.unpack(head["engine"]))
         sealed.unpack(engine_state, self._engine.mechanism)
-        self._load(path, engine_state, stepped=any(name.startswith("optimizer.state.") for name in names))
-        return True
-
-    def _load(self, path: Path, engine_state: dict[str, Any], *, stepped: bool) -> None:
-        untouched = not self._optimizer.state
         others = self._states_of_others()
-        try:
-            state = tensors.place_for(self._engine.model, self._optimizer, stepped=stepped)
-            storage.read(state | {"engine": b"", "others": others}, path, self._ranks)
-        except BaseException:
-            if untouched:
-                self._optimizer.state.clear()  # the place for a saved state looks like one
-            raise
-        tensors.load(self._engine.model, self._optimizer, state, stepped=stepped)
+        groups = storage.unpack(head["optimizer"]["param_groups"])
+        with self._state.receiving(storage.contents(path), groups) as place:
+            storage.read({"engine": b"", "others": others, **_named(place)}, path, self._ranks)
         for name, thing in self._others.items():
             thing.load_state_dict(storage.unpack(others[name]) if isinstance(others[name], bytes) else others[name])
         self._engine.load_state_dict(engine_state)
+        return True
 
     def _states_of_others(self) -> storage.State:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
@@ -193,6 +180,11 @@ def _own_digests(partial: Path, rank: int) -> Digests:
     for path in files:
         path.chmod(0o600)
     return {path.name: digest(path) for path in files}
+
+
+def _named(snapshot: Snapshot) -> storage.State:
+    groups = storage.pack(snapshot.groups)
+    return {"model": snapshot.model, "optimizer": {"state": snapshot.remembered, "param_groups": groups}}
 
 
 def _portable(state: dict[str, Any]) -> Any:

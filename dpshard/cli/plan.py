@@ -121,7 +121,14 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
         f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples a rank and step, {precision}, {again}"
     )
-    table = Table(title="A step of one rank", title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = Table(
+        title="A step of one rank",
+        title_justify="left",
+        box=box.SIMPLE,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("", no_wrap=True)
     for estimate in plan.estimates:
         table.add_column(estimate.label.replace(", ", "\n"), justify="right")

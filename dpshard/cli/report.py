@@ -34,7 +34,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
     return {
         "task": run.settings.task,
         "model": run.settings.model,
-        "parameters": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
+        "parameters": run.sharded.parameters,
         "samples": {"train": size(data.train), "validation": size(data.validation), "test": size(data.test)},
         "test": dict(scores) | ({} if data.guessing is None else {"guessing": data.guessing}),
         "privacy": {

@@ -130,8 +130,8 @@ class TrainSettings:
         RANKS,
         "none",
         "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
-        "(fsdp2), or shards within each of two or more replicas (hsdp); deepspeed-1 to -3 are not there yet. The "
-        "result and the guarantee stay the same. May change at --resume.",
+        "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
+        "guarantee stay the same. May change at --resume.",
     )
     nproc: int | None = _setting(
         RANKS,

@@ -1,24 +1,63 @@
-"""The model as --shard says: whole, replicated, or in shards."""
+"""The model as --shard says: whole, replicated, or in shards; and its optimizer."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from dpshard.cli import zero
 from dpshard.errors import ConfigurationError
 
 
-def shard(model: nn.Module, how: str, device: torch.device) -> nn.Module:
+@dataclass(frozen=True)
+class Sharded:
+    """A model that is ready for training."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    """The optimizer that steps in the end, for schedulers and checkpoints."""
+    step: Callable[[], None]
+    """Take a step, and drop the gradients."""
+    weights: Callable[[], dict[str, Any]]
+    """The whole parameters and buffers, on rank 0; called by all ranks."""
+    parameters: int
+    """How many numbers are trained."""
+
+
+def shard(
+    model: nn.Module, how: str, device: torch.device, make_optimizer: Callable[[nn.Module], Optimizer]
+) -> Sharded:
     """`model`, which is the same on all ranks, wrapped for training on all of them.
 
     Raises ConfigurationError if the number of ranks does not suit `how`.
     """
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if how.startswith("deepspeed"):
+        engine = zero.wrap(model, int(how[-1]), device, make_optimizer(model))
+        return Sharded(engine, engine.optimizer.optimizer, engine.step, lambda: zero.weights(model), count)
+    model = _wrapped(model, how, device)
+    optimizer = make_optimizer(model)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return Sharded(model, optimizer, step, lambda: get_model_state_dict(model, options=options), count)
+
+
+def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     if how == "none":
         return model
     if how == "ddp":

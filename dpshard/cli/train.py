@@ -55,10 +55,9 @@ def command(
             console.out.print(f"The run has finished already: its report is {folder.report}.")
             return
     if settings.shard.startswith("deepspeed"):
-        raise ConfigurationError(
-            f"shard={settings.shard!r}: the command line does not drive DeepSpeed yet. Take --shard fsdp2, which "
-            f"shards parameters, gradients and optimizer state as ZeRO-3 does."
-        )
+        from dpshard.cli import zero
+
+        zero.require_deepspeed()
     if settings.shard != "none" and not launch.joined():
         raise typer.Exit(_start(settings, folder, out))
     _train(settings, folder, out)
@@ -142,7 +141,7 @@ def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, r
             )
             raise typer.Exit(console.INTERRUPTED)
         with console.out.status("scoring the test split, drawing plots ..."):
-            weights, scores = run.weights(), {"before": before, "after": run.score(samples.test)}
+            weights, scores = run.sharded.weights(), {"before": before, "after": run.score(samples.test)}
             result = report.collect(run, scores)
             ranks.on_first(lambda: _conclude(folder, weights, result))
         report.show(console.out, folder, result)

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
@@ -33,6 +32,7 @@ from dpshard.cli.data import IGNORED, Data, Kind, size
 from dpshard.cli.progress import TrainingProgress
 from dpshard.cli.run_folder import RunFolder
 from dpshard.cli.settings import MAY_CHANGE, TrainSettings
+from dpshard.cli.sharding import Sharded
 from dpshard.errors import CheckpointError, ConfigurationError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,9 +57,8 @@ class Run:
     settings: TrainSettings
     data: Data
     device: torch.device
-    model: nn.Module
+    sharded: Sharded
     engine: PrivacyEngine
-    optimizer: Optimizer
     scheduler: LambdaLR
     ranks: Ranks
 
@@ -71,24 +70,20 @@ class Run:
         if device.type == "cuda" and not ranks.alone:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(settings.seed)
-        model = sharding.shard(models.build(settings.model, data, settings).to(device), settings.shard, device)
-        engine = PrivacyEngine(model, sample_size=size(data.train), **settings.mechanism())
-        optimizer = make_optimizer(model, settings)
+        model = models.build(settings.model, data, settings).to(device)
+        sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
+        engine = PrivacyEngine(sharded.model, sample_size=size(data.train), **settings.mechanism())
         # A cosine from 1 to 0, or 1 throughout.
         depth = 0.5 if settings.lr_schedule == "cosine" else 0.0
-        scheduler = LambdaLR(optimizer, lambda step: 1 - depth * (1 - math.cos(math.pi * step / engine.steps)))
-        return cls(settings, data, device, model, engine, optimizer, scheduler, ranks)
+        scheduler = LambdaLR(sharded.optimizer, lambda step: 1 - depth * (1 - math.cos(math.pi * step / engine.steps)))
+        return cls(settings, data, device, sharded, engine, scheduler, ranks)
 
     def checkpointer(self, folder: RunFolder) -> Checkpointer:
         """Saves and resumes this run in `folder`."""
         settings = _Unchanged(folder, self.settings)
         return Checkpointer(
-            folder.checkpoints, self.engine, self.optimizer, scheduler=self.scheduler, settings=settings
+            folder.checkpoints, self.engine, self.sharded.optimizer, scheduler=self.scheduler, settings=settings
         )
-
-    def weights(self) -> dict[str, Any]:
-        """The whole parameters and buffers, on rank 0."""
-        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
         """Take the steps that are left; False if a signal stopped the run before its end."""
@@ -124,15 +119,15 @@ class Run:
 
     def take_step(self, logical_batch: Any) -> float:
         """One logical batch, one optimizer step; the mean loss over its samples (NaN if none has a finite one)."""
-        self.model.train()
+        model = self.sharded.model
+        model.train()
         for x, y in logical_batch:
             key = (self.settings.seed, logical_batch.step, logical_batch.position, *self._number)
             torch.manual_seed(draw_seed(*key))
-            losses_B = sample_losses(self.model(x.to(self.device)), y.to(self.device))
+            losses_B = sample_losses(model(x.to(self.device)), y.to(self.device))
             losses_B.mean().backward()
             self.engine.record_loss(losses_B)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.sharded.step()
         self.scheduler.step()
         return self.engine.metrics().get("loss", math.nan)
 
@@ -144,12 +139,13 @@ class Run:
         """Loss and accuracy per sample of a held-out split, or loss and perplexity per token; {} if it is empty."""
         if size(split) == 0:
             return {}
-        self.model.eval()
+        model = self.sharded.model
+        model.eval()
         own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
         loss, right, count = 0.0, 0, 0
         with torch.no_grad():
             for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
-                logits, y = self.model(x.to(self.device)).flatten(0, -2), y.to(self.device).flatten()
+                logits, y = model(x.to(self.device)).flatten(0, -2), y.to(self.device).flatten()
                 if counts:
                     loss += float(F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED))
                     right += int((logits.argmax(1) == y).sum())

@@ -228,8 +228,10 @@ class Interception:
             for name, parameter in self.sharding.bind(module):
                 self.sources[parameter] = self.sources_by_name[name]
                 self._freed.add(name)
-                if self.mode is not None:
+                if self.mode is not None and parameter.requires_grad:
                     self.mode.sources[parameter] = self.sources_by_name[name]
+                elif self.mode is not None:
+                    self.mode.sources.pop(parameter, None)  # frozen since it was gathered last
 
     def _recompute(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         if self._again is None or self._recomputing:

@@ -53,7 +53,7 @@ def _records(plan: Plan, private: list[Estimate]) -> list[str]:
         said.append(line + end)
     lighter = sorted((e for e in private if e not in heavy), key=lambda e: e.peak)
     if heavy:
-        ways = [f"{e.label} ({e.peak / GIB:.1f} GiB)" for e in lighter]
+        ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
         if plan.micro_batch > 1:
             ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
         stays = (heavy[0].peak - heavy[0].parts[RECORDS]) / GIB

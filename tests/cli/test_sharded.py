@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.cli.test_train import metrics, report, wait_for_steps, weights
 STEPS = 12
 FLAGS = f"--steps {STEPS} --batch-size 64 --noise-multiplier 1 --evaluations 3 --micro-batch-size 20".split()
 ROOT = Path(__file__).parents[2]
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed]")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,31 @@ def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, h
     assert_same_run(begun, alone)
     assert report(begun)["ranks"] == 2
     assert (begun / "plots" / "overview.png").exists()
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_by_deepspeed_is_stopped_and_killed_and_goes_on_at_another_stage(alone, begun, spawn, dpshard, capfd):
+    process = spawn("train", "--resume", begun, "--shard", "deepspeed-2", "--nproc", 2)
+    wait_for_steps(begun, 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    done = len(metrics(begun))
+    process = spawn("train", "--resume", begun, "--shard", "deepspeed-3", "--nproc", 2)
+    wait_for_steps(begun, done + 1, process)
+    process.kill()
+    process.wait()
+    assert done < len(metrics(begun)) < STEPS
+    dpshard("train", "--resume", begun, "--shard", "deepspeed-1", "--nproc", 2)
+    output, errors = capfd.readouterr()
+    assert f"Resuming after step {done} of {STEPS}" in output
+    assert "2 x cpu, deepspeed-1" in output
+    assert output.count("Report, plots and weights") == 1
+    assert errors == ""
+    assert_same_run(begun, alone)
+    for name, weight in weights(alone).items():  # to float32 rounding
+        assert (weights(begun)[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

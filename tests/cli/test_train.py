@@ -265,6 +265,13 @@ def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
+def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatch, dpshard):
+    monkeypatch.setattr("dpshard.cli.zero.find_spec", lambda name: None)
+    error = dpshard("train", "--shard", "deepspeed-2", "--out", tmp_path / "run", exit_code=2).stderr
+    assert 'pip install --no-build-isolation "dpshard[deepspeed]"' in error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
@@ -286,7 +293,7 @@ def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):
         (["--out", "/dev/null/run"], "/dev/null/run"),
         (["--nproc", "2"], "--shard fsdp2"),
         (["--nproc", "0", "--shard", "ddp"], "at least 1"),
-        (["--shard", "deepspeed-2"], "does not drive DeepSpeed yet"),
+        (["--shard", "deepspeed-4"], "deepspeed-3"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )

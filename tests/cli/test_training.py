@@ -61,7 +61,7 @@ def test_a_sample_without_a_finite_loss_is_left_out_of_the_reported_loss_and_cou
     for logical_batch in run.engine.batches(run.data.train, 16):
         assert math.isfinite(run.take_step(logical_batch))
         assert run.engine.metrics()["nonfinite_samples"] == 1
-    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert all(p.isfinite().all() for p in run.sharded.model.parameters())
 
 
 def test_the_reported_loss_is_the_mean_over_the_samples_with_a_finite_one(run, monkeypatch):
@@ -100,7 +100,7 @@ def test_an_epsilon_on_the_screen_is_never_below_what_is_spent(run, tmp_path, mo
 def test_the_learning_rate_falls_to_zero_along_a_cosine(run):
     rates = []
     for logical_batch in run.engine.batches(run.data.train, 16):
-        rates.append(run.optimizer.param_groups[0]["lr"])
+        rates.append(run.sharded.optimizer.param_groups[0]["lr"])
         run.take_step(logical_batch)
     assert rates == pytest.approx([0.5, 0.375, 0.125])
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0)
+    assert run.sharded.optimizer.param_groups[0]["lr"] == pytest.approx(0)

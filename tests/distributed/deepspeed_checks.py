@@ -315,6 +315,75 @@ def resume(stage: int) -> dict[str, Any]:
     return {"error": error, "step": engine.step}
 
 
+class Assorted(nn.Module):
+    """What a checkpoint may meet: single numbers, frozen and tied parameters, buffers, no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 5).requires_grad_(False)
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.scale = nn.Parameter(torch.rand(1))
+        self.register_buffer("offset", torch.rand(7))
+        self.register_buffer("nothing", torch.rand(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(self.frozen(x)) + self.offset)
+        return self.tied(self.second(hidden)) * self.scale
+
+
+def checkpoints(stage: int) -> dict[str, Any]:
+    """What comes back from a checkpoint, and what is refused, with nothing changed."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    x = rows(small())
+
+    def make(seed: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any, Checkpointer]:
+        torch.manual_seed(seed)
+        model = Assorted()
+        model_engine = start(model, configuration(stage), optimizer(model.parameters(), lr=0.1, **options))
+        return model, model_engine, Checkpointer(folder[0], engine_on(model_engine), model_engine.optimizer)
+
+    def step(model_engine: Any) -> None:
+        model_engine.backward(ramp_loss(model_engine(x)))
+        model_engine.step()
+
+    def state(model: nn.Module, model_engine: Any) -> list[Tensor]:
+        flat = model_engine.optimizer.optimizer.state.values()
+        buffers = [model.offset, *(torch.as_tensor(v) for values in flat for _, v in sorted(values.items()))]
+        return [t.detach().clone() for t in [*whole(model).values(), *masters(model).values(), *buffers]]
+
+    def same(one: list[Tensor], other: list[Tensor]) -> bool:
+        return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    trained = make(0, torch.optim.AdamW)
+    step(trained[1])
+    trained[2].save(wait=False)
+    expected, output = state(*trained[:2]), trained[1](x).detach()
+    step(trained[1])  # while it is written
+    trained[2].wait()
+    fresh, used = make(1, torch.optim.AdamW), make(2, torch.optim.AdamW)
+    step(used[1])  # its optimizer remembers something already
+    found: dict[str, Any] = {"differed": not same(expected, state(*used[:2]))}
+    for name, (model, model_engine, checkpointer) in {"fresh": fresh, "used": used}.items():
+        checkpointer.load()
+        found[name] = same(expected, state(model, model_engine))
+        with torch.no_grad():  # also what forward sees
+            found[name] &= torch.equal(model_engine(x), output)
+    other = make(3, SGD, momentum=0.9)
+    before = state(*other[:2])
+    found["another optimizer"] = refused(other[2].load)
+    found["unchanged"] = same(before, state(*other[:2]))
+    for remembered in trained[1].optimizer.optimizer.state.values():
+        remembered["histogram"] = torch.zeros(3)  # of the partition as a whole
+    found["unsplittable"] = refused(trained[2].save)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found
+
+
 def memory(stage: int) -> dict[str, Any]:
     """Whether gathered parameters outlive their module's forward, for the sake of backward."""
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -371,11 +440,18 @@ def refusals(stage: int) -> dict[str, Any]:
     found["not the engine"] = refused(lambda: engine_on(model))
     if stage == 3:
         found["two passes"] = refused(lambda: engine_on(model_engine, clipping_mode="ghost"))
-    _, private = begin(small(), stage)
+    begun, private = begin(small(), stage)
     found["checkpointer"] = refused(lambda: Checkpointer("nowhere", private, SGD(small().parameters(), lr=0.1)))
+    with mock.patch.object(begun.optimizer, "partial_offload", 0.5, create=True):
+        found["half offloaded"] = refused(lambda: Checkpointer("nowhere", private, begun.optimizer))
     idle = deepspeed.initialize(model=small(), config=configuration(stage) | {"zero_optimization": {"stage": 0}})[0]
     with mock.patch.object(idle, "zero_optimization_stage", return_value=stage):
         found["without optimizer"] = refused(lambda: engine_on(idle))
+    onebit = configuration(stage, optimizer={"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 2}})
+    try:
+        found["1-bit Adam"] = refused(lambda: engine_on(start(small(), onebit, None)))
+    except (AttributeError, AssertionError) as error:  # DeepSpeed's own
+        found["1-bit Adam"] = f"{type(error).__name__}: {error}"
     left_out = small()
     optimizer = SGD(left_out[0].parameters(), lr=0.1)
     half = deepspeed.initialize(model=left_out, optimizer=optimizer, config=configuration(stage))[0]
@@ -394,7 +470,7 @@ class Muonic(SGD):
 
 Muonic.__name__ = "MuonWithAuxAdam"
 
-CHECKS = (noise, oracle, tied, leak, order, reentrant, start_up, resume, memory, refusals)
+CHECKS = (noise, oracle, tied, leak, order, reentrant, start_up, resume, checkpoints, memory, refusals)
 
 
 def run(case: str) -> dict[str, Any]:

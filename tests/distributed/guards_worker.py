@@ -6,13 +6,14 @@ the parameters have moved].
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -29,9 +30,11 @@ class Model(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 6))
         self.head = nn.Linear(6, 2)
+        self.idle = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(x)))
+        x = torch.tanh(self.embed(x))
+        return x if self.idle else self.head(x)
 
     def embed(self, x: Tensor) -> Tensor:
         return x @ self.weight
@@ -42,14 +45,28 @@ def engine_of(model: nn.Module, **changes: Any) -> PrivacyEngine:
     return PrivacyEngine(model, **(settings | changes))
 
 
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "scaled": lambda model: [p.grad.mul_(2) for p in model.parameters()],
+    "scaled-data": lambda model: [p.grad.data.mul_(2) for p in model.parameters()],
+    "zeroed-unsynced": lambda model: model.zero_grad(),
+    "idle-scaled": lambda model: [p.grad.mul_(2) for p in model.head.parameters()],
+}
+"""What a script does to gradients between two micro-batches."""
+
+
 def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
     """Two steps with a micro-batch of 8 a rank, so two micro-batches a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    forward = model.module if case == "past-ddp" and isinstance(model, DistributedDataParallel) else model
+    core = model.module if isinstance(model, DistributedDataParallel) else model
+    forward = core if case == "past-ddp" else model
     late: Tensor | None = None
     with model.no_sync() if case == "no-sync" else contextlib.nullcontext():  # type: ignore[operator]
         for logical_batch, _ in zip(engine.batches(DATA, 8), range(2), strict=False):
-            for (x,) in logical_batch:
+            for i, (x,) in enumerate(logical_batch):
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(case != "zeroed-unsynced" or logical_batch.complete)
+                core.idle = case == "idle-scaled" and i == 1
                 loss = forward(x).sum(1).mean()
                 if case == "late":
                     if late is not None:
@@ -57,6 +74,8 @@ def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
                     late = loss
                 else:
                     loss.backward()
+                if case in CHANGES and i == 0:
+                    CHANGES[case](core)
             if late is not None:
                 late.backward()
             optimizer.step()
@@ -64,10 +83,13 @@ def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
 
 
 def ddp(case: str, model: Model) -> None:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=case == "views")
+    idle, static = case == "idle-scaled", case == "static"
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=case == "views", find_unused_parameters=idle, static_graph=static
+    )
     if case == "compressed":
         wrapped.register_comm_hook(None, fp16_compress_hook)
-    engine = engine_of(wrapped)
+    engine = engine_of(wrapped, clipping_style="layer-wise" if idle else "all-layer")
     if case == "fused-optimizer":
         wrapped._register_fused_optim(torch.optim.SGD, lr=1.0)
     with wrapped.join() if case == "join" else contextlib.nullcontext():
@@ -86,7 +108,7 @@ def fsdp2(case: str, model: Model) -> None:
         sharded.embed(DATA.tensors[0]).sum().backward()
         sharded.reshard()
         sharded.zero_grad()
-    train(sharded, engine)
+    train(sharded, engine, case)
 
 
 def disagreeing(case: str, model: Model) -> None:

@@ -1,6 +1,9 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED  |  restarts.py worlds. Prints a line of JSON behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | zero_worlds | zero_kills. Prints a line of JSON behind "RESULT ".
+
+A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
+`deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
 """
 
 import functools
@@ -87,9 +90,24 @@ def deadly(kill: Kill | None, rank: int) -> Iterator[None]:
 def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until: int = STEPS) -> dict[str, Any]:
     """Resume, train up to step `until`, save after every step; parameters and epsilon."""
     torch.manual_seed(0)
-    model: Any = Model().double()
-    if kind != "alone":
-        model = shard(model, kind)
+    kind, *flags = kind.split("+")
+    single = kind.startswith("deepspeed") or "float32" in flags
+    model: Any = Model() if single else Model().double()
+    make_optimizer = functools.partial(torch.optim.Adam, lr=0.1, eps=1e-3)  # which does not blow up rounding errors
+    optimizer: Any
+    if kind.startswith("deepspeed"):
+        from tests.distributed import deepspeed_setup as zero
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = zero.configuration(int(kind[-1]), *flags)
+        model = zero.start(model, config, make_optimizer(model.parameters()))
+        optimizer, inner = model.optimizer, model.optimizer.optimizer
+        parameters_of = zero.masters if "bf16" in flags else zero.whole
+    else:
+        model = model if kind == "alone" else shard(model, kind)
+        optimizer = inner = make_optimizer(model.parameters())
+        parameters_of = whole
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
         torch.randint(0, 11, (SAMPLES, 4), generator=generator), torch.randint(0, 11, (SAMPLES,), generator=generator)
@@ -105,31 +123,34 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         verify=False,
     )
     engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict()))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
     if not checkpointer.load():
         checkpointer.save()
-    began = engine.step
+    began, core = engine.step, engine.model
     for logical_batch in engine.batches(data, 4) if began < until else ():
         for x, y in logical_batch:
             F.cross_entropy(model(x).mean(1), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if kind.startswith("deepspeed"):
+            model.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
         scheduler.step()
         if log is not None:
-            parameters = b"".join(p.contiguous().numpy().tobytes() for p in whole(model).values())
+            parameters = b"".join(p.contiguous().numpy().tobytes() for p in parameters_of(core).values())
             if not dist.is_initialized() or dist.get_rank() == 0:
                 with log.open("a") as file:
                     file.write(f"{engine.step} {hashlib.sha256(parameters).hexdigest()}\n")
         with torch.no_grad():
-            model.eval()(data.tensors[0][:4])  # an evaluation leaves the root unit of FSDP2 gathered
+            model.eval()
+            model(data.tensors[0][:4])  # an evaluation leaves the root unit of FSDP2 gathered
             model.train()
         checkpointer.save(wait=wait)
         if engine.step == until:
             break
     checkpointer.wait()
-    parameters = torch.cat([p.flatten() for p in whole(model).values()])
+    parameters = torch.cat([p.flatten() for p in parameters_of(core).values()])
     return {"began": began, "step": engine.step, "epsilon": engine.epsilon(), "parameters": parameters.tolist()}
 
 
@@ -169,6 +190,7 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
     try:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*Going on from")  # that a checkpoint is damaged must not happen
+        os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed insists
         if world > 1:
             rendezvous = f"file://{scratch / 'rendezvous'}"
             dist.init_process_group(
@@ -185,7 +207,6 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
 
 
 def kills(seed: int) -> dict[str, Any]:
-    """A run that is killed again and again, and one that is not."""
     draw = random.Random(seed)
     moments = [
         *(Kill(wait=True, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in DEADLY),
@@ -193,18 +214,23 @@ def kills(seed: int) -> dict[str, Any]:
         *(Kill(wait=bool(i % 2), seconds=draw.uniform(0.05, 1.0)) for i in range(4)),
     ]
     draw.shuffle(moments)
+    return killed("fsdp2", moments)
+
+
+def killed(kind: str, moments: list[Kill]) -> dict[str, Any]:
+    """A run that is killed again and again, and one that is not."""
     with tempfile.TemporaryDirectory() as place:
         folder, log, reference = Path(place, "run"), Path(place, "log"), Path(place, "reference")
         log.touch()
-        undisturbed = run(2, lambda: train("fsdp2", Path(place, "undisturbed"), reference))
+        undisturbed = run(2, lambda: train(kind, Path(place, "undisturbed"), reference))
         deaths, starts = 0, []
         for kill in moments:
-            result = run(2, lambda: train("fsdp2", folder, log, wait=kill.wait), kill)  # noqa: B023
+            result = run(2, lambda: train(kind, folder, log, wait=kill.wait), kill)  # noqa: B023
             deaths += result is None
             if result is not None:  # it came to its end: begin another run, for the moments that are left
                 starts.append(result)
                 shutil.rmtree(folder)
-        final = run(2, lambda: train("fsdp2", folder, log))
+        final = run(2, lambda: train(kind, folder, log))
         left = sorted(path.name for path in folder.iterdir())
         known = dict(line.split() for line in reference.read_text().splitlines())
         lines = [line.split() for line in log.read_text().splitlines() if line.count(" ") == 1]
@@ -243,6 +269,43 @@ def worlds() -> dict[str, Any]:
         return {"undisturbed": undisturbed, "results": results}
 
 
+def zero_worlds() -> dict[str, Any]:
+    """Saved by DeepSpeed on 4 ranks, continued on others, at other stages, by other back-ends; and the other way."""
+    from tests.distributed import deepspeed_setup  # noqa: F401  (loaded once, not in every rank)
+
+    with tempfile.TemporaryDirectory() as place:
+        undisturbed = run(1, lambda: train("alone+float32", Path(place, "undisturbed"), None))
+        saved = {kind: Path(place, kind) for kind in ("deepspeed-3", "fsdp2+float32")}
+        run(4, lambda: train("deepspeed-3", saved["deepspeed-3"], None, until=3))
+        run(2, lambda: train("fsdp2+float32", saved["fsdp2+float32"], None, until=3))
+        results = {}
+        for origin, world, kind in [
+            ("deepspeed-3", 2, "deepspeed-3"),
+            ("deepspeed-3", 1, "deepspeed-2+offload"),
+            ("deepspeed-3", 1, "alone+float32"),
+            ("fsdp2+float32", 2, "deepspeed-1+robin"),
+        ]:
+            name = f"{origin} to {world} of {kind}"
+            folder = Path(shutil.copytree(saved[origin], Path(place, name)))
+            results[name] = run(world, lambda: train(kind, folder, None))  # noqa: B023
+        return {"undisturbed": undisturbed, "results": results}
+
+
+def zero_kills() -> dict[str, Any]:
+    """DeepSpeed in bf16, killed in saves and in a step."""
+    from tests.distributed import deepspeed_setup  # noqa: F401  (loaded once, not in every rank)
+
+    return killed(
+        "deepspeed-3+bf16",
+        [
+            Kill(wait=True, rank=1, call="fsync", count=2),
+            Kill(wait=False, rank=0, call="rename", count=2),
+            Kill(wait=True, rank=1, call="adam", count=7),
+        ],
+    )
+
+
 if __name__ == "__main__":
-    found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else worlds()
+    scenarios = {"worlds": worlds, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
+    found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else scenarios[sys.argv[1]]()
     print("RESULT", json.dumps(found), flush=True)

@@ -1,19 +1,22 @@
 """Checkpointer with real processes: killed at any moment, and continued on other numbers of ranks.
 
 PITFALLS rows: 24 test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been,
-test_a_run_goes_on_with_another_number_of_ranks.
+test_a_run_goes_on_with_another_number_of_ranks, and the same by DeepSpeed.
 """
 
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.restarts import STEPS
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed]")
 
 SCRIPT = Path(__file__).with_name("restarts.py")
 
@@ -35,6 +38,18 @@ def restarts(*arguments: str) -> dict:
 def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been() -> None:
     found = restarts("kills", "0")
     assert found["deaths"] >= 10, "too few of the kills have met a run that was still going"
+    assert_undisturbed(found)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_by_deepspeed_that_is_killed_goes_on_as_if_nothing_had_been() -> None:
+    found = restarts("zero_kills")
+    assert found["deaths"] == 3
+    assert_undisturbed(found)
+
+
+def assert_undisturbed(found: dict) -> None:
     assert found["replayed"] > 0
     assert found["differing"] == []  # every step, however often it was taken, ended in the same parameters
     for finished in found["finished"]:
@@ -48,9 +63,20 @@ def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks() -> None:
     found = restarts("worlds")
+    assert_same(found, tolerance=1e-10, began={"ddp to 1": STEPS - 1})
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_by_deepspeed_goes_on_with_other_ranks_stages_and_back_ends() -> None:
+    assert_same(restarts("zero_worlds"), tolerance=1e-6)  # float32: the largest error seen is 4e-8
+
+
+def assert_same(found: dict, *, tolerance: float, began: dict[str, int] | None = None) -> None:
     expected = torch.tensor(found["undisturbed"]["parameters"], dtype=torch.float64)
+    assert len(found["results"]) >= 4
     for name, result in found["results"].items():
-        assert result["began"] == (STEPS - 1 if name == "ddp to 1" else 3), name
+        assert result["began"] == (began or {}).get(name, 3), name
         assert result["epsilon"] == found["undisturbed"]["epsilon"]
         error = (torch.tensor(result["parameters"], dtype=torch.float64) - expected).norm() / expected.norm()
-        assert error <= 1e-10, (name, float(error))
+        assert error <= tolerance, (name, float(error))

@@ -94,7 +94,7 @@ def test_a_half_precision_forward_is_all_that_half_precision_changes() -> None:
 def test_the_engine_guards_what_reaches_deepspeed() -> None:
     """Sums against one sample at a time, leaks, steps out of order, start-up and end; on both ranks."""
     # Ranks may use other layers ("oracle"), but under stage 3 all must run the same modules.
-    named = ("oracle", "tied", "leak", "order", "reentrant", "start_up", "resume")
+    named = ("oracle", "tied", "leak", "order", "reentrant", "start_up", "resume", "checkpoints")
     cases = [f"{check}:{stage}" for check in named for stage in STAGES if (check, stage) != ("oracle", 3)]
     for result in results_of(2, *cases, "memory:3"):
         kind = result["case"].partition(":")[0]
@@ -116,6 +116,13 @@ def test_the_engine_guards_what_reaches_deepspeed() -> None:
             assert "use_reentrant=False" in result["backward"]
         elif kind == "resume":
             assert (result["error"], result["step"]) == (0, 2)
+        elif kind == "checkpoints":
+            assert result["differed"]
+            assert result["fresh"]
+            assert result["used"]
+            assert result["another optimizer"].startswith("CheckpointError: The checkpoint does not know dampening")
+            assert result["unchanged"]
+            assert "AdamW remembers histogram of shape (3,)" in result["unsplittable"]
         elif kind == "start_up":
             assert result["same_state"]
             assert result["partitioned"]
@@ -129,9 +136,11 @@ ADVICE = {
     "clipping": "Set it to 0.0",
     "default clipping": "Set it to 0.0",
     "stage 0": '"zero_optimization": {"stage": 1}',
+    "1-bit Adam": "not a supported DeepSpeed Optimizer",  # DeepSpeed itself; with ZeRO it never went together
     "muon": "Choose Adam or AdamW",
     "fp16": '"bf16": {"enabled": true}',
-    "checkpointer": "model_engine.save_checkpoint()",
+    "checkpointer": "the one that deepspeed.initialize() returns",
+    "half offloaded": "offload all of it",
     "nvme": "offload to the CPU is",
     "not the engine": "PrivacyEngine(model_engine, ...)",
     "not optimized": "requires_grad_(False)",

@@ -29,6 +29,8 @@ ONE_PASS = STYLES[:4]
         (2, "fsdp2", ("all-layer:auto+hf+checkpoint", "layer-wise:auto+hf+checkpoint")),
         (2, "fsdp2", ("all-layer:auto+signsgd",)),
         (2, "fsdp2-kept", ("all-layer:auto", "layer-wise:auto", "all-layer:ghost")),
+        (2, "fsdp2", ("all-layer:auto+thawed", "layer-wise:auto+thawed+unsynced")),
+        (2, "fsdp2-idle", ("all-layer:auto", "param-wise:auto")),
         (2, "fsdp2-root", ("all-layer:auto", "block-wise:auto")),
         (2, "fsdp2-offload", ("all-layer:auto", "layer-wise:auto")),
         (4, "ddp", ("all-layer:auto",)),

@@ -3,10 +3,11 @@
 Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...] [...]
 
 Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
-(one unit), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint (non-reentrant),
-wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced in the last
-micro-batch alone). For both sides: signsgd or adafactor, optimizers of little memory; hf, transformers' GPT-2, with
-its own gradient checkpointing where sharded.
+(one unit), fsdp2-idle (a unit that never runs), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side
+alone: checkpoint (non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced
+(gradients reduced in the last micro-batch alone). For both sides: thawed (a block is trained every second step);
+signsgd or adafactor, optimizers of little memory; hf, transformers' GPT-2, with its own gradient checkpointing where
+sharded.
 """
 
 import sys
@@ -98,6 +99,8 @@ def shard(model: Model | GPT2, backend: str) -> nn.Module:
     kept = backend == "fsdp2-kept"
     for block in model.blocks if backend != "fsdp2-root" else ():
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept, offload_policy=offload)
+    if backend == "fsdp2-idle":
+        fully_shard(model.idle)
     return fully_shard(model, mesh=mesh, offload_policy=offload)
 
 
@@ -155,7 +158,10 @@ def train(
     )
     engine.load_state_dict(_with_secret(engine))
     optimizer = optimizer_of(model, backend, options)
+    core = model.module if isinstance(model, DistributedDataParallel) else model
     for logical_batch in engine.batches(TensorDataset(ids, labels), micro_batch_size):
+        if "thawed" in options:
+            core.blocks[1].requires_grad_(logical_batch.step % 2 == 1)  # type: ignore[index]
         for x, y in logical_batch:
             if "unsynced" in options and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(logical_batch.complete)

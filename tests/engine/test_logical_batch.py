@@ -1,7 +1,8 @@
 """The course of a logical batch: micro-batches, one release, zero_grad().
 
 PITFALLS rows: 9 test_a_logical_batch_without_backward_is_still_noised; 19 test_sums_must_not_be_thrown_away_unreleased;
-21 test_steps_count_releases; 24 test_no_sample_is_in_a_release_twice.
+21 test_steps_count_releases; 24 test_no_sample_is_in_a_release_twice,
+test_a_backward_after_its_logical_batch_is_refused.
 """
 
 import math
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import checkpoint
 from dpshard.errors import BatchLayoutError, LogicalBatchError
+from dpshard.sampling import PoissonSampler
 from tests.engine.script import UNWARNED, backward, data, engine_on, first_of, gradients, mlp, values
 from tests.oracle import relative_error
 
@@ -245,6 +247,34 @@ def test_no_sample_is_in_a_release_twice(loops):
     engine.privatize()
     assert engine.metrics()["realised_batch_size"] == samples
     assert relative_error(gradients(model), expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("when", ["released", "left", "own loop before"])
+def test_a_backward_after_its_logical_batch_is_refused(when, mode):
+    """Its samples would count in another release, in which they may be a second time."""
+    model, dataset = mlp(), TensorDataset(*data())
+    engine = engine_on(model, clipping_mode=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = engine.batches(dataset, 24)
+    for x, y in [data()] if when == "own loop before" else next(batches):
+        late = F.cross_entropy(model(x), y)
+    if when == "released":
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        batches = engine.batches(dataset, 24)
+    for x, y in next(batches):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(LogicalBatchError, match="released or left"):
+        late.backward()
+    optimizer.step()
+    assert engine.metrics()["realised_batch_size"] == len(engine_draw(engine, engine.step - 1))
+
+
+def engine_draw(engine, step):
+    sampler = PoissonSampler(engine.mechanism.sample_size, engine.mechanism.schedule, engine._secret)
+    return sampler.draw(step)
 
 
 def _at_start(engine):

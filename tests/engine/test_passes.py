@@ -3,6 +3,8 @@
 PITFALLS row: 7 test_two_forwards_on_one_micro_batch_are_one_gradient_per_sample.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +171,28 @@ def test_an_exception_does_not_poison_the_next_step(style, mode, where):
     optimizer.step()
     assert relative_error(gradients(model), expected) < 1e-12
     assert engine.step == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_failed_backward_loses_no_other_micro_batch(dtype):
+    """The `.grad`s of half-precision parameters are zeros throughout, which is no zero_grad()."""
+    model = Fragile().to(dtype)
+    engine = engine_on(model, clipping_style="layer-wise", verify=False)
+    x, y = data(12)
+    x = x.to(dtype)
+    for begin in (0, 4, 8):
+        model.fails = begin == 4
+        with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
+            F.cross_entropy(model(x[begin : begin + 4]), y[begin : begin + 4]).backward()
+    engine.privatize()
+    found = gradients(model)
+    model = Fragile().double()
+    whole, half = data(12), [torch.cat([z[:4], z[8:]]) for z in data(12)]
+    first, second = ["first.weight", "first.bias"], ["second.weight", "second.bias"]
+    for names, rows in ((first, half), (second, whole)):  # the failing backward came to its second layer
+        singles = [{n: g[n] for n in names} for g in per_sample_gradients(model, rows, F.cross_entropy)]
+        expected = clipped_mean(singles, max_grad_norm=0.5**0.5, batch_size=6)
+        assert relative_error({n: found[n].double() for n in names}, expected) < 2e-2
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
