@@ -141,7 +141,7 @@ class _Private:
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=loss_fn, targets=labels, **inputs)
+            self.engine.verify(loss_fn=loss_fn, targets=_uneven(labels), **inputs)
             self._verified = True
         outputs = model(**inputs)
         loss = loss_fn(outputs, labels)
@@ -234,6 +234,16 @@ class _Begin(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._call(state.max_steps, state.global_step)
+
+
+def _uneven(labels: Tensor) -> Tensor:
+    """Labels of which the first sample keeps one: a mean over the tokens of all shows, whatever batch came first."""
+    if labels.dim() < 2 or labels.is_floating_point():
+        return labels
+    uneven = labels.clone()
+    first = uneven[0].view(-1)
+    first[(first != -100).nonzero().view(-1)[:-1]] = -100
+    return uneven
 
 
 def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
