@@ -6,6 +6,10 @@ twice, on 2 and on 3 samples: what is 3/2 as long the second time carries the sa
 sample that are flattened into the batch are told apart by their values: the first two samples are the same in both
 runs. A function of parameters whose inputs and outputs keep their shapes has met no sample: it derives a tensor from
 parameters alone. What is found is keyed by function and parameter, not by order, and holds for every batch size.
+
+Calls that follow from what the data picked (a loop over the experts that were hit) have no place in the other run to
+be compared with. Of their arguments, those that were made on the common course are known from there, and routed rows
+are followed; see [Note: Routed rows] in routing.py.
 """
 
 from __future__ import annotations
@@ -20,39 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpshard.calls import Function, function_name, outputs_of, tensors_of
 from dpshard.errors import BatchLayoutError
+from dpshard.routing import ADDING, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
 from dpshard.rules.registry import composite
 
-Function = Callable[..., Any]
 CallKey = tuple[Any, ...]
 """Name of the function, and per tensor argument the label of the source that it is, or its rank.
 
 Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
 """
-
-
-def tensors_of(args: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of a torch function, in order, also within lists and dicts."""
-    for x in args.values() if isinstance(args, dict) else args:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (tuple, list, dict)):
-            yield from tensors_of(x)
-
-
-def outputs_of(result: Any) -> list[Tensor]:
-    """The tensors that a torch function returned."""
-    return list(tensors_of((result,)))
-
-
-def function_name(func: Function) -> str:
-    """The name of a torch function, or of the property of a tensor that it gets."""
-    name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
@@ -68,14 +54,44 @@ class CallLayout:
     """One entry per tensor argument, in order."""
     output: BatchAxis | None
     """For the (first) output."""
+    lost: bool = False
+    """Whether an argument has rows of which nobody can tell the sample."""
 
     @property
     def derives(self) -> bool:
         """Whether the call met no sample: its output is derived from parameters alone."""
-        return self.output is None and not any(self.inputs)
+        return self.output is None and not any(self.inputs) and not self.lost
+
+    @property
+    def routed(self) -> bool:
+        """Whether an argument has routed rows."""
+        return any(axis is not None and axis.routed for axis in self.inputs)
+
+    def in_order(self) -> CallLayout:
+        """The same for rows that lie as if they had never been routed."""
+        inputs = [axis and BatchAxis(axis.dim, axis.sample_major) for axis in self.inputs]
+        return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.sample_major), self.lost)
+
+    def agrees(self, other: CallLayout) -> bool:
+        """Whether both hold the samples in the same dimensions."""
+        mine, others = ([a and (a.dim, a.routed) for a in layout.inputs] for layout in (self, other))
+        return self.derives == other.derives and self.lost == other.lost and mine == others
 
 
 Layout = dict[CallKey, CallLayout]
+
+
+def rows_key(x: Tensor) -> CallKey:
+    """The key under which a layout holds whether dimension 0 of tensors like `x` carries the samples, for routes."""
+    return ("rows", x.dim(), x.shape[-1] if x.dim() > 1 else 0)
+
+
+_ROWS = ("an index along dimension 0",)
+
+PASS_THROUGH = frozenset(
+    {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
+)
+"""Functions and properties of a parameter that carry no gradient of it."""
 
 _SAME = 0.1
 """How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
@@ -179,8 +195,38 @@ class _Shapes:
     outputs: list[torch.Size]
 
 
-class _FirstRun(Undropped):
-    """Notes the shapes of every call; and, where asked to, the values of inputs."""
+class _Compared(Undropped):
+    """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def off_course(self, tensors: list[Tensor]) -> bool:
+        """Whether a call on these tensors follows from what the data has picked."""
+        return any(x in self._off for x in tensors)
+
+    def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
+        """Count a call, or note that its outputs are off the course as well."""
+        outputs = outputs_of(result)
+        if not off and _counts(result):
+            self.count += 1
+        if off or picks(func, args):
+            # What is written into on the common course stays on it; experts add their rows so.
+            kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
+            if kept is None or self.off_course([kept]):
+                for x in outputs:
+                    self._off[x] = True
+
+
+def _counts(result: Any) -> bool:
+    """Whether a call is more than a question (a shape, a dtype, a number), which a loop may ask at any time."""
+    return result is None or bool(outputs_of(result))
+
+
+class _FirstRun(_Compared):
+    """Notes the shapes of every call; and, where asked to, the values of its tensors."""
 
     def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -194,13 +240,16 @@ class _FirstRun(Undropped):
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
         inputs = list(tensors_of((args, kwargs or {})))
-        shapes = [x.shape for x in inputs]
-        if len(self.calls) in self.wanted:
-            self.values[len(self.calls)] = [x.detach().clone() for x in inputs]
+        shapes, off = [x.shape for x in inputs], self.off_course(inputs)
+        wanted = not off and self.count in self.wanted
+        values = [x.detach().clone() for x in inputs] if wanted else []
         result = super().__torch_function__(func, types, args, kwargs)
-        if len(self.calls) in self.wanted:
-            self.values[len(self.calls)] += [x.detach().clone() for x in outputs_of(result)[:1]]
-        self.calls.append(_Shapes(func, shapes, [x.shape for x in outputs_of(result)]))
+        if not off and _counts(result):
+            outputs = outputs_of(result)
+            self.calls.append(_Shapes(func, shapes, [x.shape for x in outputs]))
+            if wanted:
+                self.values[self.count] = values + [x.detach().clone() for x in outputs]
+        self.note_course(func, args, result, off=off)
         return result
 
 
@@ -209,12 +258,23 @@ class _Doubt:
     """A flattened batch dimension whose order only values can tell."""
 
     key: CallKey
-    place: int  # among inputs, the output last
+    place: int  # in the layout of that call: among inputs, the output last
     dim: int
     value: Tensor
+    seen_at: int  # its place in the call of the first run, which may be another: the one that made it
 
 
-class _SecondRun(Undropped):
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Where on the common course a tensor was made, and which dimension of it carries the samples."""
+
+    position: int
+    seen_at: int
+    axis: BatchAxis | None
+    flattened: bool
+
+
+class _SecondRun(_Compared):
     """Compares every call with that of the first run, and notes the layout of those that use parameters."""
 
     def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
@@ -222,47 +282,116 @@ class _SecondRun(Undropped):
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
         self.doubts: dict[int, list[_Doubt]] = {}
-        self.count = 0
+        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.routing = Routing(sizes[1], self._holds_samples)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call and note its layout."""
         if Quiet.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
-        tensors = list(tensors_of((args, kwargs or {})))
-        position, self.count = self.count, self.count + 1
+        kwargs = kwargs or {}
+        tensors = list(tensors_of((args, kwargs)))
+        position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
-        uses = torch.is_grad_enabled() and any(x in self.sources for x in tensors)
-        key = call_key(func, tensors, self.sources) if uses else ()
+        differentiable = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
+        uses = differentiable and any(x in self.sources for x in tensors)
         inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
         result = super().__torch_function__(func, types, args, kwargs)
-        if not uses:
-            return result
         outputs = outputs_of(result)
-        before = self._before(position, func, tensors, outputs)
-        axes = [
-            None if x in self.sources else self._axis(key, position, place, old, value)
-            for place, (x, old, value) in enumerate(zip(tensors, before.inputs, inputs, strict=True))
-        ]
-        output = self._axis(key, position, len(axes), before.outputs[0], outputs[0]) if outputs else None
-        found = CallLayout(axes, output)
-        known = self.layout.setdefault(key, found)
-        if known.derives != found.derives or [a and a.dim for a in known.inputs] != [a and a.dim for a in axes]:
-            raise BatchLayoutError(
-                f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; "
-                f"use a module of its own for each of the two."
-            )
-        if found.derives:
-            for i, out in enumerate(outputs):
-                if out.is_floating_point() and out not in self.sources:
-                    self.sources[out] = derive(func, args, kwargs or {}, self.sources, i, out)
+        self.note_course(func, args, result, off=off)
+        if uses and _counts(result):
+            key = call_key(func, tensors, self.sources)
+            before = None if off else self._before(position, func, tensors, outputs)
+            axes = [
+                None if x in self.sources else self._input(key, position, place, before, x, value)
+                for place, (x, value) in enumerate(zip(tensors, inputs, strict=True))
+            ]
+            lost = any(self._is_lost(x, off=off) for x in tensors if x not in self.sources)
+            self.routing.follow(func, args, kwargs, result)
+            output = self._output(key, position, len(axes), before, outputs[0]) if outputs else None
+            found = CallLayout(axes, output, lost)
+            if not self.layout.setdefault(key, found).agrees(found):
+                raise BatchLayoutError(
+                    f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; "
+                    f"use a module of its own for each of the two."
+                )
+            if found.derives:
+                for i, out in enumerate(outputs):
+                    if out.is_floating_point() and out not in self.sources:
+                        self.sources[out] = derive(func, args, kwargs, self.sources, i, out)
+        else:
+            self.routing.follow(func, args, kwargs, result)
+        if not off:
+            self._note_made(position, func, tensors, outputs)
         return result
 
-    def _before(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes:
+    def _note_made(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        before = self._at(position, func, inputs, outputs)
+        for i, x in enumerate(outputs):
+            if before is not None and x not in self.sources:
+                old = before.outputs[i]
+                grown = [d for d in range(x.dim()) if len(old) == x.dim() and old[d] != x.shape[d]]
+                fits = len(grown) == 1 and old[grown[0]] * self.sizes[1] == x.shape[grown[0]] * self.sizes[0]
+                axis = BatchAxis(grown[0]) if fits else None
+                flattened = fits and old[grown[0]] != self.sizes[0]
+                self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
+
+    def _holds_samples(self, x: Tensor, read: bool) -> bool:
+        """Evidence for a route that starts, or ends, at `x`; it is kept in the layout, for the training's forwards."""
+        made = self.made.get(x)
+        if made is None:
+            return False
+        holds = made.axis is not None and made.axis.dim == 0
+        known = self.layout.setdefault(rows_key(x), CallLayout([BatchAxis(0) if holds else None], None))
+        if (known.inputs[0] is not None) != holds:
+            known.inputs[0] = None  # of two kinds of tensors with this shape: no evidence for either
+        if read and holds and made.flattened:
+            doubt = _Doubt(_ROWS, 0, 0, x.detach().clone(), made.seen_at)
+            self.doubts.setdefault(made.position, []).append(doubt)
+        return holds
+
+    def _is_lost(self, x: Tensor, *, off: bool) -> bool:
+        if self.routing.lost(x):
+            return True
+        known = x in self.made or self.routing.samples(x) is not None or isinstance(x, torch.nn.Parameter)
+        return off and not known and x.dim() > 0
+
+    def _input(
+        self, key: CallKey, position: int, place: int, before: _Shapes | None, x: Tensor, value: Tensor
+    ) -> BatchAxis | None:
+        if self.routing.samples(x) is not None:
+            return BatchAxis(0, routed=True)
+        if self._is_lost(x, off=before is None):
+            return None
+        if before is not None:
+            return self._axis(key, position, place, before.inputs[place], value)
+        made = self.made.get(x)
+        if made is None or made.axis is None:
+            return None
+        if made.flattened:
+            doubt = _Doubt(key, place, made.axis.dim, value, made.seen_at)
+            self.doubts.setdefault(made.position, []).append(doubt)
+        return made.axis
+
+    def _output(self, key: CallKey, position: int, place: int, before: _Shapes | None, x: Tensor) -> BatchAxis | None:
+        if self.routing.samples(x) is not None:
+            return BatchAxis(0, routed=True)
+        if before is None or self.routing.lost(x):
+            return None
+        return self._axis(key, position, place, before.outputs[0], x)
+
+    def _at(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes | None:
         if position < len(self.first):
             before = self.first[position]
             if before.func == func and len(before.inputs) == len(inputs) and len(before.outputs) == len(outputs):
                 return before
+        return None
+
+    def _before(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes:
+        before = self._at(position, func, inputs, outputs)
+        if before is not None:
+            return before
         raise BatchLayoutError(
             f"The model runs other functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
             f"{function_name(func)}), so it cannot be told which dimension carries the samples. "
@@ -284,7 +413,7 @@ class _SecondRun(Undropped):
                 f"per-sample gradient exists."
             )
         if old[dim] != first:
-            self.doubts.setdefault(position, []).append(_Doubt(key, place, dim, x.detach()))
+            self.doubts.setdefault(position, []).append(_Doubt(key, place, dim, x.detach(), place))
         return BatchAxis(dim)
 
     def resolve(self, values: dict[int, list[Tensor]]) -> None:
@@ -293,7 +422,7 @@ class _SecondRun(Undropped):
         settled: dict[tuple[CallKey, int], bool] = {}
         for position, doubts in self.doubts.items():
             for doubt in doubts:
-                old, new = values[position][doubt.place], doubt.value
+                old, new = values[position][doubt.seen_at], doubt.value
                 k = old.shape[doubt.dim] // first
                 error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
                 for sample_major in (True, False):
@@ -314,6 +443,11 @@ class _SecondRun(Undropped):
                     raise BatchLayoutError(
                         f"{_describe(doubt.key)} is called with the rows of the samples in different orders; use a "
                         f"module of its own for each of the two."
+                    )
+                if error[False] < error[True] and doubt.key == _ROWS:
+                    raise BatchLayoutError(
+                        f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
+                        f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
                     )
                 if error[False] < error[True]:
                     layout = self.layout[doubt.key]
@@ -388,10 +522,13 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         # Gradients go back as they are: a cast would round the clipped sum in half precision.
         derivation = parents[0].replay
     tensors = list(tensors_of((args, kwargs)))
+    expert = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
     only_rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
     # An index that is a tensor or a list may pick an element twice.
     simple = (int, slice, type(None), type(...))
-    picks_by_list = name == "__getitem__" and not all(isinstance(i, simple) for i in _indices(args[1]))
+    picks_by_list = (
+        name == "__getitem__" and expert is None and not all(isinstance(i, simple) for i in _indices(args[1]))
+    )
     return Source(
         label=f"{name}({', '.join(_text(x, sources) for x in (*args, *kwargs.values()))})[{index}]",
         roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
@@ -401,7 +538,17 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         isometric=only_rearranges and not picks_by_list and len(parents) == 1 and parents[0].isometric,
         exact=all(x in sources and sources[x].exact for x in tensors),
         transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
+        slice_of=None if expert is None else (parents[0], expert % len(tensors[0])),
     )
+
+
+def _element(index: Any) -> int | None:
+    """Which element along dimension 0 an index picks, if it is one: a number, or the number of an expert."""
+    if isinstance(index, Tensor):
+        whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
+    else:
+        whole = isinstance(index, int) and not isinstance(index, bool)
+    return int(index) if whole and not torch.compiler.is_compiling() else None
 
 
 def _indices(index: Any) -> tuple[Any, ...]:

@@ -25,7 +25,10 @@ from dpshard.cli import app
 from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "sources")
+NAMES = (
+    *("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "planning", "sources"),
+    *("integrations", "coming-from-opacus", "coming-from-fastdp"),
+)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -70,7 +73,7 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
     """`dpshard ...` in shell blocks: every command, option and value exists. Nothing is run."""
     commands: Any = typer.main.get_command(app)
     blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "".join(blocks).splitlines():
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
         program, *arguments = shlex.split(line, comments=True)
         if program == "dpshard":
             name, *options = arguments

@@ -584,3 +584,37 @@ def test_an_output_that_is_not_by_sample_asks_for_the_loss():
     engine = engine_on(model)
     with pytest.raises(REFUSED):
         engine.verify(normal(B, T, D))
+
+
+class Attention(nn.Module):
+    """Queries and keys with biases; those of the keys shift all scores of a query alike, and change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_cancels_to_rounding_is_no_fault(dtype):
+    engine_on(Attention().to(dtype), clipping_style="param-wise").verify(normal(B, T, D).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_gradient_is_looked_at_all_the_same(dtype):
+    """A group whose gradient is 10^-4 of the whole mixes the samples."""
+    model = nn.ModuleDict({"large": nn.Linear(D, 3), "small": nn.Linear(D, 3)}).to(dtype)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            small = model["small"](x)
+            return model["large"](x) + 1e-4 * (small * small.detach().mean(0, keepdim=True).exp())
+
+    with pytest.raises(VerificationError, match=r"small\.weight"):
+        engine_on(Sum(), clipping_style="layer-wise").verify(normal(B, D).to(dtype))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.collectives import from_rank_0
-from dpshard.backends.local import WIDE, LocalBackend
+from dpshard.backends.local import WIDE, LocalBackend, checksum
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.rules.records import wide_dtype
@@ -109,7 +109,8 @@ class DDPBackend(LocalBackend):
             self._wide_sums[name] = x.view(self.parameters[name].shape)
 
     def _refuse_unreduced(self) -> None:
-        own = sum((_checksum(p.grad) for p in self.parameters.values() if p.grad is not None), torch.zeros(1).long())
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        own = sum((checksum(x) for x in gradients), torch.zeros((), dtype=torch.int64)).view(1)
         ranks_W = self.stack(own)
         if bool((ranks_W != ranks_W[0]).any()):
             self._forget_sums()
@@ -148,9 +149,3 @@ class DDPBackend(LocalBackend):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Reduce once per logical batch, in the backward of its last micro-batch."""
         return nullcontext() if last else self.model.no_sync()
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """Sum [1] of the bits of `x`: exact, in any order."""
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
-    return x.view(bits).sum(dtype=torch.int64).view(1).cpu()

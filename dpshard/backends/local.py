@@ -160,7 +160,7 @@ class LocalBackend:
         """Note `.grad` as it is now: whoever changes it before the noise is in is noticed."""
         gradient = self.parameters[name].grad
         if gradient is not None:
-            self._sums[name] = _Noted(gradient, self._versions(gradient), _checksum(self._local(gradient)))
+            self._sums[name] = _Noted(gradient, self._versions(gradient), checksum(self._local(gradient)))
 
     def unwatched(self) -> AbstractContextManager[Any]:
         """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
@@ -224,7 +224,7 @@ class LocalBackend:
     def _rewritten(self, names: Iterable[str]) -> str | None:
         """Name of a gradient that has other bits than backward has left."""
         noted = {name: self._sums[name] for name in names if name in self._sums}
-        differ = [_checksum(self._local(x.gradient)) != x.checksum for x in noted.values()]
+        differ = [checksum(self._local(x.gradient)) != x.checksum for x in noted.values()]
         if not differ:
             return None
         # Read all at once: an accelerator is waited for once.
@@ -371,7 +371,7 @@ class _Noted:
     """[], int64."""
 
 
-def _checksum(x: Tensor) -> Tensor:
+def checksum(x: Tensor) -> Tensor:
     """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
     octets = x.detach().contiguous().view(-1).view(torch.uint8)
     start = -octets.storage_offset() % 8  # words are aligned

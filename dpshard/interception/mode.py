@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpshard.interception.stand_ins import Rehearsal, SlotMaker
+from dpshard.calls import Function, function_name, outputs_of, tensors_of
+from dpshard.interception.stand_ins import Premade, Rehearsal, SlotMaker
 from dpshard.layout import (
+    PASS_THROUGH,
     CallLayout,
-    Function,
     Layout,
     Quiet,
     call_key,
     canonical,
     derive,
-    function_name,
-    outputs_of,
-    tensors_of,
+    rows_key,
 )
-from dpshard.rules import COMPOSITES, RULES
+from dpshard.routing import Routing
+from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
 from dpshard.rules.records import PerSample
 from dpshard.tape import Use, dummies_like, hold, tap
@@ -31,24 +31,16 @@ from dpshard.tape import Use, dummies_like, hold, tap
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, fix=) -> the error to raise."""
 
-_PASS_THROUGH = frozenset(
-    {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
+_LOST = (
+    "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
+    "function that mixes rows), so nobody can tell which sample a row belongs to. Keep all rows, [B, T, ...], and mask "
+    "what comes out, or the loss"
 )
-"""Functions and properties of a parameter that carry no gradient of it."""
-
-
-_PICKING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("masked_select", "nonzero", "argwhere", "unique", "unique_consecutive")
-    if hasattr(owner, name)
+_ROUTED = (
+    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through linear "
+    "maps, grouped products and elementwise functions with a parameter, one sample's rows beside another's; keep all "
+    "rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
 )
-"""Functions whose number of output rows depends on the values of the data."""
-
-
-def _has_mask(index: Any) -> bool:
-    indices = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 class UnknownCall(Exception):
@@ -63,7 +55,7 @@ class InterceptionMode(TorchFunctionMode):
         self.refusal = refusal
         self.layout = layout
         self.slots = slots
-        self.picked: dict[Tensor, None] = {}
+        self.routing = Routing(slots.batch_size, self._holds_samples)
         self.sources = dict(sources)  # grows by what the forward derives
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,15 +70,13 @@ class InterceptionMode(TorchFunctionMode):
         if not (self._uses(args) or (kwargs and self._uses(kwargs.values()))):
             result = func(*args, **kwargs)
             if not torch.compiler.is_compiling():
-                self._note_picked(func, args, kwargs, result)
+                self.routing.follow(func, args, kwargs, result)
             return result
         return self._redirect(func, args, kwargs)
 
-    def _note_picked(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
-        """Remember tensors whose rows were picked by values of the data: their shape does not tell rows per sample."""
-        picks = func in _PICKING or (func is Tensor.__getitem__ and _has_mask(args[1]))
-        if picks or (self.picked and any(x in self.picked for x in tensors_of((args, kwargs)))):
-            self.picked.update(dict.fromkeys(outputs_of(result)))
+    def _holds_samples(self, x: Tensor, _: bool) -> bool:
+        known = self.layout.get(rows_key(x))
+        return known is not None and known.inputs[0] is not None
 
     def _uses(self, args: Any) -> bool:
         for x in args:
@@ -100,7 +90,7 @@ class InterceptionMode(TorchFunctionMode):
     def _redirect(self, func: Function, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_of((args, kwargs)))
         layout = self.layout.get(call_key(func, tensors, self.sources))
-        if function_name(func) in _PASS_THROUGH:
+        if function_name(func) in PASS_THROUGH:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and not isinstance(self.slots, Rehearsal):
             return func(*args, **kwargs)
@@ -112,16 +102,38 @@ class InterceptionMode(TorchFunctionMode):
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = _InterceptedCall(self, func, args, kwargs, tensors, layout)
-        if self.picked and any(x in self.picked for x in tensors):
-            raise call.refuse(
-                "the data has picked the rows of its input (a boolean mask, nonzero, unique), so their shape does not "
-                "say which sample a row belongs to. Keep all rows, [B, T, ...], and mask what comes out, or the loss",
-                fix=False,
-            )
-        rule = RULES.get(func)
+        compiling = torch.compiler.is_compiling()
+        rules = ROUTED_RULES if (layout.lost or layout.routed or not compiling) and self._routed(call) else RULES
+        rule = rules.get(func)
         if rule is None:
             raise call.refuse("no rule gives its per-sample gradient")
-        return rule(call, *args, **kwargs)
+        result = rule(call, *args, **kwargs)
+        if not compiling:
+            self.routing.follow(func, args, kwargs, result)
+        return result
+
+    def _routed(self, call: _InterceptedCall) -> bool:
+        """Whether a call meets routed rows, which do not lie as if they had never been routed."""
+        if call.layout.routed and (torch.compiler.is_compiling() or isinstance(self.slots, Rehearsal | Premade)):
+            raise call.refuse(_ROUTED.format("torch.compile would fix their number; leave it out of what is compiled"))
+        data = [x for x in call.tensors if x not in self.sources]
+        if call.layout.lost or any(self.routing.lost(x) for x in data):
+            raise call.refuse(_LOST, fix=False)
+        routed = [x for x in data if self.routing.samples(x) is not None]
+        expected = [x for x, axis in zip(call.tensors, call.layout.inputs, strict=True) if axis and axis.routed]
+        if not routed and not expected:
+            return False
+        sample_N = self.routing.agreed(routed) if routed else None
+        if sample_N is None or any(all(x is not y for y in routed) for x in expected):
+            raise call.refuse(_ROUTED.format("its inputs hold rows of different samples side by side"), fix=False)
+        if self.routing.in_order(sample_N) and call.func in RULES:
+            call.layout = call.layout.in_order()
+            call.output_axis = call.layout.output
+            return False
+        if call.func not in ROUTED_RULES or not call.layout.routed:
+            raise call.refuse(_ROUTED.format("there is no rule for such rows"), fix=False)
+        call.samples = sample_N
+        return True
 
     def _derive(self, func: Function, args: Any, kwargs: Any) -> Any:
         cut: dict[Tensor, Source] = {}
@@ -163,6 +175,7 @@ class _InterceptedCall:
         self.tensors, self.layout = tensors, layout
         self.batch_size = mode.slots.batch_size
         self.output_axis = layout.output
+        self.samples: Tensor | None = None
 
     def source(self, x: Any) -> Source | None:
         return self.mode.sources.get(x) if isinstance(x, Tensor) else None

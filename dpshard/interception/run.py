@@ -40,7 +40,9 @@ class Run:
         leaf, dim = self.leaves[i], self.dims[i]
         if dim is None:
             return leaf
-        return leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
+        with torch._C.DisableTorchFunction():
+            picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
+        return picked.clone()  # what modes see is where an input of this many samples comes from, not the picking
 
 
 def plan_run(

@@ -20,6 +20,8 @@ class BatchAxis:
     """The dimension, from 0."""
     sample_major: bool = True
     """When the dimension is B * k long: whether the k rows of one sample are adjacent ([B, k]) or strided ([k, B])."""
+    routed: bool = False
+    """Whether the data decides whose row is where (experts): `Call.samples` says, and neither `split` nor `merge`."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """`x` with the samples first: [B, ...]; k rows of a sample become a dimension of their own, where they were."""
@@ -57,6 +59,8 @@ class Source:
     """Whether two sources of the same label are the same function of the parameters (no constants took part)."""
     transpose_of: Source | None = None
     """The matrix that this matrix is the transpose of: a product with the one is recorded as one with the other."""
+    slice_of: tuple[Source, int] | None = None
+    """The source of which this is one element along dimension 0, and which: an expert's weight."""
 
 
 Build = Callable[..., Sequence[tuple[Source, Record]]]
@@ -71,6 +75,8 @@ class Call(Protocol):
     kwargs: dict[str, Any]
     batch_size: int
     output_axis: BatchAxis | None
+    samples: Tensor | None
+    """For routed rows: the sample of every row, int64 [N], for all routed arguments alike."""
 
     def source(self, x: Any) -> Source | None:
         """The source that `x` is, or None for data, constants and frozen parameters."""

@@ -1,11 +1,12 @@
 """Records: what is known, sample by sample, about the gradient of one parameter after one use of it.
 
 [Note: Records]
-A use of a parameter leaves one of three records. B samples, G groups of a weight, T positions, R rows, C columns:
+A use of a parameter leaves one of four records. B samples, G groups of a weight, T positions, R rows, C columns:
 
     OuterProduct   rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
     Gather         ids [B, T], values [B, T, C]             gradient of sample i: values_it added to row ids_it, [V, C]
     PerSample      gradient [B, *shape]                     the gradient itself
+    RoutedProduct  rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
 
 Each gives its squared norm [B], the per-sample gradients, and the sum weighted by factors [B]. A parameter that is
 used several times has the sum of its records as its gradient: records of a kind join into one, and kinds that stay
@@ -14,7 +15,7 @@ apart have inner products, so that norms hold all cross terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -41,7 +42,7 @@ class PerSample:
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B], float32 or float64."""
-        return torch.linalg.vector_norm(_flat(self.gradient), dim=1).square()
+        return torch.linalg.vector_norm(flat(self.gradient), dim=1).square()
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -49,8 +50,8 @@ class PerSample:
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]."""
-        flat = _flat(self.gradient)
-        return (factor_B.to(flat.dtype) @ flat).view(self.gradient.shape[1:])
+        rows = flat(self.gradient)
+        return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
 
     def without(self, dead_B: Tensor) -> PerSample:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
@@ -73,7 +74,7 @@ class OuterProduct:
 
         Bu et al. 2022, arXiv:2205.10683, Sec. 4. One sample's gradient is the batch's, which the sum needs anyway: its
         norm costs nothing if the gradient is `kept` until then. Gram matrices of very many positions do not resolve
-        the norm; see _gram_floor.
+        the norm; see gram_floor.
         """
         (B, _, T, R), C = self.rows.shape, self.cols.shape[3]
         if method is not NormMethod.CHEAPEST:
@@ -101,7 +102,7 @@ class OuterProduct:
             return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
         gram_r, gram_c = rows @ rows.mT, cols @ cols.mT
         scale = (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2)).square()
-        return torch.maximum((gram_r * gram_c).sum((1, 2, 3)), _gram_floor(scale))
+        return torch.maximum((gram_r * gram_c).sum((1, 2, 3)), gram_floor(scale))
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -134,12 +135,13 @@ class Gather:
     shape: torch.Size
     """Shape of the parameter; its elements in order are those of [V, C]."""
 
-    def _read(self) -> Tensor:
+    def read(self) -> Tensor:
+        """The values, zero where nothing was read."""
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B]: sorted by id, values of equal ids add up before the square; no T x T, no [B, V, C]."""
-        values = self._read()
+        values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -150,7 +152,7 @@ class Gather:
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
-        values = self._read()
+        values = self.read()
         B, _, C = values.shape
         out = values.new_zeros(B, self.shape.numel() // C, C)
         out.scatter_add_(1, self.ids.clamp(min=0)[:, :, None].expand_as(values), values)
@@ -158,7 +160,7 @@ class Gather:
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]."""
-        values = self._read() * factor_B.to(wide(self.values).dtype)[:, None, None]
+        values = self.read() * factor_B.to(wide(self.values).dtype)[:, None, None]
         C = values.shape[2]
         out = values.new_zeros(self.shape.numel() // C, C)
         return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
@@ -168,7 +170,75 @@ class Gather:
         return replace(self, values=_blank(self.values, dead_B))
 
 
-Record = PerSample | OuterProduct | Gather
+@dataclass(frozen=True, slots=True)
+class RoutedProduct:
+    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C], over the rows n that the data sent to group_n.
+
+    The rows of all samples lie side by side in any order, as experts see them; sample_n is whose row it is.
+    """
+
+    rows: Tensor
+    """[N, R]"""
+    cols: Tensor
+    """[N, C]"""
+    sample: Tensor
+    """[N], int64, in 0..B-1"""
+    group: Tensor
+    """[N], int64; rows whose group is not in 0..G-1 met no weight"""
+    batch_size: int
+    """B"""
+    shape: torch.Size
+    """Shape of the parameter; its elements in order are those of [G, R, C]."""
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.shape.numel() // (self.rows.shape[1] * self.cols.shape[1])
+
+    def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
+        """The K distinct values of `key` [N], and a product [R, C] of the rows of each, padded with zeros."""
+        met = (self.group >= 0) & (self.group < self.groups)
+        key, rows, cols = key[met], rows[met], wide(self.cols[met])
+        order = key.argsort(stable=True)
+        keys, place, counts = torch.unique_consecutive(key[order], return_inverse=True, return_counts=True)
+        longest = int(counts.max()) if len(counts) else 0
+        within = torch.arange(len(order), device=key.device) - (counts.cumsum(0) - counts)[place]
+
+        def padded(x: Tensor) -> Tensor:
+            out = x.new_zeros(len(keys), 1, longest, x.shape[1])
+            out[place, 0, within] = x[order]
+            return out
+
+        return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B]: groups are different elements of the weight, so theirs add up."""
+        keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
+        norm_sq = product.norm_sq(method)
+        return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]."""
+        rows = wide(self.rows)
+        return self._placed(self.group, rows * factor_B.to(rows.dtype)[self.sample][:, None], 1)[0]
+
+    def _placed(self, key: Tensor, rows: Tensor, n: int) -> Tensor:
+        keys, product = self._by(key, rows)
+        out = rows.new_zeros(n * self.groups, *product.shape)
+        out[keys] = product.per_sample()
+        return out.view(n, *self.shape)
+
+    def without(self, dead_B: Tensor) -> RoutedProduct:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        dead_N = dead_B[self.sample]
+        return replace(self, rows=_blank(self.rows, dead_N), cols=_blank(self.cols, dead_N))
+
+
+Record = PerSample | OuterProduct | Gather | RoutedProduct
 
 
 def offloaded(record: Record) -> Record:
@@ -193,9 +263,9 @@ def _to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """`x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
-    return wide(x).reshape(len(x), -1)
+    return wide(x).reshape(len(x), x.shape[1:].numel())
 
 
 def _blank(x: Tensor, dead_B: Tensor) -> Tensor:
@@ -203,64 +273,11 @@ def _blank(x: Tensor, dead_B: Tensor) -> Tensor:
     return x.masked_fill(dead_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def join(records: Sequence[Record]) -> list[Record]:
-    """The same gradient from at most one record of each kind."""
-    kinds: dict[object, list[Record]] = {}
-    for record in records:
-        kinds.setdefault(_kind(record), []).append(record)
-    return [_join(kind) if len(kind) > 1 else kind[0] for kind in kinds.values()]
-
-
-def _kind(record: Record) -> object:
-    """What records share that join: a grouped and a plain product of one weight, say, have different [G, R, C]."""
-    if isinstance(record, OuterProduct):
-        return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
-    return record.values.shape[2] if isinstance(record, Gather) else PerSample
-
-
-def _join(kind: Sequence[Record]) -> Record:
-    first = kind[0]
-    if isinstance(first, OuterProduct):
-        outer = [r for r in kind if isinstance(r, OuterProduct)]
-        return replace(first, rows=torch.cat([r.rows for r in outer], 2), cols=torch.cat([r.cols for r in outer], 2))
-    if isinstance(first, Gather):
-        gathers = [r for r in kind if isinstance(r, Gather)]
-        ids, values = torch.cat([r.ids for r in gathers], 1), torch.cat([r.values for r in gathers], 1)
-        return replace(first, ids=ids, values=values)
-    return PerSample(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
-
-
-def measure(
-    records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
-) -> tuple[Tensor, list[Record]]:
-    """Squared norm [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
-
-    With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
-    cheapest method keeps it only if it is the smaller of the two, or is used at once, since its group is `closing`:
-    at a micro-batch of 1 the per-sample gradients of a model are as large as the model.
-    """
-    joined = join(records)
-    if len(joined) == 1:
-        (record,) = joined
-        if isinstance(record, OuterProduct):
-            kept = keep and (method is NormMethod.INSTANTIATE or closing or record.shrinks())
-            if kept and record.instantiates(method, kept=True):
-                gradient = PerSample(record.per_sample())
-                return gradient.norm_sq(method), [gradient]
-        return record.norm_sq(method), joined
-    squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
-    total = squares
-    for i, first in enumerate(joined):
-        for second in joined[i + 1 :]:
-            total = total + 2 * inner(first, second)
-    return torch.maximum(total, _gram_floor(squares)), joined
-
-
 _RESOLUTION = 1024
 """Roundings by which a sum may be off, in units of eps times the sum of the absolute values of its terms."""
 
 
-def _gram_floor(scale_sq: Tensor) -> Tensor:
+def gram_floor(scale_sq: Tensor) -> Tensor:
     """The squared norm below which a sum of inner products, as large as `scale_sq` in all, is lost to rounding.
 
     What cancels in a sum of inner products is lost, but not in the clipped sum: a norm that comes out too small would
@@ -273,25 +290,3 @@ def _gram_floor(scale_sq: Tensor) -> Tensor:
 def _sum_floor(scale_sq: Tensor) -> Tensor:
     """The same where gradients are summed before they are squared: here the norm, not its square, is off by eps."""
     return (_RESOLUTION * torch.finfo(scale_sq.dtype).eps) ** 2 * scale_sq
-
-
-def inner(first: Record, second: Record) -> Tensor:
-    """Inner products [B] of the per-sample gradients of two records of one parameter."""
-    if isinstance(first, Gather) and isinstance(second, OuterProduct):
-        first, second = second, first
-    if (
-        isinstance(first, OuterProduct)
-        and isinstance(second, Gather)
-        and first.rows.shape[1] == 1
-        and first.cols.shape[3] == second.values.shape[2]
-    ):
-        return _inner_outer_gather(first, second)
-    return (_flat(first.per_sample()) * _flat(second.per_sample())).sum(1)
-
-
-def _inner_outer_gather(outer: OuterProduct, gather: Gather) -> Tensor:
-    """<sum_t r_t (x) c_t, gather> = sum_{t,t'} r_t[id_t'] <c_t, v_t'>: a tied embedding and head, never a [V, C]."""
-    rows_BTV, cols_BTC, values_BTC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather._read()
-    ids = gather.ids.clamp(min=0)
-    picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
-    return (picked_BTt * (cols_BTC @ values_BTC.mT)).sum((1, 2))

@@ -9,6 +9,9 @@ Rule = Callable[..., Any]
 
 RULES: dict[Callable[..., Any], Rule] = {}
 
+ROUTED_RULES: dict[Callable[..., Any], Rule] = {}
+"""Rules for calls on routed rows, of which `Call.samples` says whose they are; others never see such rows."""
+
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that are looked into rather than ruled as a whole: the same, written in functions of torch."""
 
@@ -19,6 +22,17 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
             RULES[function] = run
+        return run
+
+    return register
+
+
+def routed_rule(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for torch functions on routed rows."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            ROUTED_RULES[function] = run
         return run
 
     return register

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from dpshard.config import NormMethod
-from dpshard.rules.records import Gather, OuterProduct, PerSample, inner, join, measure
+from dpshard.rules.measure import inner, join, measure
+from dpshard.rules.records import Gather, OuterProduct, PerSample, RoutedProduct
 from tests.oracle import randn
 
 METHODS = list(NormMethod)
@@ -27,8 +28,21 @@ def gather(B, T, V, C, shape=None):
     return Gather(torch.randint(-1, V, (B, T)), randn(B, T, C), torch.Size(shape or (V, C)))
 
 
+def routed(B, N, R, C, G=1, shape=None):
+    """Rows of any sample for any group, in any order; some for no group at all."""
+    sample, group = torch.randint(0, B, (N,)), torch.randint(-1, G + 1, (N,))
+    return RoutedProduct(randn(N, R), randn(N, C), sample, group, B, torch.Size(shape or (G, R, C)))
+
+
 def by_hand(record):
     """Per-sample gradients in plain loops."""
+    if isinstance(record, RoutedProduct):
+        R, C = record.rows.shape[1], record.cols.shape[1]
+        out = torch.zeros(record.batch_size, record.shape.numel() // (R * C), R, C).double()
+        for i, group, row, col in zip(record.sample, record.group, record.rows, record.cols, strict=True):
+            if 0 <= group < out.shape[1]:
+                out[i, group] += torch.outer(row, col)
+        return out.view(record.batch_size, *record.shape)
     B = len(record.rows if isinstance(record, OuterProduct) else getattr(record, "ids", getattr(record, "gradient", 0)))
     if isinstance(record, PerSample):
         return record.gradient
@@ -65,6 +79,18 @@ def check(record):
 @given(B=sizes, T=st.integers(1, 9), R=sizes, C=sizes, G=st.integers(1, 3))
 def test_outer_product(B, T, R, C, G):
     check(outer(B, T, R, C, G))
+
+
+@few
+@given(B=sizes, N=st.integers(0, 20), R=sizes, C=sizes, G=st.integers(1, 3))
+def test_routed_product(B, N, R, C, G):
+    check(routed(B, N, R, C, G))
+
+
+def test_rows_that_meet_no_weight_may_hold_anything():
+    record = routed(3, 8, 2, 2)
+    record.cols[record.group != 0] = torch.nan
+    check(record)
 
 
 @few
@@ -111,11 +137,14 @@ def uses(B=3):
         gather(B, 7, 24, 1, shape=shape),
         PerSample(randn(B, *shape)),
         PerSample(randn(B, *shape)),
+        routed(B, 9, 6, 4, shape=shape),
+        routed(B, 7, 6, 4, shape=shape),
+        routed(B, 9, 3, 4, G=2, shape=shape),
     ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(chosen=st.lists(st.integers(0, 7), min_size=1, max_size=5), method=st.sampled_from(METHODS), keep=st.booleans())
+@given(chosen=st.lists(st.integers(0, 10), min_size=1, max_size=5), method=st.sampled_from(METHODS), keep=st.booleans())
 def test_a_sum_of_records_has_the_norm_of_the_sum(chosen, method, keep):
     every = uses()
     records = [every[i] for i in chosen]
@@ -129,12 +158,12 @@ def test_a_sum_of_records_has_the_norm_of_the_sum(chosen, method, keep):
 def test_join_leaves_one_record_of_each_kind():
     records = uses()
     joined = join(records)
-    assert len(joined) == 5  # outer products, grouped ones, rows, elements, gradients
+    assert len(joined) == 7  # outer products, grouped ones, rows, elements, gradients, routed rows, those of groups
     assert_close(sum(r.per_sample() for r in joined), sum(by_hand(r) for r in records))
 
 
-@pytest.mark.parametrize("first", range(8))
-@pytest.mark.parametrize("second", range(8))
+@pytest.mark.parametrize("first", range(11))
+@pytest.mark.parametrize("second", range(11))
 def test_inner_products(first, second):
     every = uses()
     a, b = every[first], every[second]
@@ -183,12 +212,12 @@ def test_the_cheapest_method_keeps_a_large_gradient_only_to_use_it_at_once():
     assert isinstance(measure([large], NormMethod.INSTANTIATE, keep=True)[1][0], PerSample)
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(11))
 def test_dead_samples_contribute_exact_zeros(index):
     record = uses()[index]
     for name in ("rows", "cols", "values", "gradient"):
         if hasattr(record, name):
-            getattr(record, name)[1] = torch.nan
+            getattr(record, name)[record.sample == 1 if isinstance(record, RoutedProduct) else 1] = torch.nan
     alive = record.without(torch.tensor([False, True, False]))
     assert bool((alive.per_sample()[1] == 0).all())
     assert_close(alive.per_sample()[[0, 2]], record.per_sample()[[0, 2]])

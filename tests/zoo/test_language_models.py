@@ -1,9 +1,16 @@
-"""Language models of transformers, tiny and random, all parameters trainable: exact, untouched."""
+"""Language models of transformers, tiny and random, all parameters trainable: exact, untouched.
+
+PITFALLS rows: 12 test_a_balancing_loss_is_refused; 13 test_positions_that_are_handed_in.
+"""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, assert_model_exact, tokens
+from dpshard.errors import VerificationError
+from tests.oracle import noise_free_engine
+from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, Wide, assert_model_exact, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,6 +43,38 @@ def test_decoders(name):
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, name + head)(configuration(**DECODERS[name]))
     assert_model_exact(model, {"input_ids": tokens()})
+
+
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 8},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 6, "head_dim": 4},
+}
+
+
+def mixture(name, **options):
+    sizes = {**TEXT, "num_key_value_heads": 1, "num_experts_per_tok": 2, **EXPERTS[name], **options}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_mixtures_of_experts(name, implementation):
+    model = mixture(name)
+    model.set_experts_implementation(implementation)
+    assert_model_exact(model, {"input_ids": tokens()})
+
+
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+def test_a_balancing_loss_is_refused():
+    """It counts the tokens of the whole micro-batch that went to an expert."""
+    ids = tokens()
+    for balanced in (False, True):
+        model = mixture("Mixtral", output_router_logits=balanced, router_aux_loss_coef=1.0).double()
+        noise_free_engine(model, batch_size=3)
+        refused = pytest.raises(VerificationError, match=r"a load-balancing loss") if balanced else nullcontext()
+        with Wide(), refused:
+            model(input_ids=ids, labels=ids)
 
 
 ENCODERS = {

@@ -1,0 +1,362 @@
+"""Rows that the data picks, or sends to experts: exact where they can be followed, refused where they cannot.
+
+PITFALLS rows: 8 (a use that cannot be told apart by sample raises, and names parameter, function and what to do);
+9 test_an_idle_expert_gets_noise; 12 test_a_balancing_loss_is_refused.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpshard import PrivacyEngine
+from dpshard.errors import BatchLayoutError, DpshardError, UnsupportedParameterError, VerificationError
+from tests.oracle import Use, assert_exact, gradients_of, noise_free_engine, private_step, randn
+
+pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+
+B, T, D, E = 4, 5, 3, 3
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def chosen(x):
+    """Which positions are kept, [B, T]: about half, of every sample another number, the first always."""
+    return (x[..., 0] > 0) | (torch.arange(x.shape[1]) == 0)
+
+
+def expert_of(x):
+    """The expert of every row, [N]: about equally many for each."""
+    return (flat(x)[:, 0] * 7).floor().long() % E
+
+
+def home(x, rows, values):
+    """The rows added to where they came from, [B, T, ...]."""
+    return (
+        torch.zeros(flat(x).shape[0], values.shape[-1], dtype=x.dtype)
+        .index_add_(0, rows, values)
+        .view(*x.shape[:2], -1)
+    )
+
+
+# --- rows that are left out -------------------------------------------------------------------------------------------
+
+
+def by_mask(m, x):
+    mask = chosen(x)
+    out = torch.zeros(*x.shape[:2], 4, dtype=x.dtype)
+    out[mask.nonzero(as_tuple=True)] = m.map(x[mask]).tanh()
+    return out
+
+
+def by_numbers(m, x):
+    rows = chosen(x).flatten().nonzero()[:, 0]
+    return home(x, rows, m.map(flat(x)[rows]).tanh())
+
+
+def by_select(m, x):
+    rows = chosen(x).flatten().nonzero()[:, 0]
+    return home(x, rows, F.silu(m.map(torch.index_select(flat(x), 0, rows))))
+
+
+@pytest.mark.parametrize("use", [by_mask, by_numbers, by_select])
+def test_rows_that_are_left_out(use):
+    assert_exact(Use(use, before=D, map=nn.Linear(D, 4)), randn(B, T, D))
+
+
+def test_as_many_rows_as_samples():
+    """Where a shape would say that row n is sample n."""
+
+    def use(m, x):
+        rows = x[:, 0].argsort()
+        out = torch.zeros(len(x), 4, dtype=x.dtype)
+        return out.index_copy(0, rows, m.map(x[rows]))
+
+    assert_exact(Use(use, before=D, map=nn.Linear(D, 4)), randn(6, D))
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def looped(m, x):
+    """A matrix, a bias and a scale for each expert, looked up one by one."""
+    expert, out = expert_of(x), torch.zeros(flat(x).shape[0], 4, dtype=x.dtype)
+    for e in expert.unique():
+        (rows,) = torch.where(expert == e)
+        picked = flat(x)[rows]
+        y = F.linear(picked, m.w[e], m.b[e]) * m.s[e]
+        out.index_add_(0, rows, y.tanh() * picked.norm(dim=-1, keepdim=True))
+    return out.view(*x.shape[:2], -1)
+
+
+def transposed(m, x):
+    expert, out = expert_of(x), torch.zeros(flat(x).shape[0], 4, dtype=x.dtype)
+    for e in range(E):
+        rows = (expert == e).nonzero().squeeze(-1)
+        y = flat(x)[rows] @ m.w[e].t() + m.b[e]
+        out = out.index_add(0, rows, torch.cat([y[:, :2].relu(), y[..., 2:]], dim=-1))
+    return out.view(*x.shape[:2], -1)
+
+
+def grouped_mm(x, w, *, offs, bias=None, out_dtype=None):
+    """As F.grouped_mm, in float64, for which torch has no kernel; rows beyond the last group hold anything."""
+    out, start = torch.full((len(x), w.shape[2]), torch.nan, dtype=x.dtype), 0
+    pieces = []
+    for g, end in enumerate(offs.tolist()):
+        pieces.append(x[start:end] @ w[g])
+        start = end
+    return torch.cat([*pieces, out[start:]])
+
+
+class Kernel(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (grouped_mm if func in (F.grouped_mm, torch._grouped_mm) else func)(*args, **(kwargs or {}))
+
+
+def sorted_by_expert(m, x):
+    expert = expert_of(x)
+    order = expert.argsort(stable=True)
+    ends = F.one_hot(expert, E).sum(0).cumsum(0).int()
+    y = F.grouped_mm(flat(x)[order], m.w.mT, offs=ends).tanh()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return y[back].view(*x.shape[:2], -1)
+
+
+def sorted_some_for_nobody(m, x):
+    """The last expert is not here (expert parallelism): its rows meet no weight."""
+    expert = expert_of(x)
+    order = expert.argsort(stable=True)
+    ends = F.one_hot(expert, E)[:, : E - 1].sum(0).cumsum(0).int()
+    y = F.grouped_mm(flat(x)[order], m.w[: E - 1].mT, offs=ends)
+    y = y.masked_fill((expert[order] == E - 1)[:, None], 0)
+    back = order.argsort()
+    return y[back].view(*x.shape[:2], -1)
+
+
+@pytest.mark.parametrize("use", [looped, transposed, sorted_by_expert, sorted_some_for_nobody])
+def test_experts(use):
+    model = Use(use, before=D, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4))
+    if use is not looped:
+        del model.s
+    if use in (sorted_by_expert, sorted_some_for_nobody):
+        del model.b
+    with Kernel():
+        assert_exact(model, randn(B, T, D))
+
+
+def test_experts_that_every_sample_uses_twice():
+    """One expert, the same layer twice: cross terms between all rows of a sample."""
+
+    def use(m, x):
+        return looped(m, torch.tanh(looped(m, x)[..., :D]))
+
+    assert_exact(Use(use, before=D, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4)), randn(B, T, D))
+
+
+def test_an_expert_that_sees_all_rows():
+    """A loop over the experts that were hit, each applied to everything and weighted: nothing is routed."""
+
+    def use(m, x):
+        weight = F.one_hot(expert_of(x), E).to(x.dtype).view(*x.shape[:2], E)
+        out = torch.zeros(*x.shape[:2], 4, dtype=x.dtype)
+        for e in expert_of(x).unique():
+            out += F.linear(x, m.w[e]) * weight[..., e, None]
+        return out
+
+    assert_exact(Use(use, before=D, w=randn(E, 4, D)), randn(B, T, D))
+
+
+def test_experts_under_checkpointing():
+    def use(m, x):
+        return checkpoint(m.experts, x, use_reentrant=False)
+
+    experts = Use(looped, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4))
+    assert_exact(Use(use, before=D, experts=experts), randn(B, T, D))
+
+
+def test_frozen_experts_between_trainable_layers():
+    def use(m, x):
+        return m.after(looped(m, m.map(x)))
+
+    model = Use(use, map=nn.Linear(D, D), after=nn.Linear(4, 2), w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4))
+    for name in "wbs":
+        getattr(model, name).requires_grad_(False)
+    assert_exact(model, randn(B, T, D))
+
+
+def test_an_idle_expert_gets_noise():
+    model = Use(looped, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4))
+    x = randn(B, T, D)
+    x[..., 0] = 0.01  # all rows to expert 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.w.detach().clone()
+    engine = PrivacyEngine(model, batch_size=B, sample_size=100, steps=1, noise_multiplier=1.0)
+    model(x).square().sum(2).mean(1).mean().backward()
+    assert model.w.grad[1:].abs().max() == 0
+    optimizer.step()
+    moved = (model.w.detach() - before)[1:]
+    assert 0.1 / B < moved.std() < 2 / B
+    engine.detach()
+
+
+def test_in_training_other_experts_than_in_the_probe():
+    """The layout is found on a few samples; the next batch hits experts and loads that these did not."""
+    x = randn(B, T, D)
+    x[..., 0] = 0.01
+    model = Use(looped, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4)).double()
+    noise_free_engine(model, batch_size=2 * B, max_grad_norm=1e-3, clipping_fn="automatic")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    y = randn(B, T, D)
+    for part in (x, y):
+        model(part).square().sum((1, 2)).mean().backward()
+    optimizer.step()
+    together = gradients_of(model)
+    fresh = Use(looped, w=model.w.detach(), b=model.b.detach(), s=model.s.detach())
+    options = {"max_grad_norm": 1e-3, "clipping_fn": "automatic", "batch_size": 2 * B}
+    apart = [private_step(fresh, (part,), lambda o: o.square().sum((1, 2)).mean(), **options) for part in (x, y)]
+    for name, g in together.items():
+        torch.testing.assert_close(g, apart[0][name] + apart[1][name])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(use, x, error=UnsupportedParameterError, match="", before=True, **parts):
+    model = Use(use, before=x.shape[-1] if before else 0, **(parts or {"map": nn.Linear(x.shape[-1], 4)})).double()
+    engine = noise_free_engine(model, batch_size=len(x), verify=False)
+    try:
+        with pytest.raises(error, match=match):
+            model(x)
+    finally:
+        engine.detach()
+
+
+def test_rows_that_were_mixed():
+    def use(m, x):
+        return m.map(x[chosen(x)].cumsum(0)).sum() * torch.ones(len(x))
+
+    refused(use, randn(B, T, D), match=r"map.*nobody can tell.*Keep all rows")
+
+
+def test_elements_that_were_picked():
+    def use(m, x):
+        return m.map(x.masked_select(chosen(x)[..., None]).view(-1, D))
+
+    refused(use, randn(B, T, D), match=r"map.*nobody can tell")
+
+
+def test_rows_of_different_samples_beside_each_other():
+    """A sample's row plus another's: refused without any verification."""
+
+    def use(m, x):
+        return m.map(x + x[x[:, 0].argsort()])
+
+    x = randn(B, D)
+    x[:, 0] = -torch.arange(B)  # in no order of theirs
+    refused(use, x, match=r"map.*nobody can tell", before=False)
+
+
+def test_rows_that_do_not_come_home():
+    def use(m, x):
+        rows = chosen(x).flatten().nonzero()[:, 0]
+        return m.after(home(x, rows.flip(0), m.map(flat(x)[rows])))
+
+    refused(use, randn(B, T, D), match=r"after.*nobody can tell", map=nn.Linear(D, 4), after=nn.Linear(4, 2))
+
+
+def test_a_function_without_a_rule_for_routed_rows():
+    def use(m, x):
+        return m.norm(x[chosen(x)])
+
+    refused(use, randn(B, T, D), match=r"norm.*no rule for such rows", norm=nn.LayerNorm(D))
+
+
+def test_rows_one_batch_apart():
+    """[T, B, D], flattened: whose row it is cannot be read from its number as usual."""
+
+    def use(m, x):
+        x = x.transpose(0, 1)
+        rows = chosen(x).flatten().nonzero()[:, 0]
+        return home(x, rows, m.map(flat(x)[rows]))
+
+    refused(use, randn(B, T, D), error=BatchLayoutError, match=r"one batch apart")
+
+
+def test_rows_that_stay_in_order_in_the_probe_alone():
+    """Two samples and three are sorted already, the micro-batch is not: followed in every forward, not only probed."""
+
+    def use(m, x):
+        return m.map(x[x[:, 0].argsort()].cumsum(0))
+
+    def before_is_the_identity(model):
+        with torch.no_grad():
+            model.before.weight.copy_(torch.eye(D))
+            model.before.bias.zero_()
+
+    x = randn(6, D)
+    x[:, 0] = torch.tensor([1.0, 2.0, 3.0, 0.5, 0.2, 0.1])
+    model = Use(use, before=D, map=nn.Linear(D, 4)).double()
+    before_is_the_identity(model)
+    noise_free_engine(model, batch_size=6, verify=False)
+    with pytest.raises(UnsupportedParameterError, match=r"map.*nobody can tell"):
+        model(x)
+
+
+def test_compiled_experts_are_refused():
+    def use(m, x):
+        return sorted_by_expert(m, x)
+
+    model = Use(use, before=D, w=torch.randn(E, 4, D))
+    noise_free_engine(model, batch_size=B, verify=False)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(DpshardError):
+        compiled(torch.randn(B, T, D))
+
+
+def test_a_table_that_is_read_by_index_is_no_route():
+    """As many rows as would fit the batch, and numbers that mean positions."""
+
+    def use(m, x):
+        positions = torch.arange(T - 1, -1, -1)
+        table = torch.linspace(0, 1, 2 * B * D, dtype=x.dtype).view(2 * B, D)
+        return m.map(x * (1 + table[positions]) + m.map2(table[positions]))
+
+    assert_exact(Use(use, before=D, map=nn.Linear(D, 4), map2=nn.Linear(D, D)), randn(B, T, D))
+
+
+def test_rows_picked_after_the_last_parameter_are_fine():
+    def use(m, x):
+        return m.map(x)[chosen(x)]
+
+    model = Use(use, map=nn.Linear(D, 4)).double()
+    noise_free_engine(model, batch_size=B, verify=False)
+    model(randn(B, T, D)).sum().backward()
+    assert model.map.weight.grad is not None
+
+
+def test_a_balancing_loss_is_refused():
+    """It divides by how many rows of the whole micro-batch went to an expert: no sample has a gradient of its own."""
+
+    class Balanced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.map = nn.Linear(D, E), nn.Linear(D, 4)
+
+        def forward(self, x):
+            share = self.gate(flat(x)).softmax(-1)
+            load = F.one_hot(share.argmax(-1), E).to(x.dtype).mean(0)
+            return self.map(x).square().mean() + E * (load * share.mean(0)).sum()
+
+    model = Balanced().double()
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(VerificationError, match=r"load-balancing loss"):
+        model(randn(B, T, D))
