@@ -19,7 +19,7 @@ from dpshard.cli.run_folder import write_atomically
 from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
 
 if TYPE_CHECKING:
-    from dpshard.planner import Clipping, Estimate, Plan
+    from dpshard.planner import Estimate, Plan
 
 GIB = 2**30
 
@@ -73,22 +73,28 @@ def command(
 
     For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
     """
+    chosen = [_parse(text) for text in clipping or ()]
     with console.err.status("loading ...") as status:
-        from dpshard.planner import DEFAULT_CLIPPINGS, Setup, make_plan
+        from dpshard.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
         from dpshard.planner.advice import advise
 
         setup = Setup(
             model=model, ranks=ranks, shard=shard, node=node, micro_batches=micro_batches, seq=seq,
             checkpointing=checkpointing, precision=precision, optimizer=optimizer,
         )  # fmt: skip
-        chosen = _parse(clipping) if clipping else DEFAULT_CLIPPINGS
+
+        def report(what: str) -> None:
+            status.update(f"{what} ...")
+            if not console.err.is_terminal:
+                console.err.print(f"{what} ...")
+
         begun = time.monotonic()
         plan = make_plan(
             setup,
             micro_batch=micro_batch,
-            clippings=chosen,
+            clippings=[Clipping(style, mode) for style, mode in chosen] or DEFAULT_CLIPPINGS,
             gpu_memory=gpu_memory,
-            report=lambda what: status.update(f"{what} ..."),
+            report=report,
         )
         seconds = time.monotonic() - begun
         advice = advise(plan)
@@ -99,16 +105,11 @@ def command(
     _print(plan, advice, seconds)
 
 
-def _parse(clippings: Sequence[str]) -> list[Clipping]:
-    from dpshard.planner import Clipping
-
-    found = []
-    for text in clippings:
-        style, _, mode = text.partition(":")
-        check_choice("clipping", style, get_args(ClippingStyle))
-        check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
-        found.append(Clipping(style, mode or "auto"))
-    return found
+def _parse(text: str) -> tuple[str, str]:
+    style, _, mode = text.partition(":")
+    check_choice("clipping", style, get_args(ClippingStyle))
+    check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
+    return style, mode or "auto"
 
 
 def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dpshard.config import check_positive
+from dpshard.config import check_positive, is_count
 from dpshard.errors import ConfigurationError
 from dpshard.planner.meter import Traffic
 from dpshard.planner.simulation import Clipping, Setup, simulated
@@ -106,7 +106,8 @@ def make_plan(
     Raises ConfigurationError for an unknown model, an impossible mesh, or within a process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
-        check_positive(name, value)
+        if not is_count(value):
+            raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
     if setup.ranks < 2:
         raise ConfigurationError(f"ranks={setup.ranks}: a plan is for at least 2 ranks.")
     limit = None
