@@ -15,15 +15,16 @@ from types import ModuleType
 import pytest
 import torch
 
+BESIDE = Path(sys.prefix) / "timm"
+
 _OPERATORS = ("nms", "qnms")
 _declared: list[torch.library.Library] = []  # what a Library declares goes with it
 
 
 def import_timm() -> ModuleType:
     """The module; or skip the test file, and say what is not tested."""
-    folder = Path(sys.prefix) / "timm"
-    if folder.is_dir() and str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    if BESIDE.is_dir() and str(BESIDE) not in sys.path:
+        sys.path.append(str(BESIDE))
     try:
         _import_torchvision()
         return importlib.import_module("timm")
