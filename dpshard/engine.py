@@ -24,6 +24,7 @@ from dpshard.config import (
     Mechanism,
     check_choice,
     check_positive,
+    is_count,
     parse_clipping_mode,
     warn_of_low_cap,
 )
@@ -261,33 +262,41 @@ class PrivacyEngine:
     def batches(
         self,
         dataset: Any,
-        micro_batch_size: int,
+        micro_batch_size: int | None,
         *,
+        steps: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> Iterator[LogicalBatch]:
         """The logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
-        contribute exactly nothing. Call `optimizer.step()` after each logical batch, also after an empty one.
-        Other arguments are those of DataLoader. Raises DataError for a data set that is empty, not map-style, or not
-        of `sample_size`.
+        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. Call
+        `optimizer.step()` after each logical batch, also after an empty one.
+        `steps` asks for so many logical batches instead: a part of the run, or more than was planned, for which
+        `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
+        is empty, not map-style, or not of `sample_size`.
         """
-        check_micro_batch_size(micro_batch_size)
+        if micro_batch_size is not None:
+            check_micro_batch_size(micro_batch_size)
+        if steps is not None and not is_count(steps):
+            raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
         loaded = load(
             dataset,
-            self._plans(micro_batch_size),
+            self._plans(micro_batch_size, steps),
             sample_size=self.mechanism.sample_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
+            worker_init_fn=worker_init_fn,
         )
         return self._logical_batches(loaded)
 
-    def _plans(self, micro_batch_size: int) -> Iterator[MicroBatchPlan]:
+    def _plans(self, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
         mechanism, backend = self.mechanism, self._backend
@@ -298,8 +307,11 @@ class PrivacyEngine:
             secure=self.mechanism.secure,
             max_batch_size=mechanism.max_batch_size,
         )
-        for step in range(self.step, self.steps):
-            yield from plan_micro_batches(sampler.draw(step), step, micro_batch_size, backend.rank, backend.world_size)
+        end = self.steps if steps is None else self.step + steps
+        for step in range(self.step, end):
+            drawn = sampler.draw(step)
+            size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
+            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size)
 
     def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
         if self._lot is not None:

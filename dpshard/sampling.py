@@ -164,6 +164,7 @@ def load(
     num_workers: int = 0,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
     """Pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
@@ -181,6 +182,7 @@ def load(
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
+        worker_init_fn=worker_init_fn,
     )
     # The loader returns batches in the order in which their indices were asked for.
     return ((plan, _padded(data, plan)) for data in loader for plan in [ahead.popleft()])

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard.errors import BatchLayoutError, BudgetExceededError, LogicalBatchError
+from dpshard.errors import BatchLayoutError, BudgetExceededError, ConfigurationError, LogicalBatchError
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
 
 pytestmark = [
@@ -454,3 +454,24 @@ def test_the_end_of_a_run():
     assert len(train(engine, model)) == 2
     assert list(engine.batches(TensorDataset(*DATA), 3)) == []
     assert engine.step == engine.steps == 2
+
+
+def test_whole_logical_batches_and_a_given_number_of_them():
+    """One micro-batch of what was drawn; and more steps than were planned, where no budget ends the run."""
+    engine = engine_on(mlp(), steps=2)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.0)
+    sizes = []
+    for part in (1, 3):
+        for logical_batch in engine.batches(TensorDataset(*DATA), None, steps=part):
+            assert len(logical_batch) == 1
+            for x, y in logical_batch:
+                sizes.append(len(x))
+                assert not logical_batch.is_padding.any()
+                F.cross_entropy(engine.model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.step == len(sizes) == 4
+    assert len(set(sizes)) > 1
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ConfigurationError, match="steps="):
+            engine.batches(TensorDataset(*DATA), None, steps=wrong)

@@ -25,7 +25,10 @@ from dpshard.cli import app
 from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "planning", "sources")
+NAMES = (
+    *("guide", "privacy-model", "architecture", "sharding", "sharding-deepspeed", "planning", "sources"),
+    *("integrations", "coming-from-opacus", "coming-from-fastdp"),
+)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

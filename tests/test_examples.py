@@ -20,7 +20,19 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize(("name", "right"), [("digits", 0.85), ("finetune", 0.75)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning, of a validation loader
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("digits", 0.85),
+        ("finetune", 0.75),
+        ("huggingface_trainer", 0.4),
+        ("accelerate_loop", 0.85),
+        ("lightning_callback", 0.85),
+    ],
+)
 def test_an_example_learns(name, right, capsys):
     assert load(name).main() >= right
     assert "epsilon = " in capsys.readouterr().out

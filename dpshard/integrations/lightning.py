@@ -1,0 +1,216 @@
+"""Lightning: a callback that makes the fitting of a LightningModule private.
+
+[Note: Lightning on logical batches]
+The train loader that the callback provides yields logical batches, so Lightning's steps count releases. The module's
+`training_step` is called once per micro-batch; Lightning itself does the last backward, within the closure of the
+optimizer's step. Its zero_grad comes between forward and backward there, where it would throw clipped sums away: while
+fitting it is done before the first micro-batch instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.logical_batch import LogicalBatch
+from dpshard.sampling import check_dataset
+
+
+class PrivateTraining(L.Callback):
+    """Makes fitting private: Trainer(callbacks=[private]).fit(module, private.loader), private = PrivateTraining(...).
+
+    Args:
+        loader: The ordinary train loader; its batch_size is the expected logical batch. Poisson sampling takes the
+            place of its sampler.
+        micro_batch_size: Rows that the module sees at once; batch_size if not given.
+        **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier, target_delta, ... Batch
+            size, sample size and steps follow from the loader and the Trainer.
+
+    The engine is `engine`, once fitting has begun. Its state, and the random states that dropout draws from, are in the
+    checkpoints, so that a step that is computed again releases the same value. One process; on several, use
+    accelerate, the Trainer of Hugging Face, or a loop of your own.
+
+    Raises ConfigurationError for a module or Trainer that would not be private as accounted.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, micro_batch_size: int | None = None, **privacy: Any) -> None:
+        if loader.batch_size is None:
+            raise ConfigurationError("The loader has no batch_size, which is the expected logical batch: give it one.")
+        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
+        check_dataset(loader.dataset, size)
+        self.engine: PrivacyEngine | None = None
+        self.loader = _LogicalBatches(self, loader, micro_batch_size or loader.batch_size)
+        self._settings = {"batch_size": loader.batch_size, "sample_size": size, **privacy}
+        self._loaded: Mapping[str, Any] | None = None
+        self._running: Iterator[Any] | None = None
+
+    # --- the fit ----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the engine, or go on with that of the checkpoint, and loop over micro-batches from now on."""
+        _refuse(trainer, pl_module)
+        if self.engine is not None and self._loaded is None:
+            raise EngineInUseError(
+                "This callback has seen a fit before, and another one adds to what is spent: fit with ckpt_path=, or "
+                "detach() the engine and make another PrivateTraining."
+            )
+        if self.engine is None:
+            steps = trainer.max_steps if trainer.max_steps > 0 else len(self.loader) * int(trainer.max_epochs or 1)
+            self.engine = PrivacyEngine(pl_module, steps=steps, **self._settings)
+        if self._loaded is not None:
+            self.engine.load_state_dict(dict(self._loaded["engine"]))
+        engine, step, backward = self.engine, pl_module.training_step, pl_module.backward
+
+        def training_step(logical_batch: LogicalBatch, *others: Any) -> Any:
+            return self._over_micro_batches(trainer, step, backward, logical_batch, *others)
+
+        def private_backward(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            engine.privatize()  # before any on_after_backward logs gradients, or anybody clips them
+
+        pl_module.training_step = training_step
+        pl_module.backward = private_backward
+        pl_module.optimizer_zero_grad = lambda *_: None  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hold the ledger against Lightning's count of steps."""
+        assert self.engine is not None
+        if self.engine.step != trainer.global_step:
+            raise CheckpointError(
+                f"Lightning goes on at step {trainer.global_step}, the privacy engine at step {self.engine.step}: the "
+                f"checkpoint was made without this callback, and what was spent would be forgotten."
+            )
+        if self._loaded is not None:
+            _restore_random(self._loaded["random"])
+            self._loaded = None
+
+    def _over_micro_batches(
+        self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
+    ) -> Any:
+        """The output for the last micro-batch, of which Lightning does the backward; those before are done."""
+        optimizer: Any = trainer.optimizers[0]
+        optimizer.zero_grad()
+        output = None
+        self._running = iter(logical_batch)  # the last micro-batch stays the current one until its backward is done
+        for micro_batch in self._running:
+            output = step(trainer.strategy.batch_to_device(micro_batch), *others)
+            if logical_batch.complete:
+                break
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor):
+                with torch.autocast(loss.device.type, enabled=False):
+                    backward(loss)  # without Lightning's hooks: these gradients are not private yet
+        return output
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Release a logical batch for which training_step has returned no loss, too."""
+        assert self.engine is not None
+        self._running = None
+        self.engine.privatize()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log epsilon, as often as Lightning logs."""
+        assert self.engine is not None
+        every = getattr(trainer, "log_every_n_steps", 0)
+        if every and self.engine.step % every == 0:
+            pl_module.log("epsilon", self.engine.epsilon(), prog_bar=True)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the module its own methods back."""
+        for name in ("training_step", "backward", "optimizer_zero_grad"):
+            pl_module.__dict__.pop(name, None)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """See on_fit_end."""
+        self.on_fit_end(trainer, pl_module)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state, which holds the run secret (guard checkpoints like the data), and random states."""
+        return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until fitting begins."""
+        self._loaded = state_dict or None
+
+
+class _LogicalBatches:
+    """What Lightning takes for its train loader."""
+
+    def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int) -> None:
+        self._callback, self._loader, self._micro_batch_size = callback, loader, micro_batch_size
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        engine = self._callback.engine
+        if engine is None:
+            raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
+        # A loader draws a seed for its workers; a resumed epoch has to have the random states of the first run.
+        with torch.random.fork_rng(devices=[]):
+            return engine.batches(
+                self._loader.dataset,
+                self._micro_batch_size,
+                steps=len(self),
+                collate_fn=self._loader.collate_fn,
+                num_workers=self._loader.num_workers,
+                pin_memory=self._loader.pin_memory,
+                prefetch_factor=self._loader.prefetch_factor,
+                worker_init_fn=self._loader.worker_init_fn,
+            )
+
+
+def _refuse(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Raise ConfigurationError for what would not be private as accounted."""
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "automatic_optimization=False: a module with a loop of its own makes its own PrivacyEngine, and goes over "
+            "engine.batches(...)."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            "accumulate_grad_batches divides losses before gradients are clipped: leave it at 1. The batch_size of the "
+            "loader is that of the logical batch, and micro_batch_size what fits into memory."
+        )
+    if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ConfigurationError(
+            f"{type(trainer.strategy).__name__} on {trainer.world_size} devices: this callback trains on one. On "
+            f"several use accelerate, the Trainer of Hugging Face, or a loop of your own; see docs/integrations.md."
+        )
+    if trainer.max_steps <= 0 and (trainer.max_epochs or -1) < 0:
+        raise ConfigurationError("max_epochs=-1: a private run has a length. Give max_epochs or max_steps.")
+
+
+def _random_states() -> dict[str, Any]:
+    """Of torch (all devices), numpy and Python, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the global one, which data augmentation uses
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def _restore_random(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))

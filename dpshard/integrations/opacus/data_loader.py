@@ -1,0 +1,92 @@
+"""What `make_private` returns as the data loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError
+from dpshard.integrations.opacus.progress import Progress
+
+_REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
+"""Samplers that only say in which order all samples come, or to which rank: Poisson sampling takes their place."""
+
+
+class DPDataLoader:
+    """The data set of a DataLoader, Poisson-sampled; one round of it has as many steps as the DataLoader had.
+
+    It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of
+    `physical_batch_size` rows, of which the last ones may be padding that contributes nothing. An empty logical batch
+    comes as one row of padding.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        engine: PrivacyEngine,
+        progress: Progress,
+        *,
+        physical_batch_size: int | None = None,
+    ) -> None:
+        self.original = loader
+        self.engine = engine
+        self.progress = progress
+        self.physical_batch_size = physical_batch_size
+        self.dataset = loader.dataset
+        self.batch_size = engine.mechanism.schedule[0]
+        self.sample_rate = self.batch_size / engine.mechanism.sample_size
+
+    def in_physical_batches(self, size: int) -> DPDataLoader:
+        """The same loader, in micro-batches of `size` rows."""
+        return DPDataLoader(self.original, self.engine, self.progress, physical_batch_size=size)
+
+    def __len__(self) -> int:
+        """Logical batches of one round, or the expected number of micro-batches, as Opacus counts them."""
+        rounds = len(self.original)
+        if self.physical_batch_size is None:
+            return rounds
+        return math.ceil(rounds * self.batch_size / self.physical_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.original
+        batches = self.engine.batches(
+            self.dataset,
+            self.physical_batch_size,
+            steps=len(loader),
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=loader.worker_init_fn,
+        )
+        for logical_batch in batches:
+            self.progress.batch = logical_batch
+            yield from logical_batch
+
+
+def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
+    """The user's DataLoader; ConfigurationError if it does more than Poisson sampling may replace."""
+    if isinstance(loader, DPDataLoader):
+        return loader.original
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(f"data_loader is of type {type(loader).__name__}; pass a torch.utils.data.DataLoader.")
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
+        if not isinstance(sampler, _REPLACED):
+            raise ConfigurationError(
+                f"data_loader has the sampler {type(sampler).__name__}, which Poisson sampling would replace. To train "
+                f"on a part of the data pass a torch.utils.data.Subset; other weights than equal ones cannot be "
+                f"accounted."
+            )
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            f"data_loader has the batch sampler {type(loader.batch_sampler).__name__}, which Poisson sampling would "
+            f"replace: give batch_size= instead."
+        )
+    if loader.multiprocessing_context is not None:
+        raise ConfigurationError("data_loader has a multiprocessing_context, which engine.batches does not pass on.")
+    return loader

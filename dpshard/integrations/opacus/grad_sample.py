@@ -1,0 +1,49 @@
+"""What `make_private` returns as the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dpshard.engine import PrivacyEngine
+from dpshard.integrations.opacus.progress import Progress
+
+
+class GradSampleModule(nn.Module):
+    """The private model around the user's one, which is `_module` and may be called just as well.
+
+    Keys of the state dict begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
+    """
+
+    def __init__(self, module: nn.Module, engine: PrivacyEngine, progress: Progress) -> None:
+        super().__init__()
+        self._module = module
+        self.training = module.training  # of parts in eval mode it says nothing
+        self._dpshard = (engine, progress)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the user's model."""
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_module"), name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, but for clipped sums to which more micro-batches of the logical batch will be added."""
+        if not self._dpshard[1].collecting:
+            super().zero_grad(set_to_none)
+
+    def cleanup(self) -> None:
+        """Make the user's model an ordinary one again."""
+        self._dpshard[0].detach()
+
+    remove_hooks = cleanup
+
+    def to_standard_module(self) -> nn.Module:
+        """The user's model, which is an ordinary one again."""
+        self.cleanup()
+        return self._module

@@ -1,0 +1,330 @@
+"""Hugging Face Trainer: `PrivateTrainer` is a Trainer whose training is private; everything else stays.
+
+[Note: Trainer on logical batches]
+To the Trainer one item of the train loader is one logical batch, and it accumulates nothing: so its steps, logs,
+schedulers and checkpoints count releases. The loop over micro-batches is within `training_step`. What the Trainer would
+do to gradients in between (clip them, divide by the tokens of the batch, scale for half precision) would change what is
+accounted: it is switched off, with a message, or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.losses import sample_losses
+from dpshard.sampling import check_dataset
+
+STATE = "dpshard.json"
+"""File of a checkpoint folder that holds the state of the engine."""
+_OURS = ("batch_size", "sample_size", "steps", "epochs", "loss_reduction")
+_LOGICAL_BATCH = "logical_batch"
+_OWN_LOSS = (
+    "Pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) is the mean over samples of each one's "
+    "own loss."
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class _Private:
+    """What makes a Trainer private; mix it in before a subclass of Trainer.
+
+    Args:
+        model, args: Those of the Trainer, like all others. The expected logical batch is
+            per_device_train_batch_size * gradient_accumulation_steps * processes, a micro-batch has
+            per_device_train_batch_size rows.
+        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier, target_delta, max_grad_norm,
+            clipping_style, ... Batch size, sample size, steps and loss reduction follow from the Trainer.
+
+    `engine` is the engine, once training has begun. Raises ConfigurationError for arguments under which the training
+    would not be private as accounted.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        privacy: Mapping[str, Any],
+        **more: Any,
+    ) -> None:
+        if given := [name for name in _OURS if name in privacy]:
+            raise ConfigurationError(
+                f"privacy= holds {', '.join(given)}, which follow from the Trainer: leave them out. The expected batch "
+                f"is per_device_train_batch_size * gradient_accumulation_steps * processes, the length of the run "
+                f"num_train_epochs or max_steps, and every loss is a mean over samples."
+            )
+        args = TrainingArguments() if args is None else args
+        _refuse(args)
+        self.engine: PrivacyEngine | None = None
+        self._privacy = dict(privacy)
+        self._expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._resumed_from: str | None = None
+        self._verified = False
+        self._shift: bool | None = None
+        super().__init__(model, _neutral(args), *others, **more)  # type: ignore[call-arg]
+        self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The logical batches of an epoch, each within a dict."""
+        ordinary = super().get_train_dataloader()  # type: ignore[misc]
+        return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected logical batch size."""
+        return self._expected
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, steps: int, released: int) -> None:
+        """Make the engine when model and optimizer are wrapped and loaded, before the first batch."""
+        trainer: Any = self
+        if self.engine is not None and self._resumed_from is None:
+            raise EngineInUseError(
+                "This Trainer has trained before. Another training of this model on the same data adds to what is "
+                "spent: resume from a checkpoint, or detach() the engine and make another PrivateTrainer."
+            )
+        if self.engine is None:
+            self.engine = PrivacyEngine(
+                trainer.model_wrapped,
+                batch_size=self._expected,
+                sample_size=len(trainer.train_dataset),
+                steps=steps,
+                **self._privacy,
+            )
+        if self._resumed_from is not None:
+            self.engine.load_state_dict(_read(Path(self._resumed_from)))
+            self._resumed_from = None
+        if self.engine.step != released:
+            raise CheckpointError(
+                f"The Trainer goes on at step {released}, the privacy engine at step {self.engine.step}: {STATE} of "
+                f"the checkpoint belongs to another step. Resume from another checkpoint."
+            )
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the micro-batches."""
+        trainer, engine = self, self.engine
+        assert engine is not None
+        losses = []
+        for micro_batch in inputs[_LOGICAL_BATCH]:
+            losses.append(super().training_step(model, micro_batch))  # type: ignore[misc]
+            trainer.current_flos += float(trainer.floating_point_ops(micro_batch))  # type: ignore[attr-defined]
+        engine.privatize()  # the Trainer looks at gradients before it steps
+        return torch.stack(losses).mean()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training, a mean over samples of each one's own loss; never divided by the tokens of the batch."""
+        if not model.training or self.engine is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        loss_fn = self._loss_outside(model, inputs)
+        if loss_fn is None:
+            return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        bare: Any = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
+        if not self._verified and self._privacy.get("verify", True):
+            self.engine.verify(loss_fn=loss_fn, targets=_uneven(labels), **inputs)
+            self._verified = True
+        outputs = model(**inputs)
+        loss = loss_fn(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
+        """The loss of outputs and labels that takes the place of the model's own; None to keep that one.
+
+        Models take the mean over the tokens of the whole batch, which mixes samples.
+        """
+        labels = inputs.get("labels")
+        if not isinstance(labels, Tensor):
+            return None
+        own = self.compute_loss_func  # type: ignore[attr-defined]
+        if own is not None:
+            return lambda outputs, labels: own(outputs, labels, num_items_in_batch=None)
+        if labels.dim() < 2 or labels.is_floating_point():
+            return None
+        if self._shift is None:
+            self._shift = _learn_shift(model, inputs)
+        shift = self._shift
+        return lambda outputs, labels: _token_losses(outputs, labels, shift).mean()
+
+    def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
+        """Log with the epsilon spent so far."""
+        if self.engine is not None:
+            logs["epsilon"] = self.engine.epsilon()
+        super().log(logs, *others, **more)  # type: ignore[misc]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.engine is not None and self.args.should_save:  # type: ignore[attr-defined]
+            # It holds the run secret: for its owner alone.
+            descriptor = os.open(Path(output_dir) / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self.engine.state_dict(), file)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._resumed_from = checkpoint
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+class PrivateTrainer(_Private, Trainer):
+    """A transformers.Trainer whose training is differentially private; add `privacy={"target_epsilon": 3.0}`."""
+
+
+class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
+    """A transformers.Seq2SeqTrainer whose training is differentially private; see PrivateTrainer."""
+
+
+class _LogicalBatches:
+    """What the Trainer takes for its train loader."""
+
+    def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:
+        size = len(dataset) if hasattr(dataset, "__len__") else 0
+        check_dataset(dataset, size)
+        self.dataset = dataset
+        self._trainer = trainer
+        self._collate_fn = collate_fn
+        self._steps = max(1, round(size / trainer._expected))
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        engine, args = self._trainer.engine, self._trainer.args  # type: ignore[attr-defined]
+        assert engine is not None
+        # A resumed epoch has the same random states as the first run, in which the loader was made at its start.
+        with torch.random.fork_rng(devices=[]):
+            batches = engine.batches(
+                self.dataset,
+                args.per_device_train_batch_size,
+                steps=self._steps - engine.step % self._steps,
+                collate_fn=self._collate_fn,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+                prefetch_factor=args.dataloader_prefetch_factor,
+            )
+        for logical_batch in batches:
+            yield {_LOGICAL_BATCH: logical_batch}
+
+
+class _Begin(TrainerCallback):
+    """Calls back when a training begins."""
+
+    def __init__(self, begin: Callable[[int, int], None]) -> None:
+        self._call = begin
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._call(state.max_steps, state.global_step)
+
+
+def _uneven(labels: Tensor) -> Tensor:
+    """Labels of which the first sample keeps one: a mean over the tokens of all shows, whatever batch came first."""
+    if labels.dim() < 2 or labels.is_floating_point():
+        return labels
+    uneven = labels.clone()
+    first = uneven[0].view(-1)
+    first[(first != -100).nonzero().view(-1)[:-1]] = -100
+    return uneven
+
+
+def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
+    """Cross-entropy [B] of every sample, of labels [B, T] that name the token at, or (`shift`) after, each position."""
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigurationError(
+            f"labels {tuple(labels.shape)} do not name a class for every position of the logits "
+            f"{tuple(logits.shape)}. {_OWN_LOSS}"
+        )
+    return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
+
+
+def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the model's own loss predicts the next token, as it turns out for one sample.
+
+    On one sample the mean over all tokens is the mean over its own, so it must be what `_token_losses` gives.
+    """
+    labels = inputs["labels"]
+    one = {
+        name: x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == len(labels) else x for name, x in inputs.items()
+    }
+    # All of them count, and neighbours differ: classes 0 0 1 1 0 0 1 1 ...
+    one["labels"] = (torch.arange(labels[0].numel(), device=labels.device) // 2 % 2).view_as(labels[:1])
+    model.eval()
+    with torch.no_grad():
+        outputs = model(**one)
+    model.train()
+    own, rest = (outputs["loss"], outputs) if isinstance(outputs, Mapping) else (outputs[0], outputs[1:])
+    apart = [abs(float(_token_losses(rest, one["labels"], shift)) - float(own)) for shift in (False, True)]
+    if not min(apart) <= 1e-3 * max(1.0, abs(float(own))):
+        raise ConfigurationError(
+            f"The loss of {type(model).__name__} is not the mean cross-entropy of its tokens (it is {float(own):g} on "
+            f"one sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
+            f"mixes samples: switch it off. {_OWN_LOSS}"
+        )
+    return apart[1] < apart[0]
+
+
+def _refuse(args: TrainingArguments) -> None:
+    """Raise ConfigurationError for arguments under which training would not be private as accounted."""
+    refused = {
+        "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
+        "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "
+        "loss of each sample.": args.label_smoothing_factor != 0,
+        "auto_find_batch_size begins again after an error within a logical batch: set "
+        "per_device_train_batch_size.": args.auto_find_batch_size,
+        "DeepSpeed steps within its own backward: use FSDP2, or dpshard's loop with deepspeed.initialize().": bool(
+            args.deepspeed
+        ),
+        f"{args.n_gpu} GPUs in one process would be used by DataParallel, which sends each a part of the samples: "
+        f"start one process for each by torchrun.": args.n_gpu > 1,
+        "hub_strategy uploads whole checkpoints, and they hold the run secret, with which the noise can be taken off "
+        "again: choose 'end' or 'every_save'.": args.push_to_hub
+        and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in ("checkpoint", "all_checkpoints"),
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ConfigurationError(f"TrainingArguments: {reason}")
+
+
+def _neutral(args: TrainingArguments) -> TrainingArguments:
+    """A copy under which the Trainer leaves the gradients alone."""
+    neutral = copy.copy(args)
+    if args.max_grad_norm:
+        _logger.warning(
+            "max_grad_norm=%g of TrainingArguments is not applied: every sample is clipped, and to clip their noisy "
+            "sum again would only shrink the step. Samples have max_grad_norm of privacy={...}, 1 if not set.",
+            args.max_grad_norm,
+        )
+    neutral.max_grad_norm = 0.0
+    neutral.gradient_accumulation_steps = 1  # of logical batches
+    neutral.ignore_data_skip = True  # the engine goes on with the batches of its own step
+    return neutral
+
+
+def _read(folder: Path) -> Any:
+    try:
+        return json.loads((folder / STATE).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} has no readable {STATE}: without it, what was spent would be forgotten. Resume from a "
+            f"checkpoint of a PrivateTrainer (made without save_only_model)."
+        ) from error

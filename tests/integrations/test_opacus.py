@@ -1,0 +1,377 @@
+"""Opacus's interface: its scripts run, and their updates are those of the oracle and of the engine itself.
+
+PITFALLS rows: 1, 5 test_an_update_is_the_oracles (of padded rows, too);
+12 test_the_ghost_criterion_keeps_samples_apart;
+19 test_steps_and_zero_grad_wait_for_the_logical_batch; 20 test_what_cannot_be_accounted_is_refused;
+24 test_a_saved_run_goes_on_bit_for_bit.
+"""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+import dpshard
+from dpshard.errors import BudgetExceededError, ConfigurationError, EngineInUseError, LogicalBatchError
+from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine
+from dpshard.integrations.opacus.optimizers import DPOptimizer
+from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
+from dpshard.integrations.opacus.validators import ModuleValidator
+from tests.integrations.opacus_scripts import SCRIPTS
+from tests.oracle import clipped_mean, gradients_of, per_sample_gradients, randn, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+
+N, BATCH, D, C, R = 62, 10, 5, 3, 0.6
+EXPECTED = 8
+"""Seven batches make a round, and 62 // 7 is what Opacus divides by."""
+
+
+class Rows(Dataset):
+    """Inputs, classes, and the number of the row."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.x, self.y = randn(N, D), torch.arange(N) % C
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i], i
+
+
+DATA = Rows()
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, C)).double()
+
+
+def make_private(model, *, method="make_private", loader=None, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = loader or DataLoader(DATA, batch_size=BATCH)
+    privacy = PrivacyEngine()
+    noise = {"noise_multiplier": 0.0} if method == "make_private" else {}
+    settings = {"max_grad_norm": R} | noise | options
+    made = getattr(privacy, method)(module=model, optimizer=optimizer, data_loader=loader, **settings)
+    privacy.engine._secret = bytes(range(32))
+    return privacy, *made
+
+
+def a_round(model, optimizer, loader, criterion=F.cross_entropy, *, first=False):
+    """Rows of each logical batch, and the gradients that each step used; zero_grad first or last."""
+    seen, used, rows = [], [], []
+    optimizer.attach_step_hook(lambda _: used.append(gradients_of(model._module)))
+    for x, y, i in loader:
+        if first:
+            optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        rows.extend(i[~loader.progress.batch.is_padding].tolist())
+        before = len(used)
+        optimizer.step()
+        if len(used) > before:
+            seen.append(rows)
+            rows = []
+        if not first:
+            optimizer.zero_grad()
+    assert not rows
+    return seen, used
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_with_its_import_changed(script, tmp_path):
+    source = re.sub(r"^from opacus", "from dpshard.integrations.opacus", SCRIPTS[script], flags=re.MULTILINE)
+    assert source.count("dpshard") == SCRIPTS[script].count("from opacus")
+    namespace = {"__name__": "__main__", "FOLDER": tmp_path}
+    exec(compile(source, script, "exec"), namespace)
+    assert namespace["privacy_engine"].engine.step == namespace["steps"] > 0
+    assert 0 < namespace["privacy_engine"].get_epsilon(1e-5) < 100
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("physical", [None, 3])
+def test_an_update_is_the_oracles(mode, reduction, physical):
+    model = mlp()
+    made = make_private(model, grad_sample_mode=mode, loss_reduction=reduction)
+    _, private, optimizer, *criterion, loader = made
+    optimizer.param_groups[0]["lr"] = 0.0  # every step is held against the same parameters
+    assert optimizer.expected_batch_size == EXPECTED
+
+    def loss(output, y):
+        return F.cross_entropy(output, y, reduction=reduction)
+
+    if physical:
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as small:
+            assert len(small) == 19  # ceil(7 * 8 / 3)
+            seen, used = a_round(private, optimizer, small, *(criterion or [loss]), first=True)
+    else:
+        seen, used = a_round(private, optimizer, loader, *(criterion or [loss]))
+    assert len(seen) == len(used) == len(loader) == 7
+    assert len({len(rows) for rows in seen}) > 1  # Poisson
+    private.cleanup()
+    oracle = mlp()
+    checked = 0
+    for rows, gradients in zip(seen, used, strict=True):
+        if not rows:
+            continue
+        samples = per_sample_gradients(oracle, (DATA.x[rows], DATA.y[rows]), F.cross_entropy)
+        divisor = EXPECTED if reduction == "mean" else 1  # Opacus leaves a sum as it is
+        expected = clipped_mean(samples, max_grad_norm=R, batch_size=divisor)
+        assert relative_error(gradients, expected) < 1e-10
+        checked += 1
+    assert checked > 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_noise_and_batches_are_those_of_the_engine(first):
+    """With one run secret, the interface and the engine itself give the same parameters, noise included."""
+    model = mlp()
+    privacy, private, optimizer, loader = make_private(model, noise_multiplier=1.3)
+    state = privacy.engine.state_dict()
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+        a_round(private, optimizer, small, first=first)
+    plain = mlp()
+    engine = dpshard.PrivacyEngine(
+        plain,
+        batch_size=EXPECTED,
+        sample_size=N,
+        steps=7,
+        noise_multiplier=1.3,
+        max_grad_norm=R,
+        clipping_fn="abadi",
+    )
+    engine.load_state_dict(state)
+    own = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for logical_batch in engine.batches(DATA, 4):
+        for x, y, _ in logical_batch:
+            F.cross_entropy(plain(x), y).backward()
+        own.step()
+        own.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert privacy.get_epsilon(1e-5) == engine.epsilon(1e-5)
+    assert len(privacy.accountant) == 7
+
+
+def test_per_layer_clipping_is_the_oracles():
+    model = mlp()
+    norms = [R / 2] * 4
+    _, private, optimizer, loader = make_private(model, clipping="per_layer", max_grad_norm=norms)
+    optimizer.param_groups[0]["lr"] = 0.0
+    seen, used = a_round(private, optimizer, loader)
+    private.cleanup()
+    groups = [[name] for name, _ in model.named_parameters()]
+    samples = per_sample_gradients(model, (DATA.x[seen[0]], DATA.y[seen[0]]), F.cross_entropy)
+    expected = clipped_mean(samples, max_grad_norm=R, batch_size=EXPECTED, groups=groups)
+    assert relative_error(used[0], expected) < 1e-10
+
+
+def test_steps_and_zero_grad_wait_for_the_logical_batch():
+    """Also those of the model; and a round that is left early releases nothing of its last logical batch."""
+    model = mlp()
+    privacy, private, optimizer, loader = make_private(model)
+    start = [p.clone() for p in model.parameters()]
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=1, optimizer=optimizer) as small:
+        for x, y, _ in small:
+            F.cross_entropy(private(x), y).backward()
+            optimizer.step()
+            private.zero_grad()
+            optimizer.zero_grad()
+            assert small.progress.batch is not None
+            if len(small.progress.batch) > 1:
+                break
+        assert privacy.engine.step == small.progress.batch.step
+        if privacy.engine.step == 0:
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+        a_round(private, optimizer, small)
+    assert privacy.engine.step == small.progress.batch.step + 1 == loader.progress.batch.step + 1 >= 7
+
+
+def test_a_closure_is_evaluated_once_per_micro_batch():
+    model = mlp()
+    privacy, private, optimizer, loader = make_private(model)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+        for x, y, _ in small:
+
+            def closure(x=x, y=y):
+                loss = F.cross_entropy(private(x), y)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+            optimizer.zero_grad()
+    assert privacy.engine.step == 7
+
+
+def test_a_step_that_was_forgotten_is_noticed():
+    _, private, _, loader = make_private(mlp())
+    batches = iter(loader)
+    x, y, _ = next(batches)
+    F.cross_entropy(private(x), y).backward()
+    with pytest.raises(LogicalBatchError, match="was not released"):
+        next(batches)
+
+
+def test_the_budget_holds():
+    privacy, private, optimizer, loader = make_private(
+        mlp(),
+        method="make_private_with_epsilon",
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        epochs=2,
+    )
+    for _ in range(2):
+        a_round(private, optimizer, loader)
+    assert 2.9 < privacy.get_epsilon(delta=1e-5) <= 3.0
+    with pytest.raises(BudgetExceededError):
+        a_round(private, optimizer, loader)
+
+
+REFUSED = {
+    "shuffled batches": ({"poisson_sampling": False}, "the true one may be many times larger"),
+    "time first": ({"batch_first": False}, "transpose in the model's forward"),
+    "a generator": ({"noise_generator": torch.Generator()}, "predictable"),
+    "adaptive": ({"clipping": "adaptive"}, "Adaptive clipping is not there"),
+    "a list for flat": ({"max_grad_norm": [1.0]}, "'flat' with a number"),
+    "unequal norms": ({"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, 2.0]}, "all equal"),
+    "too few norms": ({"clipping": "per_layer", "max_grad_norm": [1.0]}, "4 trainable parameters"),
+    "no gradients": ({"grad_sample_mode": "no_op"}, "p.grad_sample"),
+    "other reduction": (
+        {"grad_sample_mode": "ghost", "criterion": nn.CrossEntropyLoss(reduction="sum")},
+        "loss_reduction='mean'",
+    ),
+    "a subset by sampler": (
+        {"loader": DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler(range(9)))},
+        "torch.utils.data.Subset",
+    ),
+    "weights": (
+        {"loader": DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * N, N))},
+        "WeightedRandomSampler",
+    ),
+    "no loader": ({"loader": [1]}, "DataLoader"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_accounted_is_refused(case):
+    options, message = REFUSED[case]
+    model = mlp()
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make_private(model, **options)
+    make_private(model)  # what was refused has left nothing behind
+
+
+def test_foreign_and_forgotten_parameters_are_refused():
+    model = mlp()
+    loader = DataLoader(DATA, batch_size=BATCH)
+    for parameters in (mlp().parameters(), model[0].parameters()):
+        with pytest.raises(ConfigurationError, match="different parameters"):
+            PrivacyEngine().make_private(
+                module=model,
+                optimizer=torch.optim.SGD(parameters, lr=0.1),
+                data_loader=loader,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+
+
+def test_an_engine_makes_one_model_private():
+    privacy, private, optimizer, loader = make_private(mlp(), noise_multiplier=1.0)
+    again = {"module": private, "optimizer": optimizer, "data_loader": loader}
+    with pytest.raises(EngineInUseError, match="make_private was called before"):
+        privacy.make_private(**again, noise_multiplier=1.0, max_grad_norm=1.0)
+    private.cleanup()
+    # What make_private has returned can be made private anew.
+    _, optimizer, _ = PrivacyEngine().make_private(**again, noise_multiplier=1.0, max_grad_norm=1.0)
+    assert isinstance(optimizer, DPOptimizer)
+    assert isinstance(optimizer.original_optimizer, torch.optim.SGD)
+
+
+def test_the_wrapped_model_is_like_the_users():
+    model = mlp()
+    model.note = "mine"
+    _, private, _, _ = make_private(model)
+    assert isinstance(private, GradSampleModule)
+    assert private.note == "mine"
+    assert set(private.state_dict()) == {f"_module.{key}" for key in model.state_dict()}
+    private.eval()
+    assert not model[0].training
+    assert private.to_standard_module() is model
+    assert "forward" not in vars(model[0])
+
+
+def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
+    privacy, private, optimizer, loader = make_private(mlp(), noise_multiplier=1.0)
+    a_round(private, optimizer, loader)
+    privacy.save_checkpoint(path=tmp_path / "run.pt", module=private, optimizer=optimizer, checkpoint_dict={"epoch": 1})
+    a_round(private, optimizer, loader)
+    other, resumed, second, again = make_private(mlp(), noise_multiplier=1.0)
+    assert other.load_checkpoint(path=tmp_path / "run.pt", module=resumed, optimizer=second)["epoch"] == 1
+    a_round(resumed, second, again)
+    assert other.get_epsilon(1e-5) == privacy.get_epsilon(1e-5)
+    for p, q in zip(private.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_ghost_criterion_keeps_samples_apart():
+    """A mean over the tokens of all samples, and class weights, would make them depend on each other."""
+    torch.manual_seed(0)
+    logits, target = randn(4, 6, C), torch.randint(0, C, (4, 6))
+    target[0, 1:] = -100
+    target[1] = -100
+    weight = torch.tensor([1.0, 2.0, 5.0]).double()
+    model = mlp()
+    *_, criterion, _ = make_private(
+        model, grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss(ignore_index=-100, weight=weight)
+    )
+    alone = [
+        F.cross_entropy(logits[i], target[i], weight=weight, reduction="sum") / max(1, (target[i] >= 0).sum())
+        for i in range(4)
+    ]
+    flat = criterion(logits.view(-1, C), target.view(-1), shape=logits.shape)
+    torch.testing.assert_close(flat, torch.stack(alone).mean())
+    torch.testing.assert_close(criterion(logits.transpose(1, 2), target), flat)
+
+
+def test_the_validator_leaves_the_model_alone():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(3, 4), norm)
+    errors = ModuleValidator.validate(model)
+    assert "BatchNorm1d -> GroupNorm(1, 4)" in str(errors[0])
+    assert model[1] is norm
+    fixed = ModuleValidator.fix_and_validate(model)
+    assert isinstance(fixed[1], nn.GroupNorm)
+    assert fixed[0].weight is not model[0].weight
+    with pytest.raises(dpshard.DpshardError, match=r"ModuleValidator\.fix"):
+        PrivacyEngine().validate(module=model)
+    assert not PrivacyEngine().is_compatible(module=model)
+    assert PrivacyEngine().is_compatible(module=PrivacyEngine.get_compatible_module(model))
+    assert ModuleValidator.validate(nn.BatchNorm1d(4))  # one that nothing can take the place of, in the model's stead
+
+
+def test_padding_reaches_no_gradient_of_an_empty_batch():
+    """A round of a tiny sampling rate has empty batches: one row each, and steps that release noise alone."""
+    data = TensorDataset(randn(40, D), torch.zeros(40, dtype=torch.long))
+    model = mlp()
+    privacy, private, optimizer, loader = make_private(model, loader=DataLoader(data, batch_size=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        empty = 0
+        for x, y in loader:
+            F.cross_entropy(private(x), y).backward()
+            padding = loader.progress.batch.is_padding
+            if bool(padding.all()):
+                empty += 1
+                assert len(x) == 1
+                assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert privacy.engine.step == 40
+    assert empty > 0

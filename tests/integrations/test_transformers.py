@@ -1,0 +1,359 @@
+"""`PrivateTrainer`: its updates are the oracle's, the Trainer leaves gradients alone, and a run resumes bit for bit.
+
+PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_is_not_private_is_refused;
+12 test_updates_are_the_oracles (samples of different lengths); 14, 17 test_two_processes_train_as_one;
+24 test_a_resumed_run_is_the_same_bit_for_bit.
+"""
+
+import json
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError, VerificationError
+from dpshard.sampling import PoissonSampler
+from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+N, V = 24, 13
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Tokens of 3 to 6, of which some have no label."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = []
+        for i in range(N):
+            ids = torch.randint(1, V, (3 + i % 4,), generator=generator)
+            labels = ids.clone()
+            labels[i % 3] = -100
+            self.rows.append({"input_ids": ids, "labels": labels, "row": i})
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+DATA = Sentences()
+
+
+def collate(rows):
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+        "labels": pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+    }
+
+
+def gpt2(dropout=0.0):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=V,
+        n_positions=8,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=V,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config).double()
+
+
+def arguments(folder, cls=transformers.TrainingArguments, **options):
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+    }
+    return cls(str(folder), **{**defaults, **options})
+
+
+def trainer_of(
+    model, folder, cls=PrivateTrainer, privacy=None, arguments_class=transformers.TrainingArguments, **options
+):
+    own = {k: options.pop(k) for k in ("compute_loss_func", "callbacks", "eval_dataset") if k in options}
+    return cls(
+        model,
+        arguments(folder, arguments_class, **options),
+        train_dataset=DATA,
+        data_collator=collate,
+        privacy=privacy or {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "clipping_fn": "abadi"},
+        **own,
+    )
+
+
+class Watch(transformers.TrainerCallback):
+    """What the optimizer is about to step with, after each step's batch was drawn."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
+
+
+class Secret(transformers.TrainerCallback):
+    """The same run secret in every run: the same batches and the same noise."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *_, **__):
+        self.trainer.engine._secret = bytes(range(32))
+
+
+def own_loss(model):
+    """The loss of one sample, written out, given how its model shifts tokens."""
+
+    def loss(output, ids, labels):
+        logits = output.logits
+        if isinstance(model, transformers.GPT2LMHeadModel):
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [gpt2, t5, bert])
+def test_updates_are_the_oracles(make, tmp_path, caplog):
+    """Samples of different lengths, several micro-batches, and no second clipping, though the Trainer would."""
+    model, watch = make(), Watch()
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(model, tmp_path, callbacks=[watch], max_grad_norm=1e-3, learning_rate=0.0, max_steps=2)
+    assert "max_grad_norm=0.001 of TrainingArguments is not applied" in caplog.text
+    assert trainer.train().global_step == 2
+    engine = trainer.engine
+    assert engine.mechanism.schedule.sizes == (8, 8)
+    assert [row["epsilon"] for row in trainer.state.log_history] == [float("inf")] * 3
+    engine.detach()
+    model.train()
+    sampler = PoissonSampler(N, engine.mechanism.schedule, engine._secret)
+    for step, update in enumerate(watch.steps):
+        rows = sampler.draw(step).tolist()
+        samples = [one_sample(model, DATA[i]) for i in rows]
+        expected = clipped_mean(samples, max_grad_norm=0.5, batch_size=8)
+        assert any(norm(sample) > 0.5 for sample in samples)
+        assert relative_error(update, expected) < 1e-9
+    assert norm(watch.steps[0]) > 1e-2
+
+
+def one_sample(model, row):
+    batch = collate([row])
+    loss = own_loss(model)
+
+    class OnIds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return model(input_ids=ids, attention_mask=torch.ones_like(ids), **extra)
+
+    extra = {}
+    if isinstance(model, transformers.T5ForConditionalGeneration):
+        extra["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    (sample,) = per_sample_gradients(OnIds(), (batch["input_ids"], batch["input_ids"], batch["labels"]), loss)
+    return {name.removeprefix("model."): gradient for name, gradient in sample.items()}
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
+    """Dropout included, from the middle of an epoch, with the secret in a file that only its owner reads."""
+    options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    options["logging_steps"] = 6
+    privacy = {"noise_multiplier": 1.0}
+    whole = trainer_of(gpt2(0.2), tmp_path, privacy=privacy, **options)
+    whole.train()
+    assert len(whole.engine.metrics()) > 0
+    checkpoint = tmp_path / "checkpoint-2"
+    assert stat.S_IMODE((checkpoint / "dpshard.json").stat().st_mode) == 0o600
+    again = trainer_of(gpt2(0.2), tmp_path, privacy=privacy, **options)
+    torch.manual_seed(99)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert again.state.global_step == again.engine.step == 6
+    assert again.engine.state_dict() == whole.engine.state_dict()
+    assert again.state.log_history[-1]["epsilon"] == again.engine.epsilon()
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(EngineInUseError, match="has trained before"):
+        again.train()
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Under DDP, which the Trainer wraps the model in: noise included, with half of the accumulation steps."""
+    trainer = trainer_of(gpt2(), tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=3)
+    trainer.add_callback(Secret(trainer))
+    trainer.train()
+    worker = Path(__file__).with_name("trainer_worker.py")
+    run = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), worker, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(worker.parents[2])},
+    )
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
+    wrapped, steps, found = json.loads(line.removeprefix("RESULT "))
+    assert (wrapped, steps) == ("DistributedDataParallel", 3)
+    for values, parameter in zip(found, trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
+
+
+@pytest.mark.parametrize("damage", ["missing", "other step"])
+def test_what_was_spent_cannot_be_left_behind(damage, tmp_path):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(gpt2(), tmp_path, **options).train()
+    file = tmp_path / "checkpoint-2" / "dpshard.json"
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_text((tmp_path / "checkpoint-1" / "dpshard.json").read_text())
+    trainer = trainer_of(gpt2(), tmp_path, **options)
+    with pytest.raises(CheckpointError, match=r"what was spent|another step"):
+        trainer.train(resume_from_checkpoint=str(file.parent))
+
+
+def test_evaluation_and_generation_work_within_and_after_the_training(tmp_path):
+    trainer = trainer_of(
+        t5(),
+        tmp_path,
+        cls=PrivateSeq2SeqTrainer,
+        privacy={"noise_multiplier": 1.0},
+        eval_dataset=DATA,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        logging_steps=2,
+        predict_with_generate=True,
+        arguments_class=transformers.Seq2SeqTrainingArguments,
+    )
+    trainer.train()
+    assert trainer.engine.step == 2
+    assert sum("eval_loss" in row for row in trainer.state.log_history) == 2
+    assert len(trainer.predict(DATA, max_new_tokens=3).predictions) == N
+    assert trainer.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2).shape[0] == 1
+    assert json.loads(json.dumps(trainer.state.log_history))[-1]["epsilon"] == trainer.engine.epsilon()
+
+
+class Pooled(nn.Module):
+    """A model of the user's own, with a loss of its own that the Trainer is given or not."""
+
+    def __init__(self, balance=0.0):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(V, 6), nn.Linear(6, V)
+        self.balance = balance
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + self.balance * logits.mean((0, 1)).var()
+        return {"loss": loss, "logits": logits}
+
+
+def per_sample_loss(outputs, labels, num_items_in_batch=None):
+    losses = F.cross_entropy(outputs["logits"].transpose(1, 2), labels, reduction="none")
+    return (losses.sum(1) / labels.ne(-100).sum(1).clamp(min=1)).mean()
+
+
+def token_mean(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"].transpose(1, 2), labels)
+
+
+def test_a_loss_that_is_none_of_tokens_must_be_given(tmp_path):
+    with pytest.raises(ConfigurationError, match="not the mean cross-entropy of its tokens"):
+        trainer_of(Pooled(balance=5.0), tmp_path).train()
+    trainer_of(Pooled(), tmp_path, max_steps=1).train()
+    trainer_of(Pooled(balance=5.0), tmp_path, max_steps=1, compute_loss_func=per_sample_loss).train()
+
+
+def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
+    with pytest.raises(VerificationError):
+        trainer_of(Pooled(), tmp_path, max_steps=1, compute_loss_func=token_mean).train()
+
+
+REFUSED = {
+    "loss scaling": ({"fp16": True}, "bf16=True"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "compute_loss_func"),
+    "retries": ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    "secret on the hub": ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "run secret"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_private_is_refused(case, tmp_path):
+    options, message = REFUSED[case]
+    args = arguments(tmp_path)
+    for name, value in options.items():
+        setattr(args, name, value)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        PrivateTrainer(gpt2(), args, privacy={"noise_multiplier": 1.0})
+
+
+def test_settings_that_follow_from_the_trainer_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="batch_size, which follow from the Trainer"):
+        trainer_of(gpt2(), tmp_path, privacy={"target_epsilon": 1.0, "batch_size": 3})
