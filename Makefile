@@ -23,6 +23,10 @@ print(Path(spec.origin).parents[1] if (2, 11) <= version < (2, 16) else "")
 endef
 export FIND_TORCH
 
+# Beside the environment, for the tests of timm's models alone; see tests/zoo/beside.py.
+TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm timm==1.0.31 torchvision==0.28.0 \
+	|| echo "timm or torchvision cannot be had: the tests of timm's models will be skipped"
+
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=15
 
@@ -43,7 +47,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "$$site" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base-torch.pth" ;; \
 	esac; \
 	$(BIN)/python -m pip install -q $$pins "setuptools>=77"; \
-	$(BIN)/python -m pip install -q $$pins --no-build-isolation -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -q $$pins --no-build-isolation -e ".[$(EXTRAS)]"; \
+	case ",$(EXTRAS)," in *,dev,*) $(TIMM) ;; esac
 	@touch $@
 
 # Trains on handwritten digits at epsilon 3 and prints the privacy statement, in well under three minutes on 2 cores.

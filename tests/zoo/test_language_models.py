@@ -34,6 +34,13 @@ DECODERS = {
     "Gemma3": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
     "Mistral": {**TEXT, "num_key_value_heads": 1, "sliding_window": 4},
     "Phi": TEXT,
+    "Phi3": {**TEXT, "num_key_value_heads": 1},
+    "Cohere": {**TEXT, "num_key_value_heads": 1},
+    "GPTNeoX": TEXT,
+    "OPT": {**TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8, "dropout": 0.0},
+    "Bloom": {**TOKENS, "vocab_size": VOCABULARY, "hidden_size": 8, "n_layer": 2, "n_head": 2},
+    "Falcon": TEXT,
+    "Rwkv": {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "context_length": 16},
 }
 
 
@@ -49,6 +56,32 @@ EXPERTS = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 8},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 6, "head_dim": 4},
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 4,
+        "q_lora_rank": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "num_key_value_heads": 2,
+        "n_shared_experts": 1,
+    },
+    "Jamba": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 2,
+    },
 }
 
 
@@ -90,6 +123,17 @@ ENCODERS = {
         "seq_classif_dropout": 0.0,
     },
     "Albert": {"embedding_size": 6, "classifier_dropout_prob": 0.0},
+    "Electra": {"embedding_size": 6},
+    "ModernBert": {
+        "global_attn_every_n_layers": 2,
+        "local_attention": 4,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "embedding_dropout": 0.0,
+        "mlp_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "classifier_dropout": 0.0,
+    },
     "DebertaV2": {
         "relative_attention": True,
         "pos_att_type": ["p2c", "c2p"],

@@ -8,14 +8,19 @@ oracle and for the private step alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dpshard.interception import modules
+from dpshard.layout import Layout, find_layout
 from tests.oracle import TOLERANCE, clipped_mean, norm, per_sample_gradients, private_step, relative_error
+from tests.zoo import page
 
 B = 3
 VOCABULARY = 20
@@ -81,6 +86,20 @@ class OnRows(nn.Module):
         return self.read(self.model[0](**taken))
 
 
+@contextmanager
+def functions_met() -> Iterator[set[str]]:
+    """Fills a set with the names of the functions in which parameters meet samples, as layouts hold them."""
+    met: set[str] = set()
+
+    def find(*args: Any, **kwargs: Any) -> Layout:
+        layout = find_layout(*args, **kwargs)
+        met.update(str(key[0]).strip("_") for key, call in layout.items() if key[0] != "rows" and not call.derives)
+        return layout
+
+    with mock.patch.object(modules, "find_layout", find):
+        yield met
+
+
 def assert_model_exact(
     model: nn.Module, inputs: Mapping[str, Tensor], read: Callable[[Any], Tensor] = logits, **options: Any
 ) -> float:
@@ -92,7 +111,7 @@ def assert_model_exact(
             parameter.add_(0.2 * torch.randn_like(parameter))
     call, rows = OnRows(model, inputs, read), torch.arange(B)
     worst = 0.0
-    with Wide():
+    with Wide(), functions_met() as met:
         per_sample = per_sample_gradients(call, (rows,))
         norms = sorted(norm(gradients) for gradients in per_sample)
         assert norms[0] > 0
@@ -106,4 +125,5 @@ def assert_model_exact(
             error = relative_error(update, expected)
             assert error <= TOLERANCE, f"{style}: relative error {error:.2e}"
             worst = max(worst, error)
+    page.note(model, met, worst)
     return worst
