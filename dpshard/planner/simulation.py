@@ -10,6 +10,7 @@ memory nor matrix products to speak of.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -174,6 +175,8 @@ class Simulation:
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
+        # Whatever earlier steps have left behind in reference cycles would be counted until Python happens to find it.
+        gc.collect()
         self.meter.restart()
         for _ in logical_batch:
             with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
