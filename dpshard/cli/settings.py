@@ -229,7 +229,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(setting: Field[Any], hint: Any) -> Any:
     choices = get_args(hint) if get_origin(hint) is Literal else ()
-    default = "off" if setting.default in (None, False) else setting.default
+    default = "none" if setting.default is None else "off" if setting.default is False else setting.default
     recipes = {task: r[setting.name] for task, r in RECIPES.items() if setting.name in r}
     notes = [f"default: {default}"]
     notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in recipes.items()]
