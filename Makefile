@@ -28,7 +28,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 	|| echo "timm or torchvision cannot be had: the tests of timm's models will be skipped"
 
 # One thread a process: the test workers share the cores among themselves.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
 .PHONY: venv demo test quick lint check clean
 
@@ -52,7 +52,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Trains on handwritten digits at epsilon 3 and prints the privacy statement, in well under three minutes on 2 cores.
-demo: venv
+# It needs no tests and no linters: those are installed if they are asked for, or there already.
+demo:
+	@$(MAKE) -s venv EXTRAS=$(if $(wildcard $(STAMP)),$(EXTRAS),train)
 	$(BIN)/dpshard train
 
 test: venv

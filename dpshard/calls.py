@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
@@ -28,3 +30,31 @@ def function_name(func: Function) -> str:
     """The name of a torch function, or of the property of a tensor that it gets."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
+    """`w.type_as(x)` and `w.to(x)` as what they are, functions of w alone; and what dynamo cannot call, as its twin."""
+    if func is Tensor.unflatten:
+        return torch.unflatten, args  # the method calls super(), which dynamo does not know in a mode
+    if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
+        return Tensor.to, (args[0], args[1].device, args[1].dtype)
+    return func, args
+
+
+class Quiet:
+    """A process-wide switch: while `on`, function modes pass every call through unchanged.
+
+    It is on while a sharding framework gathers and frees parameters around a forward.
+    """
+
+    on = False
+
+    @classmethod
+    @contextmanager
+    def set(cls, on: bool) -> Iterator[None]:
+        """A block in which the switch is `on`, or off again."""
+        before, cls.on = cls.on, on
+        try:
+            yield
+        finally:
+            cls.on = before

@@ -14,25 +14,21 @@ are followed; see [Note: Routed rows] in routing.py.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpshard.calls import Function, function_name, outputs_of, tensors_of
+from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.derivation import derive
+from dpshard.determinism import Undropped
 from dpshard.errors import BatchLayoutError
 from dpshard.routing import ADDING, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
-from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
-from dpshard.rules.registry import composite
 
 CallKey = tuple[Any, ...]
 """Name of the function, and per tensor argument the label of the source that it is, or its rank.
@@ -95,97 +91,6 @@ PASS_THROUGH = frozenset(
 
 _SAME = 0.1
 """How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
-
-
-def _look_into(function: Any) -> None:
-    # The same code, with the check that would hand the whole call to the mode again answered by "no".
-    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    composite(function)(copy)
-
-
-_look_into(F.multi_head_attention_forward)
-_look_into(F.gumbel_softmax)
-
-_DROPOUT = {
-    **dict.fromkeys(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), "training"
-    ),
-    **{
-        getattr(torch, name): "train"
-        for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-        for name in (kind, f"{kind}_")
-    },
-}
-"""Dropout functions, and what they call the argument that switches them."""
-
-# Not 0, which would hide noise that is scaled by other samples, or the branch that a random draw decides.
-_FILLS = {"bernoulli": 1, "bernoulli_": 1, "rand": 0.25, "rand_like": 0.25, "uniform_": 0.25}
-_FILLS |= {"randn": 1, "randn_like": 1, "normal": 1, "normal_": 1, "exponential_": 1, "log_normal_": 1, "cauchy_": 1}
-_RANDOM = {
-    getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
-}
-"""Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
-
-
-def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call with its dropout switched off."""
-    if func in _DROPOUT:
-        return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
-    if func is F.scaled_dot_product_attention:
-        if len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-    return args, kwargs
-
-
-class Quiet:
-    """A process-wide switch: while `on`, function modes pass every call through unchanged.
-
-    It is on while a sharding framework gathers and frees parameters around a forward.
-    """
-
-    on = False
-
-    @classmethod
-    @contextmanager
-    def set(cls, on: bool) -> Iterator[None]:
-        """A block in which the switch is `on`, or off again."""
-        before, cls.on = cls.on, on
-        try:
-            yield
-        finally:
-            cls.on = before
-
-
-def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
-    """`w.type_as(x)` and `w.to(x)` as what they are, functions of w alone; and what dynamo cannot call, as its twin."""
-    if func is Tensor.unflatten:
-        return torch.unflatten, args  # the method calls super(), which dynamo does not know in a mode
-    if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
-        return Tensor.to, (args[0], args[1].device, args[1].dtype)
-    return func, args
-
-
-class Undropped(TorchFunctionMode):
-    """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
-
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look into composites, and run everything but random draws as it is."""
-        if Quiet.on:
-            return func(*args, **(kwargs or {}))
-        if func is torch.randperm:
-            return func(*args, **(kwargs or {})).sort().values
-        if func in _RANDOM:
-            return func(*args, **(kwargs or {})).fill_(_RANDOM[func])
-        args, kwargs = _without_dropout(func, args, kwargs or {})
-        if func in COMPOSITES:
-            with self:
-                return COMPOSITES[func](*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -477,90 +382,6 @@ def find_layout(
             run(sizes[0])
         second.resolve(valued.values)
     return second.layout
-
-
-def _traced(values: dict[str, Tensor]) -> Tensor:
-    raise AssertionError("a source that was derived in a compiled region is never replayed")
-
-
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as"})
-
-
-def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
-    """The source that is output number `index` of a function of parameters alone."""
-    parents = [sources[x] for x in tensors_of((args, kwargs)) if x in sources]
-
-    def frozen(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return sources[x] if x in sources else x.detach()
-        if isinstance(x, dict):
-            return {key: frozen(value) for key, value in x.items()}
-        if isinstance(x, (tuple, list)):
-            items = [frozen(item) for item in x]
-            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        return x
-
-    kept = frozen((args, kwargs))
-
-    def replay(values: dict[str, Tensor]) -> Tensor:
-        def filled(x: Any) -> Any:
-            if isinstance(x, Source):
-                return x.replay(values)
-            if isinstance(x, dict):
-                return {key: filled(value) for key, value in x.items()}
-            if isinstance(x, (tuple, list)):
-                items = [filled(item) for item in x]
-                return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-            return x
-
-        new_args, new_kwargs = filled(kept)
-        return outputs_of(func(*new_args, **new_kwargs))[index]
-
-    name = function_name(func)
-    derivation: Callable[[dict[str, Tensor]], Tensor] = replay
-    if name in _CASTS and len(parents) == 1:
-        # Gradients go back as they are: a cast would round the clipped sum in half precision.
-        derivation = parents[0].replay
-    tensors = list(tensors_of((args, kwargs)))
-    expert = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
-    only_rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
-    # An index that is a tensor or a list may pick an element twice.
-    simple = (int, slice, type(None), type(...))
-    picks_by_list = (
-        name == "__getitem__" and expert is None and not all(isinstance(i, simple) for i in _indices(args[1]))
-    )
-    return Source(
-        label=f"{name}({', '.join(_text(x, sources) for x in (*args, *kwargs.values()))})[{index}]",
-        roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
-        shape=tuple(output.shape),
-        # A traced source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
-        replay=_traced if torch.compiler.is_compiling() else derivation,
-        isometric=only_rearranges and not picks_by_list and len(parents) == 1 and parents[0].isometric,
-        exact=all(x in sources and sources[x].exact for x in tensors),
-        transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
-        slice_of=None if expert is None else (parents[0], expert % len(tensors[0])),
-    )
-
-
-def _element(index: Any) -> int | None:
-    """Which element along dimension 0 an index picks, if it is one: a number, or the number of an expert."""
-    if isinstance(index, Tensor):
-        whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
-    else:
-        whole = isinstance(index, int) and not isinstance(index, bool)
-    return int(index) if whole and not torch.compiler.is_compiling() else None
-
-
-def _indices(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _text(x: Any, sources: dict[Tensor, Source]) -> str:
-    if isinstance(x, Tensor):
-        return sources[x].label if x in sources else f"constant{list(x.shape)}"
-    if isinstance(x, (tuple, list)):
-        return f"({', '.join(_text(item, sources) for item in x)})"
-    return repr(x)
 
 
 def _describe(key: CallKey) -> str:

@@ -1,40 +1,27 @@
-"""The anchor, the slots and the tape: how per-sample records reach the clipping factor within one backward pass.
-
-[Note: Anchor, slot, tape]
-Three autograd nodes make every clipping style, and the rules know none of them:
-
-    parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of the forward
-                  (1 a group*)      (1 a use)        (on the output of the function that used the parameter)
-
-Tap    passes the output gradient g on, and returns what was kept in forward, and g, as the gradients of its dummies.
-Slot   receives these as its incoming gradients and hands them to the tape, as records.
-Anchor has an edge to every slot of its group, so that autograd runs it after all of them; it asks the tape for the
-       clipped sums and returns them as the gradients of the parameters. Rules see detached parameters, so no gradient
-       reaches a parameter but through its anchor.
-
-Records travel as gradients because that survives torch.compile: a compiled region takes its dummies as inputs and
-returns their gradients, while slots and anchors run outside of it, in eager mode.
+"""The tape: how per-sample records become norms, factors and clipped sums within one backward pass.
 
 A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so
 that a sample has one gradient and one factor however often the model was called. The anchor of a group is made at the
 group's first use: autograd runs younger nodes first, so a group closes, and frees its records, as soon as it is done.
+See [Note: Anchor, slot, tap] in nodes.py.
 
-* Of two passes the second knows all factors, so that no parameter waits for another: each has an anchor of its own.
+Of two passes the second knows all factors, so that no parameter waits for another: each has an anchor of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpshard.clipping import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
-from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import LogicalBatchError
+from dpshard.nodes import Anchor, Slot, without_autocast
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 from dpshard.rules.measure import measure
@@ -107,7 +94,7 @@ class Tape:
             for name in source.roots:
                 expected = self.groups.setdefault(self.clipper.group_of[name].index, GroupTape()).expected
                 expected[name] = expected.get(name, 0) + 1
-        return _Slot.apply(self, use, len(templates), *templates, *tokens)
+        return Slot.apply(functools.partial(self.arrive, use), len(templates), *templates, *tokens)
 
     def tokens(self) -> list[Tensor]:
         """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""
@@ -297,15 +284,14 @@ class Clipper:
         if anchor not in self._tokens:
             with torch.enable_grad():
                 parameters = [self.anchored[name] for name in self.anchors[anchor]]
-                self._tokens[anchor] = _Anchor.apply(self, anchor, *parameters)
+                self._tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
         return self._tokens[anchor]
 
     def close(self, anchor: int) -> Sequence[Tensor | None]:
         """Called by the anchor: close it on every tape that has records for it, and deliver their sums."""
+        names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())
-        for tape in tapes:
-            tape.close(anchor)
 
         def take(name: str) -> Tensor | None:
             total: Tensor | None = None
@@ -314,7 +300,10 @@ class Clipper:
                 total = part if total is None else total if part is None else total + part
             return total
 
-        return self.deliver(self.anchors[anchor], take)
+        with without_autocast(self.values[names[0]].device):
+            for tape in tapes:
+                tape.close(anchor)
+            return self.deliver(names, take)
 
     def abort(self) -> None:
         """Forget what a backward pass that did not finish has left behind."""
@@ -327,114 +316,3 @@ class Clipper:
 
 def _root(name: str, shape: Sequence[int]) -> Source:
     return Source(name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)
-
-
-def _without_autocast(device: torch.device) -> torch.autocast:
-    # A loss.backward() inside an autocast block would take norms and sums in half precision.
-    return torch.autocast(device.type, enabled=False)
-
-
-class _Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: their clipped sums, as their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, clipper: Clipper, anchor: int, *parameters: Tensor) -> Tensor:
-        ctx.clipper, ctx.anchor = clipper, anchor
-        ctx.set_materialize_grads(False)
-        return torch.zeros(0, device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        clipper, anchor = ctx.clipper, ctx.anchor
-        with _without_autocast(clipper.values[clipper.anchors[anchor][0]].device):
-            return (None, None, *clipper.close(anchor))
-
-
-class _Slot(torch.autograd.Function):
-    """Tokens and templates -> one tensor per template; backward: their gradients go to the tape."""
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, use: Use, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape, ctx.use, ctx.inputs = tape, use, len(tensors)
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
-        with _without_autocast(device):
-            ctx.tape.arrive(ctx.use, gradients)
-        return (None,) * (3 + ctx.inputs)
-
-
-class _Hold(torch.autograd.Function):
-    """x -> x, saved for a tap that is yet to come."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-def hold(x: Tensor) -> Tensor:
-    """`x`, saved here and now for the tap of the function that it is handed to.
-
-    Activation checkpointing repeats a segment up to the last tensor that it saved. A tap comes after its function and
-    would save there: the last matrix product of a segment would be repeated for a tensor that went into it.
-    """
-    recorded = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # What autocast makes of `x` is known when the function has run.
-    return _Hold.apply(x) if recorded and not torch.is_autocast_enabled(x.device.type) else x
-
-
-def _node_of(x: Tensor) -> Any:
-    """The node that holds `x`, or None: within a compiled region nothing is held."""
-    if torch.compiler.is_compiling():
-        return None
-    return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
-
-
-class _Tap(torch.autograd.Function):
-    """`output` unchanged; backward: g passes on, and the kept tensors and g are the gradients of the dummies."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
-        kept = tensors[:count]
-        ctx.nodes, ctx.count = nodes, count
-        ctx.save_for_backward(*kept)
-        if torch.compiler.is_compiling():
-            return output.clone()  # the compiler removes the copy, and refuses mark_dirty
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (gradient,) = gradients
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedParameterError(
-                "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways "
-                "that dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
-            )
-        saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
-        kept = [x if x.is_floating_point() else x.double() for x in kept]
-        return (None, None, gradient, *(None,) * ctx.count, *kept, gradient)
-
-
-def tap(output: Tensor, keep: tuple[Tensor, ...], dummies: tuple[Tensor, ...]) -> Tensor:
-    """`output`, tapped: in backward, `keep` and the output gradient arrive as the gradients of `dummies`."""
-    nodes = tuple(_node_of(x) for x in keep)
-    own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
-    return _Tap.apply(nodes, len(own), output, *own, *dummies)
-
-
-def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Stride-0 templates (no memory) for `keep` and the gradient of `output`."""
-    return tuple(
-        torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float64, device=x.device).expand(x.shape)
-        for x in (*keep, output)
-    )

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpshard.calls import Quiet
 from dpshard.errors import UnsupportedParameterError
-from dpshard.layout import Quiet
 
 _AROUND = (
     "pre_sub_module_forward_function",

@@ -10,23 +10,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpshard.calls import Function, function_name, outputs_of, tensors_of
+from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.derivation import derive
 from dpshard.interception.stand_ins import Premade, Rehearsal, SlotMaker
 from dpshard.layout import (
     PASS_THROUGH,
     CallLayout,
     Layout,
-    Quiet,
     call_key,
-    canonical,
-    derive,
     rows_key,
 )
+from dpshard.nodes import dummies_like, hold, tap
 from dpshard.routing import Routing
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
 from dpshard.rules.records import PerSample
-from dpshard.tape import Use, dummies_like, hold, tap
+from dpshard.tape import Use
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, fix=) -> the error to raise."""

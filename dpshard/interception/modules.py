@@ -5,31 +5,33 @@ Every module that holds parameters gets a forward of its own. The outermost such
 TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
 inside backward: then it enters the mode anew, with slots that lead nowhere, since only the recomputed tensors matter.
 A compiled module is wrapped outside of its compiled call: slots are made before the region is entered (a rehearsal
-without gradients tells which), and reach it as inputs; see [Note: Anchor, slot, tape].
+without gradients tells which), and reach it as inputs; see [Note: Anchor, slot, tap].
 """
 
 from __future__ import annotations
 
 import functools
-import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from dpshard.calls import Quiet
+from dpshard.determinism import Undropped
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
+from dpshard.interception.interfaces import Session, Sharding
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.patches import undo_patches
 from dpshard.interception.run import Run, plan_run
 from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
-from dpshard.layout import Layout, Quiet, Undropped, find_layout
+from dpshard.interception.undisturbed import Undisturbed, eager
+from dpshard.layout import Layout, find_layout
 from dpshard.rules.call import Source
 from dpshard.tape import Tape, Use
 from dpshard.twopass import through_two_passes
@@ -40,48 +42,6 @@ _NEW_COURSE = (
     "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
     "that depends on random numbers or on the data of a single sample."
 )
-
-
-class Session(Protocol):
-    """What the interception asks the engine at the start of an outermost forward."""
-
-    two_passes: bool
-
-    def batch_size(self) -> int | None:
-        """Rows of the micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
-        ...
-
-    def samples(self) -> int | None:
-        """How many of these rows are samples; padding comes last."""
-        ...
-
-    def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """The tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
-        ...
-
-    def first_forward(self, module: nn.Module, run: Run) -> None:
-        """Called once per kind of input, before the first forward that is recorded: time to verify."""
-        ...
-
-
-class Sharding(Protocol):
-    """What the interception must know of a framework that shards parameters."""
-
-    def gathers(self, module: nn.Module) -> bool:
-        """Whether hooks around the forward of `module` gather and free its parameters."""
-        ...
-
-    def gather(self, module: nn.Module) -> None:
-        """Gather the parameters of `module` now."""
-        ...
-
-    def probing(self) -> AbstractContextManager[Any]:
-        """A block of forwards that are not part of the training, and after which no backward comes."""
-        ...
-
-    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors of the parameters that were gathered for `module`, whose forward begins."""
-        ...
 
 
 class Interception:
@@ -379,7 +339,7 @@ class Interception:
         for _ in range(ATTEMPTS):
             state.rewind()
             try:
-                with _eager(), Undropped(), self._recorded(self._mode(layout, tape()), beside=Undropped()):
+                with eager(), Undropped(), self._recorded(self._mode(layout, tape()), beside=Undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind()
@@ -389,7 +349,7 @@ class Interception:
     def run_plain(self, run: Run, samples: list[int]) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
         self._again = Undropped
-        with _eager(), Undropped():
+        with eager(), Undropped():
             return run.on(samples)
 
     def _region(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
@@ -406,7 +366,7 @@ class Interception:
         mode = self.mode
         assert mode is not None
         if isinstance(mode.slots, Rehearsal):
-            with _eager():
+            with eager():
                 yield
             return
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -497,56 +457,6 @@ class _Running:
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
         self.owner.active, self.owner.mode = self.before
-
-
-class Undisturbed:
-    """See Interception.undisturbed."""
-
-    def __init__(self, owner: Interception, module: nn.Module) -> None:
-        self.owner, self.module = owner, module
-
-    def __enter__(self) -> Undisturbed:
-        undo_patches()
-        devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
-        self.rng = torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type="cuda")
-        self.rng.__enter__()
-        self.python_state, self.torch_state = random.getstate(), torch.random.get_rng_state()
-        self.numpy_state = np.random.get_state()  # noqa: NPY002
-        self.stance = _eager()
-        self.stance.__enter__()
-        self.saved = [
-            (owner, name, buffer, buffer.detach().clone())
-            for owner in self.owner.model.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        self.before = (self.owner.active, self.owner.mode)
-        self.owner.active, self.owner.mode = True, None
-        return self
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers of the model as they are now, by name."""
-        return {name: buffer.detach().clone() for name, buffer in self.owner.model.named_buffers()}
-
-    def rewind(self) -> None:
-        """Put buffers and random states back, so that the next forward takes the same course from the same state."""
-        random.setstate(self.python_state)
-        np.random.set_state(self.numpy_state)  # noqa: NPY002  # the state that a model's forward may draw from
-        torch.random.set_rng_state(self.torch_state)
-        with torch.no_grad():
-            for owner, name, buffer, value in self.saved:
-                owner._buffers[name] = buffer  # it may have been replaced
-                buffer.copy_(value)
-
-    def __exit__(self, *error: Any) -> None:
-        self.owner.active, self.owner.mode = self.before
-        self.rewind()
-        self.stance.__exit__(*error)
-        self.rng.__exit__(*error)
-
-
-def _eager() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager")
 
 
 def _constant(x: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Runs of a model that compare: dropout is off, random draws are constant, and composites are looked into."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpshard.calls import Function, Quiet
+from dpshard.rules import COMPOSITES
+from dpshard.rules.registry import composite
+
+
+def _look_into(function: Any) -> None:
+    # The same code, with the check that would hand the whole call to the mode again answered by "no".
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    composite(function)(copy)
+
+
+_look_into(F.multi_head_attention_forward)
+_look_into(F.gumbel_softmax)
+
+_DROPOUT = {
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), "training"
+    ),
+    **{
+        getattr(torch, name): "train"
+        for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+        for name in (kind, f"{kind}_")
+    },
+}
+"""Dropout functions, and what they call the argument that switches them."""
+
+# Not 0, which would hide noise that is scaled by other samples, or the branch that a random draw decides.
+_FILLS = {"bernoulli": 1, "bernoulli_": 1, "rand": 0.25, "rand_like": 0.25, "uniform_": 0.25}
+_FILLS |= {"randn": 1, "randn_like": 1, "normal": 1, "normal_": 1, "exponential_": 1, "log_normal_": 1, "cauchy_": 1}
+_RANDOM = {
+    getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
+}
+"""Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
+
+
+def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call with its dropout switched off."""
+    if func in _DROPOUT:
+        return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
+    if func is F.scaled_dot_product_attention:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    return args, kwargs
+
+
+class Undropped(TorchFunctionMode):
+    """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look into composites, and run everything but random draws as it is."""
+        if Quiet.on:
+            return func(*args, **(kwargs or {}))
+        if func is torch.randperm:
+            return func(*args, **(kwargs or {})).sort().values
+        if func in _RANDOM:
+            return func(*args, **(kwargs or {})).fill_(_RANDOM[func])
+        args, kwargs = _without_dropout(func, args, kwargs or {})
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        return func(*args, **kwargs)
