@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -157,9 +158,16 @@ def test_a_checkpoint_without_a_ledger_is_refused(tmp_path):
         ({"strategy": "ddp", "devices": 1}, "DDPStrategy on 1 devices"),
     ],
 )
-def test_what_is_not_private_is_refused(options, message, tmp_path):
-    with pytest.raises(ConfigurationError, match=message):
-        fit(private_training(), Classifier(), tmp_path, **options)
+def test_what_is_not_private_is_refused(options, message, tmp_path, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # to be put back: a strategy of Lightning's sets them
+        monkeypatch.delenv(name)
+    try:
+        with pytest.raises(ConfigurationError, match=message):
+            fit(private_training(), Classifier(), tmp_path, **options)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_a_module_with_a_loop_of_its_own_is_refused(tmp_path):
