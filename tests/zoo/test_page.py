@@ -16,7 +16,7 @@ def test_no_row_is_left_of_a_model_that_is_gone():
     files = [str(Path(__file__).parent / name) for name in page.SECTIONS]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     listed = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ}, check=False, cwd=page.ROOT
+        command, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": ""}, check=False, cwd=page.ROOT
     ).stdout
     collected: dict[str, set[str]] = {}
     for line in listed.splitlines():
