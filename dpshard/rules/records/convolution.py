@@ -11,11 +11,8 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize
-from dpshard.rules.records.numerics import blank, sum_floor, wide, wide_dtype
-from dpshard.rules.records.outer_product import OuterProduct
-from dpshard.rules.records.per_sample import PerSample
-
-_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+from dpshard.rules.records.numerics import blank, wide, wide_dtype
+from dpshard.rules.records.outer_product import OuterProduct, norm_sq_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +53,8 @@ class Convolution:
 
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
-        squares = wide(self.input).square().flatten(0, 1).sum(1, keepdim=True)
-        ones = squares.new_ones(1, 1, *self.shape[2:])
-        windows = self._convolve(squares, ones).sqrt()
-        scale = (wide(self.gradient).flatten(0, 1).norm(dim=1, keepdim=True) * windows).flatten(1).sum(1)
-        scale = scale.view(len(self.input), -1).sum(1)
-        return torch.maximum(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE), sum_floor(scale.square()))
-
-    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        convolve = _CONVOLVE[len(self.stride)]
-        return convolve(x, kernel, None, self.stride, self.padding, self.dilation)
+        # An element of the input is in at most so many windows as the kernel has elements.
+        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel())
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

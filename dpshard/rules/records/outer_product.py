@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize, blocks
-from dpshard.rules.records.numerics import blank, gram_floor, sum_floor, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, flat, gram_floor, sum_floor, wide, wide_dtype
 from dpshard.rules.records.per_sample import PerSample
 
 
@@ -38,16 +38,12 @@ class OuterProduct:
         rows, cols = wide(self.rows), wide(self.cols)
         if self.rows.shape[2] == 1:
             return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
-        return torch.maximum(_ghost_norm_sq(rows, cols), gram_floor(self._scale_sq()))
+        norm_sq, scale = _ghost_norm_sq(rows, cols)
+        return torch.maximum(norm_sq, gram_floor(scale.square()))
 
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
-        # The clipped sum is another product, rounded in another order.
-        return torch.maximum(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE), sum_floor(self._scale_sq()))
-
-    def _scale_sq(self) -> Tensor:
-        rows, cols = wide(self.rows), wide(self.cols)
-        return (torch.linalg.vector_norm(rows, dim=3) * torch.linalg.vector_norm(cols, dim=3)).sum((1, 2)).square()
+        return norm_sq_of(gradient, self.rows, self.cols)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -69,21 +65,34 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
 
 
-def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
+def norm_sq_of(gradient: Tensor, rows: Tensor, cols: Tensor, times: int = 1) -> Tensor:
+    """Squared norms [B] of per-sample gradients [B, ...] that are sums of products of `rows` and `cols` [B, ...].
+
+    An element of `cols` takes part at most `times` times.
+    """
+    # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
+    scale = torch.linalg.vector_norm(flat(rows), dim=1) * torch.linalg.vector_norm(flat(cols), dim=1)
+    return torch.maximum(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE), sum_floor(times * scale.square()))
+
+
+def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
 
     Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
     of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
     """
     T = rows.shape[2]
     size = max(1, -(-T // blocks(T)))
-    total = rows.new_zeros(len(rows))
+    norm_sq, scale = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
     for start in range(0, T, size):
         r, c = (x[:, :, start : start + size] for x in (rows, cols))
-        total = total + _inner(r @ r.mT, c @ c.mT)
+        gram_r, gram_c = r @ r.mT, c @ c.mT
+        norm_sq = norm_sq + _inner(gram_r, gram_c)
+        scale = scale + (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2))
         if start:
-            total = total + 2 * _inner(r @ rows[:, :, :start].mT, c @ cols[:, :, :start].mT)
-    return total
+            norm_sq = norm_sq + 2 * _inner(r @ rows[:, :, :start].mT, c @ cols[:, :, :start].mT)
+    return norm_sq, scale
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
