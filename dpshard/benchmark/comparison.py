@@ -133,9 +133,7 @@ def compare(
             on_step(variant.label)
         seconds, baseline = times[variant.label], times[Variant(None, variant.compiled).label]
         comparison.measured.append(
-            Measured(
-                variant, Spread.of(seconds), paired_ratio(seconds, baseline), flops[variant.clipping], peak
-            )
+            Measured(variant, Spread.of(seconds), paired_ratio(seconds, baseline), flops[variant.clipping], peak)
         )
     return comparison
 

@@ -14,7 +14,7 @@ from dpshard.cli.console import OneLineErrors
 app = typer.Typer(
     name="dpshard",
     cls=OneLineErrors,
-    help="Train PyTorch models with differential privacy, account for what the training reveals, plan and measure its costs.",
+    help="Train PyTorch models with differential privacy, account for what it reveals, plan and measure its costs.",
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,27 +77,21 @@ def command(
     _print(comparison, advice)
 
 
-class progress:  # noqa: N801 - used as a function
-    """A bar over `total` steps, with the time that remains; in the block, a function that advances it."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console.err,
-            disable=not console.err.is_terminal,
-        )
-        self._task = self._bar.add_task("measuring", total=total)
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._bar.start()
-        return lambda name: self._bar.update(self._task, advance=1, description=escape(name))
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar over `total` steps, with the time that remains; yields a function that advances it."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console.err,
+        disable=not console.err.is_terminal,
+    )
+    task = bar.add_task("measuring", total=total)
+    with bar:
+        yield lambda name: bar.update(task, advance=1, description=escape(name))
 
 
 def _print(comparison: Comparison, advice: list[str]) -> None:
