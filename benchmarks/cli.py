@@ -190,7 +190,7 @@ def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
 
 
 def _report(figures: dict[str, object]) -> None:
-    console.out.print(tables.rich_table(figures))
+    console.out.print(tables.rich_table(figures), width=110)  # not cut where there is no terminal
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class Sharded:
             max_batch_size=self.rows * world,
             clipping_fn="abadi",
             noise_multiplier=1.0,
-            clipping_style=style,  # type: ignore[arg-type]
+            clipping_style=style,
             clipping_mode=mode,
         )
         return engine.batches(TensorDataset(*self.data), micro_batch_size=self.rows)
