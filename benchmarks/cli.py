@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import contenders, measure, plots, results_files, tables
@@ -190,7 +191,8 @@ def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
 
 
 def _report(figures: dict[str, object]) -> None:
-    console.out.print(tables.rich_table(figures), width=110)  # not cut where there is no terminal
+    wide = Console(width=max(110, console.out.width), highlight=False)  # not cut where there is no terminal
+    wide.print(tables.rich_table(figures))
 
 
 @contextmanager
