@@ -75,7 +75,7 @@ class RandomSource:
         """`n` standard normals of `dtype`, in pieces: the first are short, the others fit into the cache."""
         drawn = 0
         while drawn < n:
-            size = min(max(drawn, _SHORTEST), _LONGEST)
+            size = min(max(7 * drawn, _SHORTEST), _LONGEST)
             piece = np.empty((2, size // 2), dtype)
             self._pairs(piece[0], piece[1], dtype)
             yield piece.reshape(-1)[: n - drawn]

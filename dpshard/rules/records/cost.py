@@ -20,8 +20,9 @@ import torch
 
 from dpshard.rules.records.numerics import RESOLUTION
 
-KEPT = 2
-"""Per-sample gradients are kept if they take at most so many times the memory of the record."""
+_KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
+"""Per-sample gradients are kept if they take at most so many times the memory of the record: until other layers have
+their norms, or for the sum that comes next."""
 
 _CACHE = 16 * 2**20
 """Bytes that stay in the cache of a CPU between being written and being read."""
@@ -40,16 +41,20 @@ class ProductSize:
     """That norms and sums are taken in."""
     device: torch.device
     nbytes: int
-    """Of the record."""
+    """Of rows and columns."""
 
     @property
     def gradient_bytes(self) -> int:
         """Of the per-sample gradients."""
         return self.B * self.G * self.R * self.C * self.dtype.itemsize
 
-    def may_be_kept(self) -> bool:
-        """Whether there is memory for the per-sample gradients in place of the record."""
-        return self.gradient_bytes <= KEPT * self.nbytes
+    def may_be_kept(self, *, closing: bool) -> bool:
+        """Whether there is memory for the per-sample gradients; `closing`, if they are summed at once.
+
+        At a micro-batch of 1 the per-sample gradients of all layers are as large as the model, that of one is its sum.
+        """
+        times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
+        return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
 
     def instantiates(self, *, kept: bool) -> bool:
         """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
