@@ -31,7 +31,7 @@ from dpshard.config import (
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError, LogicalBatchError
 from dpshard.grouping import partition
 from dpshard.interception import Interception, Run, plan_run
-from dpshard.logical_batch import Loaded, LogicalBatch, LotState
+from dpshard.logical_batch import BatchState, Loaded, LogicalBatch
 from dpshard.metrics import BatchMetrics
 from dpshard.noise import KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
@@ -175,8 +175,8 @@ class PrivacyEngine:
         self._verify = verify
         self._secret = self._backend.share(new_run_secret())
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
-        self._state = LotState.EMPTY
-        self._lot: LogicalBatch | None = None
+        self._state = BatchState.EMPTY
+        self._batch: LogicalBatch | None = None
         self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
         self._loads = 0  # states loaded so far: batches drawn before one belong to another run
@@ -256,7 +256,7 @@ class PrivacyEngine:
 
         `loss` is one value a row, [B], of which padding is left out; or a mean over all rows, [], as it is.
         """
-        micro = self._lot.micro if self._lot is not None else None
+        micro = self._batch.micro if self._batch is not None else None
         self._metrics.add_loss(loss.detach(), None if micro is None else micro.plan.is_padding)
 
     def batches(
@@ -314,11 +314,11 @@ class PrivacyEngine:
             yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size)
 
     def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
-        if self._lot is not None:
-            self._lot.abandoned, self._lot = True, None
+        if self._batch is not None:
+            self._batch.abandoned, self._batch = True, None
         self._end_tapes()
         self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
-        loads, lot = self._loads, None
+        loads, batch = self._loads, None
         try:
             for plan, data in loaded:
                 if not optimizers.knows(self):
@@ -326,22 +326,22 @@ class PrivacyEngine:
                         "The engine was detached, and the model is an ordinary one: make a new engine, and load the "
                         "state_dict() of this one to go on with its run."
                     )
-                if loads != self._loads or plan.step != self.step or (lot is not None and lot.abandoned):
+                if loads != self._loads or plan.step != self.step or (batch is not None and batch.abandoned):
                     raise LogicalBatchError(
                         "These batches were begun before load_state_dict(), or before another engine.batches(...): "
                         "they are not the next ones of the run. Call engine.batches(...) again."
                     )
-                lot = self._lot = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
-                yield lot
-                lot.require_release()
+                batch = self._batch = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
+                yield batch
+                batch.require_release()
         finally:
-            if lot is not None:
-                lot.abandoned = True
-                if self._lot is lot and not lot.complete:
+            if batch is not None:
+                batch.abandoned = True
+                if self._batch is batch and not batch.complete:
                     self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
-                if self._lot is lot and (lot.released or not lot.complete):
+                if self._batch is batch and (batch.released or not batch.complete):
                     self._end_tapes()
-                    self._lot = None
+                    self._batch = None
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
 
     def _end_tapes(self) -> None:
@@ -350,10 +350,10 @@ class PrivacyEngine:
             tape.ended = True
 
     def _drop_sums(self) -> None:
-        if self._state is LotState.COLLECTING:
+        if self._state is BatchState.COLLECTING:
             self._clipper.abort()
             self._backend.drop_gradients()
-            self._state, self._metrics = LotState.EMPTY, BatchMetrics()
+            self._state, self._metrics = BatchState.EMPTY, BatchMetrics()
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
@@ -362,16 +362,16 @@ class PrivacyEngine:
         gradients are private already.
         Raises LogicalBatchError on a half-finished logical batch, BudgetExceededError if the budget is spent.
         """
-        if self._state is LotState.PRIVATIZED and (self._lot is None or self._lot.released):
+        if self._state is BatchState.PRIVATIZED and (self._batch is None or self._batch.released):
             return
-        if self._lot is not None and not self._lot.complete:
+        if self._batch is not None and not self._batch.complete:
             raise LogicalBatchError(
-                f"optimizer.step() came after {self._lot.position} of the {len(self._lot)} micro-batches of this "
+                f"optimizer.step() came after {self._batch.position} of the {len(self._batch)} micro-batches of this "
                 f"logical batch. Step once per logical batch, after the loop over its micro-batches."
             )
-        if self._state is not LotState.COLLECTING:
+        if self._state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
-            if self._lot is None:
+            if self._batch is None:
                 return  # a step before any backward: there is nothing to release
         self._clipper.abort()
         release = self._budget.next_release()
@@ -382,26 +382,26 @@ class PrivacyEngine:
         elements = sum(math.prod(shape) for shape in self._backend.shapes.values())
         self._metrics.observe_sum(self._backend.signal_norm(), std * math.sqrt(elements))
         # Counted first: an error in between may only over-state what was spent.
-        self._budget.ledger.record(release, on_trust=self._lot is None)
+        self._budget.ledger.record(release, on_trust=self._batch is None)
         self._backend.privatize(
             lambda total, name, start: noise.add_(total, step=step, name=name, std=std, start=start),
             mechanism.schedule[step],
         )
         if self._backend.world_size > 1:
             self._metrics.over_ranks(self._labels, self._backend.stack)
-        self._state = LotState.PRIVATIZED
+        self._state = BatchState.PRIVATIZED
         self._interception.forget()
         self._last_metrics, self._metrics = self._metrics, BatchMetrics()
-        if self._lot is not None:
-            self._lot.released = True
+        if self._batch is not None:
+            self._batch.released = True
             self._end_tapes()
-            if self._lot.abandoned:
-                self._lot = None
+            if self._batch.abandoned:
+                self._batch = None
 
     def _noise_secret(self) -> bytes:
         # A replayed step of engine.batches has the same batch, so it must have the same noise. Nobody knows whether a
         # loop of the user's own replays its batches: the same noise on others would cancel in the difference.
-        if self._lot is not None:
+        if self._batch is not None:
             return self._secret
         return derive_key(self._secret, "own loop", self._nonce.hex())
 
@@ -428,7 +428,7 @@ class PrivacyEngine:
 
     def detach(self) -> None:
         """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""
-        if self._state is LotState.COLLECTING:
+        if self._state is BatchState.COLLECTING:
             self._backend.drop_gradients()
         self._interception.uninstall()
         self._backend.detach()
@@ -455,12 +455,12 @@ class PrivacyEngine:
         self._secret = secret
         self._nonce = self._backend.share(new_run_secret())
         self._loads += 1
-        self._state, self._lot = LotState.EMPTY, None
+        self._state, self._batch = BatchState.EMPTY, None
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
         # Also before its first backward: its samples would be released with the noise of the step that is loaded.
-        if self._state is LotState.COLLECTING or (self._lot is not None and not self._lot.released):
+        if self._state is BatchState.COLLECTING or (self._batch is not None and not self._batch.released):
             raise LogicalBatchError(
                 "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
                 "or after optimizer.step(), and leave that loop."
@@ -489,24 +489,24 @@ class PrivacyEngine:
 
     def batch_size(self) -> int | None:
         """See Session."""
-        micro = self._lot.micro if self._lot is not None else None
+        micro = self._batch.micro if self._batch is not None else None
         return None if micro is None else len(micro.plan.is_padding)
 
     def samples(self) -> int | None:
         """See Session."""
-        micro = self._lot.micro if self._lot is not None else None
+        micro = self._batch.micro if self._batch is not None else None
         return None if micro is None else micro.plan.samples_everywhere
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
         if self._clipper.pending:
             self._clipper.abort()  # a backward that raised left records behind
-        if self._state is not LotState.COLLECTING:
+        if self._state is not BatchState.COLLECTING:
             self._backend.refuse_changed_parameters()
         scale = float(batch_size) if self._mean else 1.0
-        micro = self._lot.micro if self._lot is not None else None
+        micro = self._batch.micro if self._batch is not None else None
         if micro is None:
-            if self._lot is not None:
+            if self._batch is not None:
                 raise LogicalBatchError(
                     "The model was called for training between two micro-batches of engine.batches, or between two "
                     "logical batches. Evaluate in model.eval() or under torch.no_grad(). To send the gradient of "
@@ -544,9 +544,9 @@ class PrivacyEngine:
         compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
 
     def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
-        if self._state is not LotState.COLLECTING:
+        if self._state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
-            self._state = LotState.COLLECTING
+            self._state = BatchState.COLLECTING
         return self._backend.reduce(names, take)
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:

@@ -18,7 +18,7 @@ Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 """Plans of micro-batches, each with its data."""
 
 
-class LotState(Enum):
+class BatchState(Enum):
     """Where the gradients of the logical batch stand (called a lot in Abadi et al. 2016, arXiv:1607.00133)."""
 
     EMPTY = auto()  # no clipped sum has been collected since the engine was made, reset or loaded
