@@ -100,6 +100,16 @@ class Tape:
         """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""
         return list(self._tokens.values())
 
+    def idle(self) -> list[Tensor]:
+        """The tokens of the anchors that no slot of this tape hangs on, though their group has others that do.
+
+        Whoever waits for the gradients of a group (DDP's reducer) waits for these parameters, too.
+        """
+        names = [name for index in self.groups for name in self.clipper.groups[index].names]
+        anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
+        tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
+        return [token for token in tokens if token.requires_grad]
+
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; called by autograd, once per use and pass."""
         if self.ended:

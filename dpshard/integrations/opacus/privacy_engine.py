@@ -32,7 +32,7 @@ class PrivacyEngine:
 
     Args:
         accountant: "prv" (which stands for dpshard's "pld"), "rdp", or "gdp".
-        secure_mode: Draw noise and batches from a cryptographic generator; no other package is needed.
+        secure_mode: Draw the noise on the CPU from a cryptographic stream, for every device; no other package needed.
 
     `engine` is the `dpshard.PrivacyEngine` beneath, after `make_private`.
     """
