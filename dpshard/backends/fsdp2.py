@@ -188,6 +188,7 @@ class FSDP2Backend(LocalBackend):
         work.wait()
         for group in self._replica_groups():
             dist.all_reduce(shards, group=group)
+        self._require_untouched(unit.names)  # also those of layers that did not run here, so that nobody has asked yet
         with torch.no_grad():
             for name, columns in self._columns(unit):
                 local = self._local(self.parameters[name])
@@ -233,7 +234,6 @@ class FSDP2Backend(LocalBackend):
         parameter = self.parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
-        self._require_untouched((name,))  # also for a layer that did not run here, so that nobody has asked yet
         shard = shard.to(self._local(parameter).device)
         if parameter.dtype in WIDE:
             if parameter.grad is None:
