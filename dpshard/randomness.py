@@ -77,7 +77,7 @@ class RandomSource:
         while drawn < n:
             size = min(max(drawn, _SHORTEST), _LONGEST)
             piece = np.empty((2, size // 2), dtype)
-            self._pairs(*piece, dtype)
+            self._pairs(piece[0], piece[1], dtype)
             yield piece.reshape(-1)[: n - drawn]
             drawn += size
 
@@ -111,7 +111,7 @@ class RandomSource:
         octets = np.empty(n + _ROOM, np.uint8)
         for start in range(0, n, len(_ZEROS)):
             size = min(len(_ZEROS), n - start)
-            self._stream.update_into(_ZEROS[:size], memoryview(octets)[start:])
+            self._stream.update_into(_ZEROS[:size], octets[start:].data)
         return octets[:n]
 
 

@@ -24,8 +24,7 @@ from dpshard.errors import LogicalBatchError
 from dpshard.nodes import Anchor, Slot, without_autocast
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
-from dpshard.rules.measure import measure
-from dpshard.rules.records import Record, fetched, offloaded, wide_dtype
+from dpshard.rules.records import Record, fetched, measure, offloaded, wide_dtype
 
 
 class Pass(Enum):

@@ -163,7 +163,7 @@ class LocalBackend:
         """L2 norm of the clipped sum over all parameters; LogicalBatchError if somebody else has changed it."""
         self._require_untouched(self.parameters)
         sums = [self._sum_of(name) for name in self.parameters]
-        norms = [torch.linalg.vector_norm(x, dtype=torch.float64).cpu() for x in sums if x is not None]
+        norms = [_norm(x).cpu() for x in sums if x is not None]
         return self._over_shards(torch.stack(norms).square().sum() if norms else torch.zeros(())).sqrt()
 
     def _sum_of(self, name: str) -> Tensor | None:
@@ -268,6 +268,12 @@ class LocalBackend:
     def detach(self) -> None:
         """Remove every trace from the parameters."""
         self.guard.detach()
+
+
+def _norm(x: Tensor) -> Tensor:
+    """L2 norm [] of `x` in float64, part by part: a copy of a large tensor in float64 costs more than its norm."""
+    parts = x.detach().reshape(-1).split(2**20)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]).double())
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
