@@ -83,7 +83,7 @@ def test_flops_of_an_ordinary_step_are_those_of_its_products() -> None:
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_flops_of_clipping_are_those_of_ghost_norms(style: str) -> None:
-    """Beyond ordinary training lie the Gram products, 2 T^2 (D + P + 1) a sample and linear layer, and weighted sums."""
+    """Beyond ordinary training lie Gram products, 2 T^2 (D + P + 1) a sample and linear layer, and weighted sums."""
     B, T, D, V = 2, TINY.seq, TINY.width, TINY.vocabulary
     with simulated(SETUP) as simulation:
         ordinary = simulation.count(None, B).flops
