@@ -68,52 +68,27 @@ def collate(rows):
     }
 
 
-def gpt2(dropout=0.0):
+def tiny(cls, **settings):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=8,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
+    return cls(cls.config_class(vocab_size=V, **settings)).double()
+
+
+def gpt2(dropout=0.0):
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return tiny(transformers.GPT2LMHeadModel, n_positions=8, n_embd=8, n_layer=1, n_head=2, **ends, **rates)
 
 
 def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=V,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return tiny(transformers.T5ForConditionalGeneration, dropout_rate=0.0, **sizes, **ends)
 
 
 def bert():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config).double()
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tiny(transformers.BertForMaskedLM, **sizes, **rates)
 
 
 def arguments(folder, cls=transformers.TrainingArguments, **options):
