@@ -184,7 +184,10 @@ class _Noted:
 
 def checksum(x: Tensor) -> Tensor:
     """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
-    octets = x.detach().contiguous().view(-1).view(torch.uint8)
+    flat = x.detach().contiguous().view(-1)
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64).sum()
+    octets = flat.view(torch.uint8)
     start = -octets.storage_offset() % 8  # words are aligned
     stop = start + (len(octets) - start) // 8 * 8
     if stop <= start:

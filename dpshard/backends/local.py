@@ -163,8 +163,10 @@ class LocalBackend:
         """L2 norm of the clipped sum over all parameters; LogicalBatchError if somebody else has changed it."""
         self._require_untouched(self.parameters)
         sums = [self._sum_of(name) for name in self.parameters]
-        norms = [_norm(x).cpu() for x in sums if x is not None]
-        return self._over_shards(torch.stack(norms).square().sum() if norms else torch.zeros(())).sqrt()
+        # Part by part: a long sum in float32 loses digits, and a copy in float64 costs more than its norm.
+        parts = [part for x in sums if x is not None for part in x.detach().reshape(-1).split(2**20)]
+        norm = torch.nn.utils.get_total_norm(parts).double().cpu()  # an accelerator is waited for once
+        return self._over_shards(norm.square()).sqrt()
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad
@@ -224,6 +226,7 @@ class LocalBackend:
 
         A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
         """
+        noisy: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 total = self._sum_of(name)
@@ -235,7 +238,11 @@ class LocalBackend:
                     total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
                 total = total if total.dtype in WIDE else total.float()
                 add_noise(total, name, self._start(name))
-                total.div_(divisor)
+                noisy[name] = total
+            if noisy:
+                torch._foreach_div_(list(noisy.values()), divisor)
+            for name, total in noisy.items():
+                parameter = self.parameters[name]
                 if parameter.grad is None or total is not self._local(parameter.grad):
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
@@ -268,12 +275,6 @@ class LocalBackend:
     def detach(self) -> None:
         """Remove every trace from the parameters."""
         self.guard.detach()
-
-
-def _norm(x: Tensor) -> Tensor:
-    """L2 norm [] of `x` in float64, part by part: a copy of a large tensor in float64 costs more than its norm."""
-    parts = x.detach().reshape(-1).split(2**20)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]).double())
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

@@ -53,7 +53,7 @@ class Convolution:
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
         # An element of the input is in at most so many windows as the kernel has elements.
-        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel())
+        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
