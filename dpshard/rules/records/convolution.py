@@ -36,7 +36,7 @@ class Convolution:
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
         nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
-        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes)
+        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, unfolded=True)
 
     def is_whole(self) -> bool:
         """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
