@@ -123,6 +123,8 @@ class DDPBackend(LocalBackend):
 
     def _end(self) -> None:
         super()._end()
+        if not self.model.require_backward_grad_sync:  # within no_sync() nobody but autograd writes
+            return
         # DDP's own callback, which waits for the reductions, comes after this one.
         torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
 
