@@ -48,8 +48,10 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     picks_by_list = (
         name == "__getitem__" and expert is None and not all(isinstance(i, simple) for i in _indices(args[1]))
     )
+    arguments = (*args, *kwargs.values())
     return Source(
-        label=f"{name}({', '.join(_text(x, sources) for x in (*args, *kwargs.values()))})[{index}]",
+        label=f"{name}({', '.join(_text(x, sources) for x in arguments)})[{index}]",
+        form=f"{name}({', '.join(_text(x, sources, sizes=False) for x in arguments)})[{index}]",
         roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
         shape=tuple(output.shape),
         # A traced source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
@@ -84,9 +86,11 @@ def _indices(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _text(x: Any, sources: dict[Tensor, Source]) -> str:
+def _text(x: Any, sources: dict[Tensor, Source], *, sizes: bool = True) -> str:
     if isinstance(x, Tensor):
-        return sources[x].label if x in sources else f"constant{list(x.shape)}"
+        if x in sources:
+            return sources[x].label if sizes else sources[x].form
+        return f"constant{list(x.shape) if sizes else [x.dim()]}"
     if isinstance(x, (tuple, list)):
-        return f"({', '.join(_text(item, sources) for item in x)})"
-    return repr(x)
+        return f"({', '.join(_text(item, sources, sizes=sizes) for item in x)})"
+    return "slice" if isinstance(x, slice) and not sizes else repr(x)

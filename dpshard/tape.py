@@ -329,4 +329,4 @@ class Clipper:
 
 
 def _root(name: str, shape: Sequence[int]) -> Source:
-    return Source(name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)
+    return Source(name, name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)

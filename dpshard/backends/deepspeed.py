@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpshard.backends.collectives import from_rank_0
+from dpshard.backends.collectives import from_rank_0, meet_for_probe
 from dpshard.backends.deepspeed_config import refuse_unsupported, require_no_accumulation
 from dpshard.backends.local import LocalBackend
 from dpshard.backends.ranks import stacked
@@ -201,6 +201,7 @@ class DeepSpeedBackend(LocalBackend):
         stack = ExitStack()
         stack.enter_context(self.unwatched())
         if self._zero3 is not None:
+            meet_for_probe(self._group)
             stack.enter_context(self._zero3.unmarked())
         return stack
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dpshard.backends.collectives import from_rank_0, reduce_scatter
+from dpshard.backends.collectives import from_rank_0, meet_for_probe, reduce_scatter
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
@@ -34,14 +36,14 @@ from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedPar
 class Unit:
     """One FSDP unit: the parameters that are gathered, freed and reduced together."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     places: tuple[tuple[nn.Module, str, str], ...]
     """(owning module, attribute, name) of each of its parameters; a shared parameter has several places."""
     names: tuple[str, ...]
 
     def reduces(self) -> bool:
         """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
-        state = self.module._get_fsdp_state()  # type: ignore[operator]
+        state = self.modules[0]._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         return all(group is None or group.reduce_grads for group in groups)
 
@@ -69,7 +71,7 @@ class FSDP2Backend(LocalBackend):
         super().__init__(model)
         self.mesh = _mesh(self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
-        self._unit_of_module = {unit.module: unit for unit in self.units}
+        self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
         self.differentiated: Mapping[str, Tensor] = self.whole
@@ -103,6 +105,11 @@ class FSDP2Backend(LocalBackend):
         """See LocalBackend."""
         assert isinstance(module, FSDPModule)
         module.unshard()
+
+    def probing(self) -> AbstractContextManager[Any]:
+        """See LocalBackend; its forwards gather parameters, so all ranks come together first."""
+        meet_for_probe(self._group())
+        return super().probing()
 
     def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters of the unit whose forward begins."""
@@ -354,17 +361,20 @@ def _mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh:
 
 
 def _units(model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:
-    """The FSDP units of a model, outermost first."""
+    """The FSDP units of a model, outermost first; `fully_shard` makes one of a list of modules, too."""
+    modules: dict[int, list[nn.Module]] = {}
+    for module in reversed(list(model.modules())):
+        if isinstance(module, FSDPModule):
+            unit = id(module._get_fsdp_state())
+            modules[unit] = [*modules.pop(unit, []), module]  # behind all units within
     taken: set[int] = set()
     found: list[Unit] = []
-    for module in reversed(list(model.modules())):
-        if not isinstance(module, FSDPModule):
-            continue
+    for unit in modules.values():
         places = []
-        for owner in module.modules():
+        for owner in dict.fromkeys(owner for module in unit for owner in module.modules()):
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None and id(parameter) in names and id(parameter) not in taken:
                     places.append((owner, attribute, names[id(parameter)]))
         taken.update(id(owner._parameters[attribute]) for owner, attribute, _ in places)
-        found.append(Unit(module, tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
+        found.append(Unit(tuple(unit), tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
     yield from reversed(found)
