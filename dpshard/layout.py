@@ -103,6 +103,8 @@ class _Shapes:
 class _Compared(Undropped):
     """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
 
+    permuting = False  # the first samples of both runs are to be the same
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -3,7 +3,7 @@
 PITFALLS rows: 3 test_a_reduction_that_is_not_the_engines_is_caught; 7 test_a_lost_use_is_caught;
 8 test_a_broken_rule_is_caught; 12 test_batch_norm_in_training_mode_is_caught,
 test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_loss_of_the_model_is_caught,
-test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
+test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught, test_samples_that_are_mixed_in_a_random_order_are_caught,
 test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples.
 """
 
@@ -221,6 +221,28 @@ def test_functions_that_mix_samples_are_caught(mixer):
     engine_on(model)
     with pytest.raises(REFUSED, match=r"first|second"):
         model(normal(B, T, D))
+
+
+PERMUTED = {
+    "list": lambda h: h[torch.randperm(len(h)).tolist()],
+    "array": lambda h: h[torch.randperm(len(h)).numpy()],
+    "gather": lambda h: h.gather(0, torch.randperm(len(h))[:, None].expand_as(h)),
+    "embedding": lambda h: F.embedding(torch.randperm(len(h)), h),
+    "order of draws": lambda h: h.gather(0, torch.rand(len(h)).argsort()[:, None].expand_as(h)),
+    "matrix": lambda h: torch.eye(len(h))[torch.randperm(len(h)).tolist()] @ h,
+}
+
+
+@pytest.mark.parametrize("permuted", PERMUTED)
+@pytest.mark.parametrize("last", [True, False])
+def test_samples_that_are_mixed_in_a_random_order_are_caught(permuted, last):
+    """Mixup within the model: random draws are constant in verification, but a permutation must not be the identity."""
+    model = Between(lambda h: h + 0.3 * PERMUTED[permuted](h))
+    if last:
+        model.second = nn.Identity()
+    engine_on(model)
+    with pytest.raises(REFUSED, match=r"first|second"):
+        model(normal(B, D))
 
 
 class Balanced(nn.Module):
