@@ -3,8 +3,10 @@
 PITFALLS rows: 3 test_a_reduction_that_is_not_the_engines_is_caught; 7 test_a_lost_use_is_caught;
 8 test_a_broken_rule_is_caught; 12 test_batch_norm_in_training_mode_is_caught,
 test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_loss_of_the_model_is_caught,
-test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught, test_samples_that_are_mixed_in_a_random_order_are_caught,
-test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples.
+test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
+test_samples_that_are_mixed_in_a_random_order_are_caught, test_detached_statistics_of_the_batch_are_caught,
+test_a_small_balancing_loss_is_caught, test_a_second_loss_of_the_model_is_looked_at_too,
+test_padding_does_not_stand_in_for_samples.
 """
 
 import copy
@@ -243,6 +245,51 @@ def test_samples_that_are_mixed_in_a_random_order_are_caught(permuted, last):
     engine_on(model)
     with pytest.raises(REFUSED, match=r"first|second"):
         model(normal(B, D))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [lambda h: h - h.detach().mean(0), lambda h: (h, h.detach().sum((1, 2)).softmax(0))],
+    ids=["centred", "weights"],
+)
+def test_detached_statistics_of_the_batch_are_caught(output):
+    """They have no gradient, but the script's loss has, and it reads them."""
+
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, x):
+            return output(self.layer(x))
+
+    model = Detached()
+    engine_on(model)
+    with pytest.raises(VerificationError, match=r"for sample 0 is another one together with 2 other samples.*detach"):
+        model(normal(B, T, D))
+
+
+class Experts(nn.Module):
+    """Returns one loss of two: the larger is the sample's own, the other balances the experts of a batch."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 3), nn.Linear(D, 3 * V)
+        self.weight = weight
+
+    def forward(self, x, y):
+        share_BE = self.router(x).softmax(-1)
+        scores_BV = (share_BE[:, :, None] * self.experts(x).unflatten(1, (3, V))).sum(1)
+        return F.cross_entropy(scores_BV, y) + self.weight * 3 * share_BE.mean(0).square().sum()
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.001])
+def test_a_small_balancing_loss_is_caught(weight):
+    """A fault of less than a thousandth of the whole gradient; of the router's own it is more."""
+    model = Experts(weight)
+    engine_on(model)
+    with pytest.raises(VerificationError, match=r"router.*load-balancing"):
+        model(10 * normal(B, D), torch.arange(B))
 
 
 class Balanced(nn.Module):
