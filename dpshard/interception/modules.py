@@ -28,10 +28,10 @@ from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, Unsupporte
 from dpshard.interception.interfaces import Session, Sharding
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.patches import undo_patches
-from dpshard.interception.run import Run, plan_run
+from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
 from dpshard.interception.undisturbed import Undisturbed, eager
-from dpshard.layout import Layout, find_layout
+from dpshard.layout import Layout, find_layout, merge
 from dpshard.rules.call import Source
 from dpshard.tape import Tape, Use
 from dpshard.twopass import through_two_passes
@@ -229,6 +229,8 @@ class Interception:
         run = plan_run(
             module, self._repeatable(module, original), args, kwargs, self.session.batch_size(), self.session.samples()
         )
+        if module is not self.model:
+            refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
         tape = self.session.open_tape(run.batch_size, module)
 
@@ -303,7 +305,8 @@ class Interception:
 
     def _kind(self, run: Run) -> Any:
         inputs = [
-            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else None for x, d in zip(run.leaves, run.dims, strict=True)
+            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else x if isinstance(x, (bool, str)) else None
+            for x, d in zip(run.leaves, run.dims, strict=True)
         ]
         # What mixes samples shows with two of them at least.
         return (run.module, run.tree, tuple(inputs), run.rows > 1)
@@ -326,7 +329,7 @@ class Interception:
                 f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
                 f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
             ) from error
-        into.update(found)
+        merge(into, found)
         return into
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
