@@ -49,9 +49,9 @@ _FIRST = frozenset({torch._C._nn.linear, F.linear, F.layer_norm, F.rms_norm, F.g
 _MATMUL = _named((torch, Tensor), "matmul mm bmm __matmul__")
 _VIEWS = _named((torch, Tensor), "view reshape flatten unflatten")
 _ALONG = {
-    **dict.fromkeys(_named((torch, Tensor), "chunk split split_with_sizes tensor_split"), 2),
+    **dict.fromkeys(_named((torch, Tensor), "chunk split split_with_sizes tensor_split norm"), 2),
     **dict.fromkeys(
-        _named((F, torch, Tensor), "softmax log_softmax sum mean norm unsqueeze squeeze cumsum glu cat amax amin"), 1
+        _named((F, torch, Tensor), "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin"), 1
     ),
 }
 """Functions along a dimension, and at which place they take it."""
