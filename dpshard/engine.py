@@ -33,6 +33,7 @@ from dpshard.grouping import partition
 from dpshard.interception import Interception, Run, plan_run
 from dpshard.logical_batch import Loaded, LogicalBatch, LotState
 from dpshard.metrics import BatchMetrics
+from dpshard.nodes import accumulates
 from dpshard.noise import KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -544,6 +545,12 @@ class PrivacyEngine:
         compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
 
     def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
+        leaf = self._backend.anchored[names[0]]
+        if leaf.requires_grad and not accumulates(leaf):
+            raise LogicalBatchError(
+                "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
+                "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
+            )
         if self._state is not LotState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self._state = LotState.COLLECTING
