@@ -383,7 +383,10 @@ class Interception:
                 original(*args, **kwargs)
             self.rehearsals[key] = rehearsal.asked
         tape = mode.slots
-        made = [tape.slot(use, *self._templates(use, noted, tape)) for use, noted in self.rehearsals[key]]
+        made = [
+            (tuple([source.label for source in use.sources]), tape.slot(use, *self._templates(use, noted, tape)))
+            for use, noted in self.rehearsals[key]
+        ]
         outside = mode.sources
         entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
         own = set(module.parameters())
