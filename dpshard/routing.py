@@ -65,6 +65,8 @@ def picks(func: Function, args: Any) -> bool:
     """Whether values of the data decide how many rows `func` returns."""
     if func in PICKING or (func is torch.where and len(args) == 1):
         return True
+    if func is torch._pack_padded_sequence:
+        return bool((args[1] != args[1][0]).any())  # rows of equal lengths lie one batch apart, as [T, B] does
     index = args[1] if func is Tensor.__getitem__ else ()
     indices = index if isinstance(index, tuple) else (index,)
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
