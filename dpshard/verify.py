@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -90,8 +90,7 @@ def compare(
                     f"The model fails on {len(samples)} sample(s) of the micro-batch taken alone ({error}), so they "
                     f"have no gradient of their own. Does it normalise over them (BatchNorm), or need a fixed size?"
                 ) from error
-        if n > 1:
-            _refuse_memory(state, lambda sample: interception.run_plain(run, [sample]))
+        _refuse_memory(state, [lambda r=r, i=i: interception.run_plain(r, [i]) for r, i in _two_inputs(run, n)])
         objectives = [loss.of] if loss is not None else _objectives(outputs[0], outputs[1], n, mean=mean)
         values, values_alone = _values(outputs[0]), list[list[Tensor]]()
         del outputs
@@ -138,12 +137,27 @@ def compare(
                 _refuse_mixed_outputs(values, values_alone[sample], sample, n)
 
 
-def _refuse_memory(state: Undisturbed, run: Callable[[int], Any]) -> None:
+def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:
+    """Two samples that differ, each as a run and its number; of a single one, itself and what it might have been."""
+    if n > 1:
+        return [(run, 0), (run, 1)]
+    leaves = [x if dim is None else _another(x) for x, dim in zip(run.leaves, run.dims, strict=True)]
+    return [(run, 0), (replace(run, leaves=tuple(leaves)), 0)]
+
+
+def _another(x: Tensor) -> Tensor:
+    """Other numbers than `x` [1, ...]; of ids such that there are."""
+    if x.is_floating_point():
+        return x / 2
+    return x[..., :1].expand_as(x) if x.dim() > 1 else x
+
+
+def _refuse_memory(state: Undisturbed, runs: Sequence[Callable[[], Any]]) -> None:
     """Raise UnsupportedParameterError if a buffer takes another value for another sample: later ones would see it."""
     seen = []
-    for sample in (0, 1):
+    for run in runs:
         state.rewind()
-        run(sample)
+        run()
         seen.append(state.buffers())
     first, second = seen
     for name in first.keys() & second.keys():

@@ -5,8 +5,8 @@ PITFALLS rows: 3 test_a_reduction_that_is_not_the_engines_is_caught; 7 test_a_lo
 test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_loss_of_the_model_is_caught,
 test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
 test_samples_that_are_mixed_in_a_random_order_are_caught, test_detached_statistics_of_the_batch_are_caught,
-test_a_small_balancing_loss_is_caught, test_a_second_loss_of_the_model_is_looked_at_too,
-test_padding_does_not_stand_in_for_samples.
+test_a_small_balancing_loss_is_caught, test_a_memory_of_samples_is_caught,
+test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples.
 """
 
 import copy
@@ -290,6 +290,30 @@ def test_a_small_balancing_loss_is_caught(weight):
     engine_on(model)
     with pytest.raises(VerificationError, match=r"router.*load-balancing"):
         model(10 * normal(B, D), torch.arange(B))
+
+
+class Bank(nn.Module):
+    """Keeps what it has seen of the last samples, in a buffer, for the next ones to be compared with."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(V, D), nn.Linear(D, D)
+        self.register_buffer("bank", torch.zeros(3, D))
+
+    def forward(self, x):
+        h = self.layer(x if x.is_floating_point() else self.embedding(x).cumsum(1)[:, -1])
+        self.bank = torch.cat([self.bank, h.detach()])[-3:]
+        return h - (h @ self.bank.T).softmax(-1) @ self.bank
+
+
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_memory_of_samples_is_caught(rows, ids):
+    """Also with micro-batches of one row, of which none ever meets another."""
+    model = Bank()
+    engine_on(model)
+    with pytest.raises(UnsupportedParameterError, match=r"bank: forward writes a function of the samples"):
+        model(torch.arange(rows * T).view(rows, T) % V if ids else normal(rows, D))
 
 
 class Balanced(nn.Module):
