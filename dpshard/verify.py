@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from dpshard.calls import outputs_of
 from dpshard.clipping import ClippingFunction, ClippingGroup
 from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import Interception, Run, Undisturbed
@@ -43,6 +45,17 @@ class Loss:
         """The loss of `samples`, whose output is given."""
         index = torch.tensor(list(samples))
         return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
+
+
+class _Precision(TorchFunctionMode):
+    """Notes whether a function returned half precision: also under autocast that the model enters by itself."""
+
+    half = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.half = self.half or any(x.dtype in (torch.bfloat16, torch.float16) for x in outputs_of(result))
+        return result
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]
@@ -78,11 +91,12 @@ def compare(
     names = [name for name, p in backend.parameters.items() if p.requires_grad]
 
     with interception.undisturbed(run.module) as state, backend.unwatched(), torch.enable_grad():
-        outputs = []
+        outputs, precision = [], _Precision()
         for samples in (chosen, [0]):
             state.rewind()
             try:
-                outputs.append(interception.run_plain(run, samples))
+                with precision:
+                    outputs.append(interception.run_plain(run, samples))
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, DpshardError):
                     raise
@@ -131,10 +145,10 @@ def compare(
                 torch.zeros_like(single) if (found := sums.get(name)) is None else found
                 for name, single in zip(names, singles[0], strict=True)
             ]
-            _check(names, together, singles, norms, clipper.groups, clipper.function)
+            _check(names, together, singles, norms, clipper.groups, clipper.function, precision.half)
         if loss is None:
             for sample in chosen:
-                _refuse_mixed_outputs(values, values_alone[sample], sample, n)
+                _refuse_mixed_outputs(values, values_alone[sample], sample, n, precision.half)
 
 
 def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:
@@ -202,11 +216,12 @@ def _values(output: Any) -> list[Tensor]:
     return [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _refuse_mixed_outputs(together: Sequence[Tensor], alone: Sequence[Tensor], sample: int, n: int) -> None:
+def _refuse_mixed_outputs(together: Sequence[Tensor], alone: Sequence[Tensor], sample: int, n: int, half: bool) -> None:
     """Raise VerificationError if a sample has other outputs among others: a loss that is not linear depends on them.
 
     Gradients along a fixed direction do not tell, for what is detached has none (a score minus the batch's mean).
     """
+    largest = max((float(y.double().nan_to_num(0, 0, 0).abs().amax()) for y in alone if y.numel()), default=0.0)
     for x, y in zip(together, alone, strict=True):
         dims = [d for d in range(x.dim()) if x.dim() == y.dim() and x.shape[d] != y.shape[d]]
         if len(dims) != 1 or x.shape[dims[0]] != n * y.shape[dims[0]]:
@@ -215,7 +230,8 @@ def _refuse_mixed_outputs(together: Sequence[Tensor], alone: Sequence[Tensor], s
         x = x.narrow(dims[0], sample * rows, rows)
         equal = (x == y) | (x.isnan() & y.isnan())
         apart = torch.where(equal, 0, x.double() - y.double()).abs().amax() if y.numel() else torch.zeros(())
-        if not bool(apart <= _tolerance([x]) * y.double().nan_to_num(0, 0, 0).abs().amax()):
+        scale = y.double().nan_to_num(0, 0, 0).abs().amax() if y.numel() else 0.0
+        if not bool(apart <= _tolerance([x], half) * scale + 64 * torch.finfo(x.dtype).eps * largest):
             raise VerificationError(
                 f"An output of shape {tuple(y.shape)} for sample {sample} is another one together with {n - 1} other "
                 f"samples (by {float(apart):.4g}): the model mixes the samples of a batch under detach() or no_grad() "
@@ -243,9 +259,10 @@ def _check(
     norms: dict[int, Tensor],
     groups: Iterable[ClippingGroup],
     function: ClippingFunction,
+    half: bool,
 ) -> None:
     place = {name: i for i, name in enumerate(names)}
-    tolerance = _tolerance(singles[0])
+    tolerance = _tolerance(singles[0], half)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
     total = max(float(torch.linalg.vector_norm(torch.stack([x.double().norm() for x in g]))) for g in singles)
     eps = min(max(torch.finfo(x.dtype).eps for x in singles[0]), torch.finfo(torch.float32).eps)
@@ -267,8 +284,8 @@ def _check(
         sums_agree = (got - expected).norm() <= tolerance * (factor * exact).max() + rounding * factor.max()
         if not (bool(norms_agree) and bool(sums_agree)):
             raise _failure(group, together, singles, exact, found, factor, place)
-        if tolerance > _HALF_PRECISION / 2:
-            continue  # by so much may a small gradient be off that rounds what is large
+        if half:
+            continue  # the small gradients are rounded by more
         # A loss that balances experts is small, but not beside what else their router learns from.
         for name in members:
             own = torch.stack([g[place[name]].flatten().double() for g in singles])
@@ -280,11 +297,9 @@ def _check(
 _HALF_PRECISION = 5e-2
 
 
-def _tolerance(tensors: Sequence[Tensor]) -> float:
-    """Far above the rounding of two orders of summation, which accelerators may do in TF32."""
-    if any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors):
-        return _HALF_PRECISION
-    if any(torch.is_autocast_enabled(x.device.type) for x in tensors):
+def _tolerance(tensors: Sequence[Tensor], half: bool) -> float:
+    """Far above the rounding of two orders of summation, `half` in half precision; accelerators may take TF32."""
+    if half or any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors):
         return _HALF_PRECISION
     if any(x.dtype == torch.float32 for x in tensors):
         return 1e-4 if all(x.device.type == "cpu" for x in tensors) else 2e-2

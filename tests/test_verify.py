@@ -560,6 +560,21 @@ def test_other_precisions_pass(dtype):
         engine_on(model).verify(normal(T, T, D).to(dtype))
 
 
+def test_a_model_that_enters_autocast_by_itself_passes():
+    """accelerate wraps forward so; outside of it parameters and outputs are float32."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())]
+    model = nn.Sequential(nn.Linear(D, D), *layers, nn.Linear(D, 3))
+    forward = model.forward
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float()
+
+    model.forward = cast
+    engine_on(model)
+    model(normal(B, T, D)).sum(1).mean().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_passes_and_faults_are_caught_under_it(dtype):
     with torch.autocast("cpu", torch.bfloat16):
