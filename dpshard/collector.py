@@ -15,6 +15,7 @@ from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.logical_batch import Loaded, LogicalBatch
 from dpshard.metrics import BatchMetrics
+from dpshard.nodes import accumulates
 from dpshard.sampling import MicroBatchPlan
 from dpshard.tape import Clipper, Take, Tape
 
@@ -123,6 +124,12 @@ class Collector:
             )
 
     def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
+        leaf = self._backend.anchored[names[0]]
+        if leaf.requires_grad and not accumulates(leaf):
+            raise LogicalBatchError(
+                "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
+                "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
+            )
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self.state = BatchState.COLLECTING

@@ -28,10 +28,10 @@ from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, Unsupporte
 from dpshard.interception.interfaces import Session, Sharding
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.patches import undo_patches
-from dpshard.interception.run import Run, plan_run
+from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
 from dpshard.interception.undisturbed import Undisturbed, eager
-from dpshard.layout import Layout, find_layout
+from dpshard.layout import Layout, find_layout, merge
 from dpshard.rules.call import Source
 from dpshard.tape import Tape, Use
 from dpshard.twopass import through_two_passes
@@ -232,6 +232,8 @@ class Interception:
         self.refuse_batch_norm()
         undo_patches()
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
+        if module is not self.model:
+            refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
         tape = self.session.open_tape(run.batch_size, module)
 
@@ -306,7 +308,8 @@ class Interception:
 
     def _kind(self, run: Run) -> Any:
         inputs = [
-            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else None for x, d in zip(run.leaves, run.dims, strict=True)
+            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else x if isinstance(x, (bool, str)) else None
+            for x, d in zip(run.leaves, run.dims, strict=True)
         ]
         # What mixes samples shows with two of them at least.
         return (run.module, run.tree, tuple(inputs), run.rows > 1)
@@ -329,7 +332,7 @@ class Interception:
                 f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
                 f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
             ) from error
-        into.update(found)
+        merge(into, found)
         return into
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
@@ -383,7 +386,10 @@ class Interception:
                 original(*args, **kwargs)
             self.rehearsals[key] = rehearsal.asked
         tape = mode.slots
-        made = [tape.slot(use, *self._templates(use, noted, tape)) for use, noted in self.rehearsals[key]]
+        made = [
+            (tuple([source.label for source in use.sources]), tape.slot(use, *self._templates(use, noted, tape)))
+            for use, noted in self.rehearsals[key]
+        ]
         outside = mode.sources
         entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
         own = set(module.parameters())

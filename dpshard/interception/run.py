@@ -83,3 +83,22 @@ def plan_run(
             f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model."
         )
     return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if plan is None else plan.samples_everywhere))
+
+
+def refuse_two_batch_dimensions(run: Run) -> None:
+    """Raise BatchLayoutError if a hidden tensor may be [B, T, ...] as well as [T, B, ...]: for calls of a part.
+
+    A whole model gets the samples first; a part gets what other parts have made.
+    """
+    for x in run.leaves:
+        if (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.dim() > 2
+            and x.shape[0] == x.shape[1] == run.batch_size
+        ):
+            raise BatchLayoutError(
+                f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
+                f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "
+                f"choose a micro-batch size that is no other length, or call the model as a whole."
+            )

@@ -365,9 +365,41 @@ def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
         trainer_of(Pooled(), tmp_path, max_steps=1, compute_loss_func=token_mean).train()
 
 
+class TokenMean(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(inputs["input_ids"])
+        loss = token_mean(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_overrides_ours_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"TokenMean overrides compute_loss.*compute_loss_func"):
+        TokenMean(gpt2(), arguments(tmp_path), privacy={"noise_multiplier": 1.0})
+
+
+class Labelled(torch.utils.data.Dataset):
+    """Sequences of a class each; that of the last ones is -100."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(4) + index % 3, "labels": torch.tensor(0 if index < 3 else -100)}
+
+
+def test_labels_that_count_for_nothing_are_refused(tmp_path):
+    """They change by what the losses of the others are divided; the first samples need not show it."""
+    trainer = PrivateTrainer(bert(), arguments(tmp_path), train_dataset=Labelled(), privacy={"noise_multiplier": 1.0})
+    with pytest.raises(ConfigurationError, match=r"label -100.*Leave them out"):
+        trainer.train()
+
+
 REFUSED = {
     "loss scaling": ({"fp16": True}, "bf16=True"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "compute_loss_func"),
+    "noise of embeddings": ({"neftune_noise_alpha": 5.0}, "length to which the micro-batch is padded"),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "deepspeed.initialize()"),
+    "data parallel": ({"_n_gpu": 2}, "one process for each by torchrun"),
     "retries": ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     "secret on the hub": ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "run secret"),
 }
