@@ -25,29 +25,14 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     parents = [sources[x] for x in tensors_of((args, kwargs)) if x in sources]
 
     def frozen(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return sources[x] if x in sources else x.detach()
-        if isinstance(x, dict):
-            return {key: frozen(value) for key, value in x.items()}
-        if isinstance(x, (tuple, list)):
-            items = [frozen(item) for item in x]
-            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        return x
+        if not isinstance(x, Tensor):
+            return x
+        return sources[x] if x in sources else x.detach()
 
-    kept = frozen((args, kwargs))
+    kept = _replaced((args, kwargs), frozen)
 
     def replay(values: dict[str, Tensor]) -> Tensor:
-        def filled(x: Any) -> Any:
-            if isinstance(x, Source):
-                return x.replay(values)
-            if isinstance(x, dict):
-                return {key: filled(value) for key, value in x.items()}
-            if isinstance(x, (tuple, list)):
-                items = [filled(item) for item in x]
-                return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-            return x
-
-        new_args, new_kwargs = filled(kept)
+        new_args, new_kwargs = _replaced(kept, lambda x: x.replay(values) if isinstance(x, Source) else x)
         return outputs_of(func(*new_args, **new_kwargs))[index]
 
     name = function_name(func)
@@ -76,6 +61,16 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
         slice_of=None if expert is None else (parents[0], expert % len(tensors[0])),
     )
+
+
+def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Arguments `x` with `leaf` of everything in place of it, also within dicts, lists and (named) tuples."""
+    if isinstance(x, dict):
+        return {key: _replaced(value, leaf) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        items = [_replaced(item, leaf) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return leaf(x)
 
 
 def _element(index: Any) -> int | None:

@@ -96,15 +96,11 @@ class DeepSpeedBackend(LocalBackend):
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """See LocalBackend; no gradient is handed to the parameters, see [Note: What reaches DeepSpeed]."""
         require_no_accumulation(self.model_engine)
-        self._begin()
+        if self._begin():
+            self._reducer.abandon()  # what a backward pass that failed has left
         for name in reversed(names):
             self._reducer.put(name, take(name))
         return [None] * len(names)
-
-    def _begin(self) -> None:
-        if self._backward not in (-1, torch._C._current_graph_task_id()):
-            self._reducer.abandon()
-        super()._begin()
 
     def _end(self) -> None:
         super()._end()

@@ -119,7 +119,7 @@ class FSDP2Backend(LocalBackend):
             assert parameter is not None
             if self.whole[name] is not parameter:
                 self.whole[name] = parameter
-                self._handles.append(parameter.requires_grad_().register_hook(self._guard(name)))
+                self.guard.watch(name, parameter.requires_grad_())
             # FSDP makes it once, and does not learn of a sharded parameter that is frozen, or thawed, later.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
@@ -128,7 +128,8 @@ class FSDP2Backend(LocalBackend):
 
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
-        self._begin()
+        if self._begin():
+            self._reduction = None  # of a backward pass that failed
         self._require_untouched(names)
         if self._reduction is None:
             self._reduction = _Reduction([unit for unit in reversed(self.units) if unit.names])
@@ -140,18 +141,15 @@ class FSDP2Backend(LocalBackend):
             self._launch_complete(reduction)
         return [None] * len(names)
 
-    def _note(self, name: str) -> Callable[[Tensor], None]:
-        def check(_: Tensor) -> None:
-            # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
-            if not self._is_untouched(name):
-                raise UnsupportedParameterError(
-                    f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
-                    f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
-                    f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
-                    f"let training use parameters in forward alone."
-                )
-
-        return check
+    def _accumulated(self, name: str) -> None:
+        # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
+        if not self.guard.is_untouched(name):
+            raise UnsupportedParameterError(
+                f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
+                f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
+                f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
+                f"let training use parameters in forward alone."
+            )
 
     def _collect(self, reduction: _Reduction, unit: Unit, name: str, total: Tensor | None) -> None:
         """Take in the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
@@ -179,11 +177,6 @@ class FSDP2Backend(LocalBackend):
                 if name in reduction.sums:
                     self._fill(reduction, name, reduction.sums.pop(name))
 
-    def _begin(self) -> None:
-        if torch._C._current_graph_task_id() != self._backward:
-            self._reduction = None  # of a backward pass that failed
-        super()._begin()
-
     def _end(self) -> None:
         super()._end()
         reduction, self._reduction = self._reduction, None
@@ -202,6 +195,7 @@ class FSDP2Backend(LocalBackend):
         work.wait()
         for group in self._replica_groups():
             dist.all_reduce(shards, group=group)
+        self._require_untouched(unit.names)  # also those of layers that did not run here, so that nobody has asked yet
         with torch.no_grad():
             for name, columns in self._columns(unit):
                 local = self._local(self.parameters[name])
@@ -247,7 +241,6 @@ class FSDP2Backend(LocalBackend):
         parameter = self.parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
-        self._require_untouched((name,))  # also for a layer that did not run here, so that nobody has asked yet
         shard = shard.to(self._local(parameter).device)
         if parameter.dtype in WIDE:
             if parameter.grad is None:
@@ -259,14 +252,14 @@ class FSDP2Backend(LocalBackend):
             wide = self._wide_sums.get(name)
             self._wide_sums[name] = shard.clone() if wide is None else wide.add_(shard)
             self._stand_in(name)
-        self._remember(name)
+        self.guard.note(name)
 
     def _stand_in(self, name: str) -> None:
         """Put zeros in `.grad` for a sum that is kept elsewhere: whoever drops or changes gradients is noticed."""
         parameter = self.parameters[name]
         if parameter.requires_grad and parameter.grad is None:
             self._assign(parameter, torch.zeros_like(self._local(parameter)))
-            self._remember(name)
+            self.guard.note(name)
 
     # --- shards -----------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,9 @@ class TrainSettings:
     max_batch_size: str | None = _setting(
         PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
-    secure_mode: bool = _setting(PRIVACY, False, "Draw noise and batches from a cryptographic generator.")
+    secure_mode: bool = _setting(
+        PRIVACY, False, "Draw the noise on the CPU from a cryptographic stream, for every device, in float64."
+    )
 
     batch_size: int | None = _setting(
         TRAINING,

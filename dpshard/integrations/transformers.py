@@ -81,6 +81,12 @@ class _Private(ShardsOnCPU):
                 f"is per_device_train_batch_size * gradient_accumulation_steps * processes, the length of the run "
                 f"num_train_epochs or max_steps, and every loss is a mean over samples."
             )
+        own = [cls.__name__ for cls in type(self).__mro__ if issubclass(cls, _Private) and "compute_loss" in vars(cls)]
+        if own[:-1]:
+            raise ConfigurationError(
+                f"{own[0]} overrides compute_loss, so its loss is not held against that of one sample alone, and a "
+                f"mean over the tokens of a batch would pass. {_OWN_LOSS}"
+            )
         args = TrainingArguments() if args is None else args
         _refuse(args)
         self.engine: PrivacyEngine | None = None
@@ -159,6 +165,12 @@ class _Private(ShardsOnCPU):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         loss_fn = self._loss_outside(model, inputs)
         if loss_fn is None:
+            labels = inputs.get("labels")
+            if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any()):
+                raise ConfigurationError(
+                    f"Samples have the label -100, which counts for nothing: the loss of the model divides by how many "
+                    f"others the batch holds, which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
+                )
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
         inputs = dict(inputs)
         labels = inputs.pop("labels")
@@ -316,6 +328,8 @@ def _refuse(args: TrainingArguments) -> None:
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
         "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "
         "loss of each sample.": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha scales its noise by the length to which the micro-batch is padded, so that a long sample "
+        "changes the gradients of the others: leave it out.": bool(args.neftune_noise_alpha),
         "auto_find_batch_size begins again after an error within a logical batch: set "
         "per_device_train_batch_size.": args.auto_find_batch_size,
         "DeepSpeed steps within its own backward: use FSDP2, or dpshard's loop with deepspeed.initialize().": bool(

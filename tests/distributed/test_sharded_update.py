@@ -21,7 +21,7 @@ ONE_PASS = STYLES[:4]
     [
         (1, "fsdp2", STYLES),
         (2, "ddp", ONE_PASS),
-        (2, "ddp-used", ("all-layer:auto", "all-layer:auto+adafactor")),
+        (2, "ddp-used", ("all-layer:auto", "all-layer:ghost", "all-layer:auto+adafactor")),
         (2, "zero1", ("all-layer:auto", "layer-wise:auto")),
         (2, "fsdp2", (*STYLES, "all-layer:auto+unsynced", "layer-wise:auto+unsynced")),
         (2, "fsdp2", tuple(f"{style}:auto+checkpoint" for style in ("all-layer", "layer-wise", "block-wise"))),

@@ -70,52 +70,27 @@ def collate(rows):
     }
 
 
-def gpt2(dropout=0.0):
+def tiny(cls, **settings):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=8,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
+    return cls(cls.config_class(vocab_size=V, **settings)).double()
+
+
+def gpt2(dropout=0.0):
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return tiny(transformers.GPT2LMHeadModel, n_positions=8, n_embd=8, n_layer=1, n_head=2, **ends, **rates)
 
 
 def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=V,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return tiny(transformers.T5ForConditionalGeneration, dropout_rate=0.0, **sizes, **ends)
 
 
 def bert():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config).double()
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tiny(transformers.BertForMaskedLM, **sizes, **rates)
 
 
 def arguments(folder, cls=transformers.TrainingArguments, **options):
@@ -390,9 +365,41 @@ def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
         trainer_of(Pooled(), tmp_path, max_steps=1, compute_loss_func=token_mean).train()
 
 
+class TokenMean(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(inputs["input_ids"])
+        loss = token_mean(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_overrides_ours_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"TokenMean overrides compute_loss.*compute_loss_func"):
+        TokenMean(gpt2(), arguments(tmp_path), privacy={"noise_multiplier": 1.0})
+
+
+class Labelled(torch.utils.data.Dataset):
+    """Sequences of a class each; that of the last ones is -100."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(4) + index % 3, "labels": torch.tensor(0 if index < 3 else -100)}
+
+
+def test_labels_that_count_for_nothing_are_refused(tmp_path):
+    """They change by what the losses of the others are divided; the first samples need not show it."""
+    trainer = PrivateTrainer(bert(), arguments(tmp_path), train_dataset=Labelled(), privacy={"noise_multiplier": 1.0})
+    with pytest.raises(ConfigurationError, match=r"label -100.*Leave them out"):
+        trainer.train()
+
+
 REFUSED = {
     "loss scaling": ({"fp16": True}, "bf16=True"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "compute_loss_func"),
+    "noise of embeddings": ({"neftune_noise_alpha": 5.0}, "length to which the micro-batch is padded"),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "deepspeed.initialize()"),
+    "data parallel": ({"_n_gpu": 2}, "one process for each by torchrun"),
     "retries": ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     "secret on the hub": ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "run secret"),
 }
