@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
@@ -48,9 +48,9 @@ class ShardsOnCPU:
         """Create the accelerator."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         trainer: Any = self
-        if trainer.args.fsdp:
+        if trainer.args.fsdp and trainer.accelerator.distributed_type is DistributedType.MULTI_CPU:
             shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
-            trainer.is_fsdp_enabled = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
+            trainer.is_fsdp_enabled = True
 
 
 class _Private(ShardsOnCPU):
