@@ -48,6 +48,16 @@ _RANDOM = {
 """Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
 
 
+_ORDERS = (torch.argsort, Tensor.argsort)
+"""What makes a permutation of random draws."""
+
+
+def _any_order(order: Tensor, x: Tensor) -> Tensor:
+    """The `order` of the elements of `x` [N]; rotated if all are equal, as random draws are here."""
+    alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
+    return order.roll(1) if alike else order
+
+
 def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of a call with its dropout switched off."""
     if func in _DROPOUT:
@@ -63,15 +73,21 @@ def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 class Undropped(TorchFunctionMode):
     """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
 
+    permuting = True
+    """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
+
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look into composites, and run everything but random draws as it is."""
+        kwargs = kwargs or {}
         if Quiet.on:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func is torch.randperm:
-            return func(*args, **(kwargs or {})).sort().values
+            return func(*args, **kwargs).sort().values.roll(int(self.permuting))
         if func in _RANDOM:
-            return func(*args, **(kwargs or {})).fill_(_RANDOM[func])
-        args, kwargs = _without_dropout(func, args, kwargs or {})
+            return func(*args, **kwargs).fill_(_RANDOM[func])
+        if func in _ORDERS and self.permuting and not kwargs.get("stable"):
+            return _any_order(func(*args, **kwargs), args[0])
+        args, kwargs = _without_dropout(func, args, kwargs)
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)

@@ -15,7 +15,7 @@ are followed; see [Note: Routed rows] in routing.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,15 +31,15 @@ from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 
 CallKey = tuple[Any, ...]
-"""Name of the function, and per tensor argument the label of the source that it is, or its rank.
+"""Name of the function, and per tensor argument the form of the source that it is, or its rank.
 
 Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
 """
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """What identifies a call whatever the batch size: see CallKey."""
-    return (function_name(func), *(sources[x].label if x in sources else x.dim() for x in tensors))
+    """What identifies a call whatever the batch size and the length of the inputs: see CallKey."""
+    return (function_name(func), *(sources[x].form if x in sources else x.dim() for x in tensors))
 
 
 @dataclass(slots=True)
@@ -68,11 +68,6 @@ class CallLayout:
         inputs = [axis and BatchAxis(axis.dim, axis.sample_major) for axis in self.inputs]
         return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.sample_major), self.lost)
 
-    def agrees(self, other: CallLayout) -> bool:
-        """Whether both hold the samples in the same dimensions."""
-        mine, others = ([a and (a.dim, a.routed) for a in layout.inputs] for layout in (self, other))
-        return self.derives == other.derives and self.lost == other.lost and mine == others
-
 
 Layout = dict[CallKey, CallLayout]
 
@@ -80,6 +75,19 @@ Layout = dict[CallKey, CallLayout]
 def rows_key(x: Tensor) -> CallKey:
     """The key under which a layout holds whether dimension 0 of tensors like `x` carries the samples, for routes."""
     return ("rows", x.dim(), x.shape[-1] if x.dim() > 1 else 0)
+
+
+def merge(into: Layout, found: Layout) -> None:
+    """Add what was found to a layout; BatchLayoutError where a kind of call has samples along different dimensions."""
+    for key, layout in found.items():
+        known = into.setdefault(key, layout)
+        if known != layout and key[0] == "rows":
+            known.inputs[0] = None  # of two kinds of tensors with this shape: no evidence for either
+        elif known != layout:
+            raise BatchLayoutError(
+                f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; use a "
+                f"module of its own for each of the two."
+            )
 
 
 _ROWS = ("an index along dimension 0",)
@@ -102,6 +110,8 @@ class _Shapes:
 
 class _Compared(Undropped):
     """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
+
+    permuting = False  # the first samples of both runs are to be the same
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,11 +226,7 @@ class _SecondRun(_Compared):
             self.routing.follow(func, args, kwargs, result)
             output = self._output(key, position, len(axes), before, outputs[0]) if outputs else None
             found = CallLayout(axes, output, lost)
-            if not self.layout.setdefault(key, found).agrees(found):
-                raise BatchLayoutError(
-                    f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; "
-                    f"use a module of its own for each of the two."
-                )
+            merge(self.layout, {key: found})
             if found.derives:
                 for i, out in enumerate(outputs):
                     if out.is_floating_point() and out not in self.sources:
@@ -248,9 +254,7 @@ class _SecondRun(_Compared):
         if made is None:
             return False
         holds = made.axis is not None and made.axis.dim == 0
-        known = self.layout.setdefault(rows_key(x), CallLayout([BatchAxis(0) if holds else None], None))
-        if (known.inputs[0] is not None) != holds:
-            known.inputs[0] = None  # of two kinds of tensors with this shape: no evidence for either
+        merge(self.layout, {rows_key(x): CallLayout([BatchAxis(0) if holds else None], None)})
         if read and holds and made.flattened:
             doubt = _Doubt(_ROWS, 0, 0, x.detach().clone(), made.seen_at)
             self.doubts.setdefault(made.position, []).append(doubt)
@@ -323,44 +327,70 @@ class _SecondRun(_Compared):
 
     def resolve(self, values: dict[int, list[Tensor]]) -> None:
         """Settle the order of flattened dimensions from the values of the first run."""
-        first, second = self.sizes
         settled: dict[tuple[CallKey, int], bool] = {}
+        undecided: list[_Doubt] = []
         for position, doubts in self.doubts.items():
             for doubt in doubts:
-                old, new = values[position][doubt.seen_at], doubt.value
-                k = old.shape[doubt.dim] // first
-                error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
-                for sample_major in (True, False):
-                    sides = []
-                    for x, size in ((old, first), (new, second)):
-                        rows = x.unflatten(doubt.dim, (size, k) if sample_major else (k, size))
-                        sides.append(rows.narrow(doubt.dim + (not sample_major), 0, first).double())
-                    error[sample_major] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
-                if min(error.values()) > _SAME * scale:
-                    raise BatchLayoutError(
-                        f"{_describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
-                        f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
-                        f"nor one batch apart ([k, B]). Put the samples first before you flatten."
-                    )
-                if settled.setdefault((doubt.key, doubt.place), error[False] < error[True]) != (
-                    error[False] < error[True]
-                ):
+                order = self._is_sample_major(doubt, values[position][doubt.seen_at])
+                if order is None:
+                    undecided.append(doubt)
+                elif settled.setdefault((doubt.key, doubt.place), order) != order:
                     raise BatchLayoutError(
                         f"{_describe(doubt.key)} is called with the rows of the samples in different orders; use a "
                         f"module of its own for each of the two."
                     )
-                if error[False] < error[True] and doubt.key == _ROWS:
-                    raise BatchLayoutError(
-                        f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
-                        f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
-                    )
-                if error[False] < error[True]:
-                    layout = self.layout[doubt.key]
-                    axis = BatchAxis(doubt.dim, sample_major=False)
-                    if doubt.place < len(layout.inputs):
-                        layout.inputs[doubt.place] = axis
-                    else:
-                        layout.output = axis
+        for doubt in undecided:
+            settled[doubt.key, doubt.place] = self._as_beside(doubt, settled)
+        for (key, place), order in settled.items():
+            if not order:
+                layout = self.layout[key]
+                axis = layout.inputs[place] if place < len(layout.inputs) else layout.output
+                assert axis is not None
+                axis = replace(axis, sample_major=False)
+                if place < len(layout.inputs):
+                    layout.inputs[place] = axis
+                else:
+                    layout.output = axis
+
+    def _is_sample_major(self, doubt: _Doubt, old: Tensor) -> bool | None:
+        """Whether the rows of a sample lie side by side; None if values do not tell."""
+        (first, second), new = self.sizes, doubt.value
+        k = old.shape[doubt.dim] // first
+        error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
+        for order in (True, False):
+            sides = []
+            for x, size in ((old, first), (new, second)):
+                rows = x.unflatten(doubt.dim, (size, k) if order else (k, size))
+                sides.append(rows.narrow(doubt.dim + (not order), 0, first).double())
+            error[order] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
+        if min(error.values()) > _SAME * scale:
+            raise BatchLayoutError(
+                f"{_describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
+                f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
+                f"nor one batch apart ([k, B]). Put the samples first before you flatten."
+            )
+        if max(error.values()) <= 2 * min(error.values()):
+            return None
+        if error[False] < error[True] and doubt.key == _ROWS:
+            raise BatchLayoutError(
+                f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
+                f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
+            )
+        return error[True] < error[False]
+
+    def _as_beside(self, doubt: _Doubt, settled: dict[tuple[CallKey, int], bool]) -> bool:
+        """The order of rows that are all alike: that of other calls of the kind, or of other arguments."""
+        orders = [order for (key, _), order in settled.items() if key == doubt.key]
+        if (doubt.key, doubt.place) in settled:
+            return settled[doubt.key, doubt.place]
+        if not orders and (doubt.key == _ROWS or doubt.place < len(self.layout[doubt.key].inputs)):
+            raise BatchLayoutError(
+                f"{_describe(doubt.key)} sees the same number everywhere in a tensor of shape "
+                f"{tuple(doubt.value.shape)} for {self.sizes[1]} samples, so it cannot be told whether its dimension "
+                f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
+                f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
+            )
+        return all(orders)
 
 
 def find_layout(

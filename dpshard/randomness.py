@@ -68,51 +68,58 @@ class RandomSource:
 
     def uniform(self, n: int) -> NDArray[np.float64]:
         """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
-        words = self._octets(8 * n).view("<u8")
+        words = self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
         return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-        """`n` standard normals of `dtype`, in pieces: the first are short, the others fit into the cache."""
+        """`n` standard normals of `dtype`, in pieces: the first are short, the others fit into the cache.
+
+        A piece is overwritten by the next one.
+        """
+        rows = 3 if dtype is np.float32 else 4
+        longest = _LONGEST if n > _SHORTEST else _SHORTEST
+        octets = np.empty(2 * rows * longest + _ROOM, np.uint8)
+        words, normals = np.empty(rows * longest // 2, dtype), np.empty(longest, dtype)
         drawn = 0
         while drawn < n:
-            size = min(max(drawn, _SHORTEST), _LONGEST)
-            piece = np.empty((2, size // 2), dtype)
-            self._pairs(piece[0], piece[1], dtype)
-            yield piece.reshape(-1)[: n - drawn]
+            size = min(max(7 * drawn, _SHORTEST), _LONGEST)
+            integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4")
+            _box_muller(integers, words[: len(integers)].reshape(rows, -1), normals[:size].reshape(2, -1), dtype)
+            yield normals[: min(size, n - drawn)]
             drawn += size
 
-    def _pairs(self, cosines: NDArray[Any], sines: NDArray[Any], dtype: Any) -> None:
-        """Box and Muller 1958: a pair of uniforms gives the radius and the angle of a pair of normals.
-
-        Words are read as signed integers, which processors convert to floats at once.
-        """
-        words = self._octets((12 if dtype is np.float32 else 16) * len(sines)).view("<i4")
-        radius, fine, angle, *finer = words.reshape(-1, len(sines)).astype(dtype)
-        # u = |w| 2^-31 + (|w'| + 1/2) 2^-62, in (0, 1]: near 0, where tails come from, all bits count.
-        for word in (radius, fine):
-            np.abs(word, out=word)
-        radius *= dtype(2.0**-31)
-        fine *= dtype(2.0**-62)
-        fine += dtype(2.0**-63)
-        radius += fine
-        np.minimum(radius, dtype(1), out=radius)
-        np.log(radius, out=radius)
-        radius *= dtype(-2)
-        np.sqrt(radius, out=radius)
-        for word in finer:
-            angle += dtype(2.0**-32) * word
-        angle *= dtype(math.pi * 2.0**-31)
-        np.cos(angle, out=cosines)
-        np.sin(angle, out=sines)
-        cosines *= radius
-        sines *= radius
-
-    def _octets(self, n: int) -> NDArray[np.uint8]:
-        octets = np.empty(n + _ROOM, np.uint8)
+    def _octets(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The next octets of the stream, as many as `room` holds without what the cipher needs."""
+        n = len(room) - _ROOM
         for start in range(0, n, len(_ZEROS)):
-            size = min(len(_ZEROS), n - start)
-            self._stream.update_into(_ZEROS[:size], octets[start:].data)
-        return octets[:n]
+            self._stream.update_into(_ZEROS[: n - start], room[start:].data)
+        return room[:n]
+
+
+def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
+    """Normals [2, n] of random `integers` [rows * n], by way of `words` [rows, n]; Box and Muller 1958.
+
+    Integers are signed: processors convert those to floats at once.
+    """
+    n = words.shape[1]
+    integers[: 2 * n] &= 2**31 - 1
+    words[...] = integers.reshape(words.shape)
+    radius, fine, angle, *finer = words
+    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
+    fine *= dtype(2.0**-31)
+    fine += dtype(2.0**-32)
+    radius += fine
+    radius *= dtype(2.0**-31)
+    np.log(radius, out=radius)
+    radius *= dtype(-2)
+    np.sqrt(radius, out=radius)
+    for word in finer:
+        word *= dtype(2.0**-32)
+        angle += word
+    angle *= dtype(math.pi * 2.0**-31)
+    np.cos(angle, out=normals[0])
+    np.sin(angle, out=normals[1])
+    normals *= radius
 
 
 _SHORTEST, _LONGEST = 2**10, 2**15

@@ -49,9 +49,9 @@ _FIRST = frozenset({torch._C._nn.linear, F.linear, F.layer_norm, F.rms_norm, F.g
 _MATMUL = _named((torch, Tensor), "matmul mm bmm __matmul__")
 _VIEWS = _named((torch, Tensor), "view reshape flatten unflatten")
 _ALONG = {
-    **dict.fromkeys(_named((torch, Tensor), "chunk split split_with_sizes tensor_split"), 2),
+    **dict.fromkeys(_named((torch, Tensor), "chunk split split_with_sizes tensor_split norm"), 2),
     **dict.fromkeys(
-        _named((F, torch, Tensor), "softmax log_softmax sum mean norm unsqueeze squeeze cumsum glu cat amax amin"), 1
+        _named((F, torch, Tensor), "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin"), 1
     ),
 }
 """Functions along a dimension, and at which place they take it."""
@@ -65,6 +65,8 @@ def picks(func: Function, args: Any) -> bool:
     """Whether values of the data decide how many rows `func` returns."""
     if func in PICKING or (func is torch.where and len(args) == 1):
         return True
+    if func is torch._pack_padded_sequence:
+        return bool((args[1] != args[1][0]).any())  # rows of equal lengths lie one batch apart, as [T, B] does
     index = args[1] if func is Tensor.__getitem__ else ()
     indices = index if isinstance(index, tuple) else (index,)
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from dpshard.calls import outputs_of
 from dpshard.clipping import ClippingFunction, ClippingGroup
 from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import Interception, Run, Undisturbed
@@ -43,6 +45,17 @@ class Loss:
         """The loss of `samples`, whose output is given."""
         index = torch.tensor(list(samples))
         return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
+
+
+class _Precision(TorchFunctionMode):
+    """Notes whether a function returned half precision: also under autocast that the model enters by itself."""
+
+    half = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.half = self.half or any(x.dtype in (torch.bfloat16, torch.float16) for x in outputs_of(result))
+        return result
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]
@@ -78,11 +91,12 @@ def compare(
     names = [name for name, p in backend.parameters.items() if p.requires_grad]
 
     with interception.undisturbed(run.module) as state, backend.unwatched(), torch.enable_grad():
-        outputs = []
+        outputs, precision = [], _Precision()
         for samples in (chosen, [0]):
             state.rewind()
             try:
-                outputs.append(interception.run_plain(run, samples))
+                with precision:
+                    outputs.append(interception.run_plain(run, samples))
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, DpshardError):
                     raise
@@ -90,9 +104,9 @@ def compare(
                     f"The model fails on {len(samples)} sample(s) of the micro-batch taken alone ({error}), so they "
                     f"have no gradient of their own. Does it normalise over them (BatchNorm), or need a fixed size?"
                 ) from error
-        if n > 1:
-            _refuse_memory(state, lambda sample: interception.run_plain(run, [sample]))
+        _refuse_memory(state, [lambda r=r, i=i: interception.run_plain(r, [i]) for r, i in _two_inputs(run, n)])
         objectives = [loss.of] if loss is not None else _objectives(outputs[0], outputs[1], n, mean=mean)
+        values, values_alone = _values(outputs[0]), list[list[Tensor]]()
         del outputs
 
         for objective in objectives:
@@ -114,7 +128,9 @@ def compare(
             singles = []
             for sample in chosen:
                 state.rewind()
-                value = objective(interception.run_plain(run, [sample]), [sample])
+                output = interception.run_plain(run, [sample])
+                values_alone.append(_values(output))
+                value = objective(output, [sample])
                 plain = {name: backend.differentiated[name] for name in names}
                 found = zip(plain.items(), _gradients(value, list(plain.values())), strict=True)
                 # A parameter that is partitioned by now has another shape, and its shard is another kind of tensor.
@@ -129,15 +145,33 @@ def compare(
                 torch.zeros_like(single) if (found := sums.get(name)) is None else found
                 for name, single in zip(names, singles[0], strict=True)
             ]
-            _check(names, together, singles, norms, clipper.groups, clipper.function)
+            _check(names, together, singles, norms, clipper.groups, clipper.function, precision.half)
+        if loss is None:
+            for sample in chosen:
+                _refuse_mixed_outputs(values, values_alone[sample], sample, n, precision.half)
 
 
-def _refuse_memory(state: Undisturbed, run: Callable[[int], Any]) -> None:
+def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:
+    """Two samples that differ, each as a run and its number; of a single one, itself and what it might have been."""
+    if n > 1:
+        return [(run, 0), (run, 1)]
+    leaves = [x if dim is None else _another(x) for x, dim in zip(run.leaves, run.dims, strict=True)]
+    return [(run, 0), (replace(run, leaves=tuple(leaves)), 0)]
+
+
+def _another(x: Tensor) -> Tensor:
+    """Other numbers than `x` [1, ...]; of ids such that there are."""
+    if x.is_floating_point():
+        return x / 2
+    return x[..., :1].expand_as(x) if x.dim() > 1 else x
+
+
+def _refuse_memory(state: Undisturbed, runs: Sequence[Callable[[], Any]]) -> None:
     """Raise UnsupportedParameterError if a buffer takes another value for another sample: later ones would see it."""
     seen = []
-    for sample in (0, 1):
+    for run in runs:
         state.rewind()
-        run(sample)
+        run()
         seen.append(state.buffers())
     first, second = seen
     for name in first.keys() & second.keys():
@@ -178,6 +212,34 @@ def _objectives(together: Any, alone: Any, n: int, *, mean: bool) -> list[Object
     return objectives
 
 
+def _values(output: Any) -> list[Tensor]:
+    return [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _refuse_mixed_outputs(together: Sequence[Tensor], alone: Sequence[Tensor], sample: int, n: int, half: bool) -> None:
+    """Raise VerificationError if a sample has other outputs among others: a loss that is not linear depends on them.
+
+    Gradients along a fixed direction do not tell, for what is detached has none (a score minus the batch's mean).
+    """
+    largest = max((float(y.double().nan_to_num(0, 0, 0).abs().amax()) for y in alone if y.numel()), default=0.0)
+    for x, y in zip(together, alone, strict=True):
+        dims = [d for d in range(x.dim()) if x.dim() == y.dim() and x.shape[d] != y.shape[d]]
+        if len(dims) != 1 or x.shape[dims[0]] != n * y.shape[dims[0]]:
+            continue
+        rows = y.shape[dims[0]]
+        x = x.narrow(dims[0], sample * rows, rows)
+        equal = (x == y) | (x.isnan() & y.isnan())
+        apart = torch.where(equal, 0, x.double() - y.double()).abs().amax() if y.numel() else torch.zeros(())
+        scale = y.double().nan_to_num(0, 0, 0).abs().amax() if y.numel() else 0.0
+        if not bool(apart <= _tolerance([x], half) * scale + 64 * torch.finfo(x.dtype).eps * largest):
+            raise VerificationError(
+                f"An output of shape {tuple(y.shape)} for sample {sample} is another one together with {n - 1} other "
+                f"samples (by {float(apart):.4g}): the model mixes the samples of a batch under detach() or no_grad() "
+                f"(a mean over the batch that is subtracted, weights that sum to 1 over it), so a loss of its outputs "
+                f"is not the sample's own. Take what is subtracted, or divided by, from the sample alone."
+            )
+
+
 def _gradients(value: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
     if not parameters:
         return []
@@ -197,9 +259,10 @@ def _check(
     norms: dict[int, Tensor],
     groups: Iterable[ClippingGroup],
     function: ClippingFunction,
+    half: bool,
 ) -> None:
     place = {name: i for i, name in enumerate(names)}
-    tolerance = _tolerance(singles[0])
+    tolerance = _tolerance(singles[0], half)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
     total = max(float(torch.linalg.vector_norm(torch.stack([x.double().norm() for x in g]))) for g in singles)
     eps = min(max(torch.finfo(x.dtype).eps for x in singles[0]), torch.finfo(torch.float32).eps)
@@ -221,15 +284,26 @@ def _check(
         sums_agree = (got - expected).norm() <= tolerance * (factor * exact).max() + rounding * factor.max()
         if not (bool(norms_agree) and bool(sums_agree)):
             raise _failure(group, together, singles, exact, found, factor, place)
+        if half:
+            continue  # the small gradients are rounded by more
+        # A loss that balances experts is small, but not beside what else their router learns from.
+        for name in members:
+            own = torch.stack([g[place[name]].flatten().double() for g in singles])
+            off = (together[place[name]].flatten().double() - (factor[:, None] * own).sum(0)).norm()
+            if not bool(off <= tolerance * (factor * own.norm(dim=1)).max() + rounding * factor.max()):
+                raise _failure(group, together, singles, exact, found, factor, place)
 
 
-def _tolerance(gradients: Sequence[Tensor]) -> float:
-    """Far above the rounding of two orders of summation; the faults looked for are of the order of one."""
-    if any(x.dtype in (torch.bfloat16, torch.float16) for x in gradients):
-        return 5e-2
-    if any(torch.is_autocast_enabled(x.device.type) for x in gradients):
-        return 5e-2
-    return 2e-2 if any(x.dtype == torch.float32 for x in gradients) else 1e-6
+_HALF_PRECISION = 5e-2
+
+
+def _tolerance(tensors: Sequence[Tensor], half: bool) -> float:
+    """Far above the rounding of two orders of summation, `half` in half precision; accelerators may take TF32."""
+    if half or any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors):
+        return _HALF_PRECISION
+    if any(x.dtype == torch.float32 for x in tensors):
+        return 1e-4 if all(x.device.type == "cpu" for x in tensors) else 2e-2
+    return 1e-6
 
 
 def _failure(

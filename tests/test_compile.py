@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dpshard.errors import UnsupportedParameterError
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -190,3 +191,28 @@ def test_compiled_once(way):
         graphs.append(counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
     engine.detach()
+
+
+class Switching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.switched = False
+
+    def forward(self, x):
+        return (self.second(x) if self.switched else self.first(x)).tanh()
+
+
+def test_another_course_of_a_compiled_region_is_refused():
+    """Slots are handed out in order: those of one layer would give its gradient to another."""
+    model = Switching().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    engine = noise_free_engine(compiled, batch_size=B, steps=2)
+    with pytest.warns(UserWarning, match="own batches"):
+        compiled(randn(B, 4)).square().sum(1).mean().backward()
+    engine.privatize()
+    model.zero_grad()
+    model.switched = True
+    with pytest.raises(UnsupportedParameterError, match=r"uses other parameters.*argument of the call"):
+        compiled(randn(B, 4))
+    counters.clear()

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpshard import PrivacyEngine
 from dpshard.errors import BatchLayoutError, DpshardError, UnsupportedParameterError, VerificationError
-from tests.oracle import Use, assert_exact, gradients_of, noise_free_engine, private_step, randn
+from tests.oracle import Use, assert_exact, gradients_of, noise_free_engine, private_step, ramp_loss, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 
@@ -360,3 +361,27 @@ def test_a_balancing_loss_is_refused():
     noise_free_engine(model, batch_size=B)
     with pytest.raises(VerificationError, match=r"load-balancing loss"):
         model(randn(B, T, D))
+
+
+class Packed(nn.Module):
+    """A map of the rows of a packed sequence, x [B, T, D] with the length of each in sizes [B]."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(D, 3).double()
+
+    def forward(self, x, sizes):
+        packed = pack_padded_sequence(x, sizes, batch_first=True)
+        rows = packed._replace(data=self.map(packed.data).tanh())
+        return pad_packed_sequence(rows, batch_first=True, total_length=x.shape[1])[0]
+
+
+def test_packed_sequences_of_unequal_lengths():
+    """Equal lengths lie as [T, B] does; a later batch of unequal ones may have as many rows, of other samples."""
+    model, x = Packed(), randn(2, 3, D)
+    engine = noise_free_engine(model, batch_size=2, steps=2)
+    ramp_loss(model(x, torch.tensor([3, 3]))).backward()
+    engine.privatize()
+    model.zero_grad()
+    with pytest.raises(UnsupportedParameterError, match=r"map.*a packed sequence of unequal lengths"):
+        model(x, torch.tensor([3, 1]))

@@ -4,6 +4,8 @@ PITFALLS rows: 3 test_a_reduction_that_is_not_the_engines_is_caught; 7 test_a_lo
 8 test_a_broken_rule_is_caught; 12 test_batch_norm_in_training_mode_is_caught,
 test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_loss_of_the_model_is_caught,
 test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
+test_samples_that_are_mixed_in_a_random_order_are_caught, test_detached_statistics_of_the_batch_are_caught,
+test_a_small_balancing_loss_is_caught, test_a_memory_of_samples_is_caught,
 test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples.
 """
 
@@ -221,6 +223,97 @@ def test_functions_that_mix_samples_are_caught(mixer):
     engine_on(model)
     with pytest.raises(REFUSED, match=r"first|second"):
         model(normal(B, T, D))
+
+
+PERMUTED = {
+    "list": lambda h: h[torch.randperm(len(h)).tolist()],
+    "array": lambda h: h[torch.randperm(len(h)).numpy()],
+    "gather": lambda h: h.gather(0, torch.randperm(len(h))[:, None].expand_as(h)),
+    "embedding": lambda h: F.embedding(torch.randperm(len(h)), h),
+    "order of draws": lambda h: h.gather(0, torch.rand(len(h)).argsort()[:, None].expand_as(h)),
+    "matrix": lambda h: torch.eye(len(h))[torch.randperm(len(h)).tolist()] @ h,
+}
+
+
+@pytest.mark.parametrize("permuted", PERMUTED)
+@pytest.mark.parametrize("last", [True, False])
+def test_samples_that_are_mixed_in_a_random_order_are_caught(permuted, last):
+    """Mixup within the model: random draws are constant in verification, but a permutation must not be the identity."""
+    model = Between(lambda h: h + 0.3 * PERMUTED[permuted](h))
+    if last:
+        model.second = nn.Identity()
+    engine_on(model)
+    with pytest.raises(REFUSED, match=r"first|second"):
+        model(normal(B, D))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [lambda h: h - h.detach().mean(0), lambda h: (h, h.detach().sum((1, 2)).softmax(0))],
+    ids=["centred", "weights"],
+)
+def test_detached_statistics_of_the_batch_are_caught(output):
+    """They have no gradient, but the script's loss has, and it reads them."""
+
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, x):
+            return output(self.layer(x))
+
+    model = Detached()
+    engine_on(model)
+    with pytest.raises(VerificationError, match=r"for sample 0 is another one together with 2 other samples.*detach"):
+        model(normal(B, T, D))
+
+
+class Experts(nn.Module):
+    """Returns one loss of two: the larger is the sample's own, the other balances the experts of a batch."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 3), nn.Linear(D, 3 * V)
+        self.weight = weight
+
+    def forward(self, x, y):
+        share_BE = self.router(x).softmax(-1)
+        scores_BV = (share_BE[:, :, None] * self.experts(x).unflatten(1, (3, V))).sum(1)
+        return F.cross_entropy(scores_BV, y) + self.weight * 3 * share_BE.mean(0).square().sum()
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.001])
+def test_a_small_balancing_loss_is_caught(weight):
+    """A fault of less than a thousandth of the whole gradient; of the router's own it is more."""
+    model = Experts(weight)
+    engine_on(model)
+    with pytest.raises(VerificationError, match=r"router.*load-balancing"):
+        model(10 * normal(B, D), torch.arange(B))
+
+
+class Bank(nn.Module):
+    """Keeps what it has seen of the last samples, in a buffer, for the next ones to be compared with."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(V, D), nn.Linear(D, D)
+        self.register_buffer("bank", torch.zeros(3, D))
+
+    def forward(self, x):
+        h = self.layer(x if x.is_floating_point() else self.embedding(x).cumsum(1)[:, -1])
+        self.bank = torch.cat([self.bank, h.detach()])[-3:]
+        return h - (h @ self.bank.T).softmax(-1) @ self.bank
+
+
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_memory_of_samples_is_caught(rows, ids):
+    """Also with micro-batches of one row, of which none ever meets another."""
+    model = Bank()
+    engine_on(model)
+    with pytest.raises(UnsupportedParameterError, match=r"bank: forward writes a function of the samples"):
+        model(torch.arange(rows * T).view(rows, T) % V if ids else normal(rows, D))
 
 
 class Balanced(nn.Module):
@@ -465,6 +558,21 @@ def test_other_precisions_pass(dtype):
     for build in (Positions, Looped, SOUND["attention dropout"]):
         model = build().to(dtype)
         engine_on(model).verify(normal(T, T, D).to(dtype))
+
+
+def test_a_model_that_enters_autocast_by_itself_passes():
+    """accelerate wraps forward so; outside of it parameters and outputs are float32."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())]
+    model = nn.Sequential(nn.Linear(D, D), *layers, nn.Linear(D, 3))
+    forward = model.forward
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float()
+
+    model.forward = cast
+    engine_on(model)
+    model(normal(B, T, D)).sum(1).mean().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

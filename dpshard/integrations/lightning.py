@@ -98,6 +98,10 @@ class PrivateTraining(L.Callback):
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
         """The output for the last micro-batch, of which Lightning does the backward; those before are done."""
+        if not isinstance(logical_batch, LogicalBatch):
+            raise ConfigurationError(
+                "fit() was given a loader whose batches are no Poisson samples: call fit(module, private.loader)."
+            )
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
         output = None

@@ -12,17 +12,20 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.integrations.accelerate import refuse_unsupported, shard_on_cpu
 from dpshard.losses import sample_losses
 from dpshard.sampling import check_dataset
 
@@ -38,7 +41,19 @@ _OWN_LOSS = (
 _logger = logging.getLogger(__name__)
 
 
-class _Private:
+class ShardsOnCPU:
+    """Mixed in before a Trainer: TrainingArguments(fsdp=True) holds without a GPU, too; see `shard_on_cpu`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.args.fsdp and trainer.accelerator.distributed_type is DistributedType.MULTI_CPU:
+            shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
+            trainer.is_fsdp_enabled = True
+
+
+class _Private(ShardsOnCPU):
     """What makes a Trainer private; mix it in before a subclass of Trainer.
 
     Args:
@@ -66,6 +81,12 @@ class _Private:
                 f"is per_device_train_batch_size * gradient_accumulation_steps * processes, the length of the run "
                 f"num_train_epochs or max_steps, and every loss is a mean over samples."
             )
+        own = [cls.__name__ for cls in type(self).__mro__ if issubclass(cls, _Private) and "compute_loss" in vars(cls)]
+        if own[:-1]:
+            raise ConfigurationError(
+                f"{own[0]} overrides compute_loss, so its loss is not held against that of one sample alone, and a "
+                f"mean over the tokens of a batch would pass. {_OWN_LOSS}"
+            )
         args = TrainingArguments() if args is None else args
         _refuse(args)
         self.engine: PrivacyEngine | None = None
@@ -74,8 +95,14 @@ class _Private:
         self._resumed_from: str | None = None
         self._verified = False
         self._shift: bool | None = None
+        self._losses_B: Tensor | None = None
         super().__init__(model, _neutral(args), *others, **more)  # type: ignore[call-arg]
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; ConfigurationError if it would change gradients, or split samples."""
+        super().create_accelerator_and_postprocess()
+        refuse_unsupported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -116,15 +143,19 @@ class _Private:
             )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the micro-batches."""
+        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the samples of all ranks.
+
+        NaN for an empty logical batch, which the Trainer leaves out of what it logs.
+        """
         trainer, engine = self, self.engine
         assert engine is not None
-        losses = []
         for micro_batch in inputs[_LOGICAL_BATCH]:
-            losses.append(super().training_step(model, micro_batch))  # type: ignore[misc]
+            self._losses_B = None
+            loss = super().training_step(model, micro_batch)  # type: ignore[misc]
+            engine.record_loss(loss if self._losses_B is None else self._losses_B)
             trainer.current_flos += float(trainer.floating_point_ops(micro_batch))  # type: ignore[attr-defined]
         engine.privatize()  # the Trainer looks at gradients before it steps
-        return torch.stack(losses).mean()
+        return torch.tensor(engine.metrics().get("loss", math.nan), device=trainer.args.device)  # type: ignore[attr-defined]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -134,6 +165,12 @@ class _Private:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         loss_fn = self._loss_outside(model, inputs)
         if loss_fn is None:
+            labels = inputs.get("labels")
+            if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any()):
+                raise ConfigurationError(
+                    f"Samples have the label -100, which counts for nothing: the loss of the model divides by how many "
+                    f"others the batch holds, which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
+                )
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
         inputs = dict(inputs)
         labels = inputs.pop("labels")
@@ -141,14 +178,16 @@ class _Private:
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=loss_fn, targets=_uneven(labels), **inputs)
+            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=_uneven(labels), **inputs)
             self._verified = True
         outputs = model(**inputs)
-        loss = loss_fn(outputs, labels)
+        losses = loss_fn(outputs, labels)
+        self._losses_B = losses.detach() if losses.dim() else None
+        loss = losses.mean()
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """The loss of outputs and labels that takes the place of the model's own; None to keep that one.
+        """The loss of outputs and labels, [B] or their mean, that takes the place of the model's; None to keep that.
 
         Models take the mean over the tokens of the whole batch, which mixes samples.
         """
@@ -163,7 +202,7 @@ class _Private:
         if self._shift is None:
             self._shift = _learn_shift(model, inputs)
         shift = self._shift
-        return lambda outputs, labels: _token_losses(outputs, labels, shift).mean()
+        return lambda outputs, labels: _token_losses(outputs, labels, shift)
 
     def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
         """Log with the epsilon spent so far."""
@@ -289,6 +328,8 @@ def _refuse(args: TrainingArguments) -> None:
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
         "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "
         "loss of each sample.": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha scales its noise by the length to which the micro-batch is padded, so that a long sample "
+        "changes the gradients of the others: leave it out.": bool(args.neftune_noise_alpha),
         "auto_find_batch_size begins again after an error within a logical batch: set "
         "per_device_train_batch_size.": args.auto_find_batch_size,
         "DeepSpeed steps within its own backward: use FSDP2, or dpshard's loop with deepspeed.initialize().": bool(

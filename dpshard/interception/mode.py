@@ -32,8 +32,8 @@ Refusal = Callable[..., Exception]
 
 _LOST = (
     "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
-    "function that mixes rows), so nobody can tell which sample a row belongs to. Keep all rows, [B, T, ...], and mask "
-    "what comes out, or the loss"
+    "function that mixes rows; a packed sequence of unequal lengths), so nobody can tell which sample a row belongs "
+    "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
 )
 _ROUTED = (
     "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through linear "

@@ -28,10 +28,10 @@ from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, Unsupporte
 from dpshard.interception.interfaces import Session, Sharding
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.patches import undo_patches
-from dpshard.interception.run import Run, plan_run
+from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
 from dpshard.interception.undisturbed import Undisturbed, eager
-from dpshard.layout import Layout, find_layout
+from dpshard.layout import Layout, find_layout, merge
 from dpshard.rules.call import Source
 from dpshard.tape import Tape, Use
 from dpshard.twopass import through_two_passes
@@ -45,7 +45,10 @@ _NEW_COURSE = (
 
 
 class Interception:
-    """The patched forwards of one model."""
+    """The patched forwards of one model.
+
+    `first_forward` is called once per kind of input, before the first forward that is recorded: time to verify.
+    """
 
     def __init__(
         self,
@@ -53,12 +56,14 @@ class Interception:
         sources: dict[Tensor, Source],
         session: Session,
         sharding: Sharding,
+        first_forward: Callable[[Run], None],
     ) -> None:
         self.model = model
         self.sources = sources
         self.sources_by_name = {source.label: source for source in sources.values()}
         self.session = session
         self.sharding = sharding
+        self._first_forward = first_forward
         self.active = False
         self.layouts: dict[Any, Layout] = {}
         self.verified: set[Any] = set()
@@ -226,9 +231,9 @@ class Interception:
     def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         self.refuse_batch_norm()
         undo_patches()
-        run = plan_run(
-            module, self._repeatable(module, original), args, kwargs, self.session.batch_size(), self.session.samples()
-        )
+        run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
+        if module is not self.model:
+            refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
         tape = self.session.open_tape(run.batch_size, module)
 
@@ -243,7 +248,7 @@ class Interception:
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
                     layout = self._probe(run, into=layout)
-                    self.session.first_forward(module, run)
+                    self._first_forward(run)
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
 
@@ -296,14 +301,15 @@ class Interception:
         if kind not in self.layouts:
             self.layouts[kind] = self._probe(run, into={})
         if verify and kind not in self.verified:
-            self.session.first_forward(run.module, run)
+            self._first_forward(run)
             self._gather(run.module)
             self.verified.add(kind)
         return self.layouts[kind]
 
     def _kind(self, run: Run) -> Any:
         inputs = [
-            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else None for x, d in zip(run.leaves, run.dims, strict=True)
+            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else x if isinstance(x, (bool, str)) else None
+            for x, d in zip(run.leaves, run.dims, strict=True)
         ]
         # What mixes samples shows with two of them at least.
         return (run.module, run.tree, tuple(inputs), run.rows > 1)
@@ -326,7 +332,7 @@ class Interception:
                 f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
                 f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
             ) from error
-        into.update(found)
+        merge(into, found)
         return into
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
@@ -380,7 +386,10 @@ class Interception:
                 original(*args, **kwargs)
             self.rehearsals[key] = rehearsal.asked
         tape = mode.slots
-        made = [tape.slot(use, *self._templates(use, noted, tape)) for use, noted in self.rehearsals[key]]
+        made = [
+            (tuple([source.label for source in use.sources]), tape.slot(use, *self._templates(use, noted, tape)))
+            for use, noted in self.rehearsals[key]
+        ]
         outside = mode.sources
         entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
         own = set(module.parameters())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError
+from dpshard.sampling import MicroBatchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,7 @@ class Run:
 
 
 def plan_run(
-    module: nn.Module,
-    original: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    batch_size: int | None,
-    samples: int | None = None,
+    module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, plan: MicroBatchPlan | None
 ) -> Run:
     """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -61,8 +57,8 @@ def plan_run(
             f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
             f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch))."
         )
-    B = batch_size if batch_size is not None else sizes[0]
-    if batch_size is None and len(set(sizes) - {1}) > 1:
+    B = len(plan.indices) if plan is not None else sizes[0]
+    if plan is None and len(set(sizes) - {1}) > 1:
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
             f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
@@ -86,4 +82,23 @@ def plan_run(
             f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has so many "
             f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model."
         )
-    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if samples is None else samples))
+    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if plan is None else plan.samples_everywhere))
+
+
+def refuse_two_batch_dimensions(run: Run) -> None:
+    """Raise BatchLayoutError if a hidden tensor may be [B, T, ...] as well as [T, B, ...]: for calls of a part.
+
+    A whole model gets the samples first; a part gets what other parts have made.
+    """
+    for x in run.leaves:
+        if (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.dim() > 2
+            and x.shape[0] == x.shape[1] == run.batch_size
+        ):
+            raise BatchLayoutError(
+                f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
+                f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "
+                f"choose a micro-batch size that is no other length, or call the model as a whole."
+            )

@@ -59,10 +59,20 @@ class Rehearsal:
 class Premade:
     """Hands a compiled region the slots that were made for it, in order."""
 
-    def __init__(self, batch_size: int, slots: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, batch_size: int, slots: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
         self.batch_size = batch_size
         self.slots = slots
+        """The labels of the sources of each use, and its tensors."""
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """The next slot."""
-        return self.slots.pop(0)
+        """The next slot; UnsupportedParameterError if it was made for another use."""
+        labels, tensors = self.slots.pop(0) if self.slots else ((), ())
+        if labels != tuple([source.label for source in use.sources]):
+            raise UnsupportedParameterError(ANOTHER_COURSE)
+        return tensors
+
+
+ANOTHER_COURSE = (
+    "A compiled region uses other parameters than it did with the same inputs before: an attribute that switches its "
+    "course has changed. Make it an argument of the call (a bool or a str), or compile the parts that do not switch."
+)

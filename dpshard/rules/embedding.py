@@ -128,9 +128,7 @@ def embedding_bag(
     kept = torch.ones_like(ids, dtype=rows.dtype) if padding is None else (ids != padding).to(rows.dtype)
     if mode == "max":
         with torch.no_grad():
-            *_, highest = torch.embedding_bag(
-                weight.detach(), ids, starts, False, 2, False, None, False, -1 if padding is None else padding
-            )
+            *_, highest = torch.embedding_bag(weight.detach(), ids, starts, False, 2, False, None, False, padding)
             filled = kept.new_zeros(len(starts)).index_add_(0, bag, kept) > 0
         return torch.where(filled[:, None], torch.gather(weight, 0, highest.clamp(min=0)), 0)
     if per_sample_weights is not None:

@@ -4,6 +4,7 @@ PITFALLS rows: 8 test_a_leaked_gradient_never_reaches_an_update, test_a_paramete
 19 test_gradients_may_be_changed_after_the_noise_alone.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -13,6 +14,15 @@ from torch import nn
 
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError, VerificationError
 from tests.engine.script import UNWARNED, D, P, backward, data, engine_on, gradients, mlp, values
+from tests.oracle import (
+    clipped_mean,
+    gradients_of,
+    noise_free_engine,
+    per_sample_gradients,
+    ramp_loss,
+    randn,
+    relative_error,
+)
 
 pytestmark = UNWARNED
 
@@ -234,3 +244,35 @@ def test_a_parameter_may_be_frozen_later(first):
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     assert moved == [False, False, True, True]
     assert engine.step == 2 - first
+
+
+@pytest.mark.parametrize("style", ["all-layer", "param-wise"])
+def test_gradients_are_not_handed_out_before_the_noise(style):
+    """An update by hand from torch.autograd.grad, which no optimizer and no ledger would see."""
+    model = nn.Linear(4, 2).double()
+    engine = noise_free_engine(model, batch_size=3, clipping_style=style)
+    x = randn(3, 4)
+    with pytest.raises(LogicalBatchError, match=r"autograd\.grad.*without noise.*engine\.privatize"):
+        torch.autograd.grad(model(x).square().sum(1).mean(), list(model.parameters()))
+    model(x).square().sum(1).mean().backward()
+    engine.privatize()
+    assert engine.step == 1
+    assert float(model.weight.grad.norm()) > 0
+
+
+def test_gradients_of_inputs_may_be_asked_for():
+    """As adversarial training does: nothing of them reaches a parameter but through the loss."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    plain = copy.deepcopy(model)
+
+    def adversarial(model, x):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(ramp_loss(model(x)), x)
+        return (x + 0.1 * gradient.sign()).detach()
+
+    x = randn(6, 4)
+    expected = clipped_mean(per_sample_gradients(plain, [adversarial(plain, x)]), max_grad_norm=0.1, batch_size=6)
+    engine = noise_free_engine(model, batch_size=6, max_grad_norm=0.1)
+    ramp_loss(model(adversarial(model, x))).backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), expected) < 1e-12

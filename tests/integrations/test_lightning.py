@@ -175,3 +175,20 @@ def test_a_module_with_a_loop_of_its_own_is_refused(tmp_path):
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match=r"engine\.batches"):
         fit(private_training(), module, tmp_path)
+
+
+def test_another_loader_is_refused(tmp_path):
+    private = private_training()
+    trainer = L.Trainer(callbacks=[private], max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu")
+    with pytest.raises(ConfigurationError, match=r"call fit\(module, private\.loader\)"):
+        trainer.fit(Classifier(), DataLoader(DATA, batch_size=8))
+
+
+def test_a_loader_without_its_callback_is_refused():
+    with pytest.raises(ConfigurationError, match=r"Trainer\(callbacks=\[private\]\)"):
+        next(iter(private_training().loader))
+
+
+def test_a_loader_without_a_batch_size_is_refused():
+    with pytest.raises(ConfigurationError, match="has no batch_size, which is the expected logical batch"):
+        PrivateTraining(DataLoader(DATA, batch_size=None), noise_multiplier=1.0)

@@ -63,6 +63,12 @@ def test_an_empty_bag_is_zero():
     assert_exact(model, ids)
 
 
+def test_a_bag_may_hold_the_last_row():
+    """-1 is no padding for torch.embedding, but the last row for torch.embedding_bag."""
+    ids = torch.tensor([[V - 1, 0], [1, V - 1], [V - 1, V - 1]])
+    assert_exact(nn.Sequential(nn.EmbeddingBag(V, C, mode="max"), nn.Linear(C, 2)), ids)
+
+
 def test_weighted_bags():
     def weighted(m, ids):
         return F.embedding_bag(ids, m.w, mode="sum", per_sample_weights=ids.double().cos())

@@ -33,11 +33,10 @@ class Convolution:
     @property
     def size(self) -> ProductSize:
         """What costs depend on."""
-        B, k, P = self.gradient.shape[:3]
-        T, G = k * self.gradient.shape[3:].numel(), self.groups
-        nbytes = self.input.nbytes + self.gradient.nbytes
-        dtype = wide_dtype(self.gradient)
-        return ProductSize(B, G, T, P // G, self.shape[1:].numel(), dtype, self.input.device, nbytes)
+        (B, k, P), G = self.gradient.shape[:3], self.groups
+        T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
+        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, unfolded=True)
 
     def is_whole(self) -> bool:
         """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
@@ -54,7 +53,7 @@ class Convolution:
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
         # An element of the input is in at most so many windows as the kernel has elements.
-        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel())
+        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

@@ -35,7 +35,8 @@ class Gather:
         run_BT = starts.cumsum(1) - 1
         values = values.gather(1, order[:, :, None].expand_as(values))
         runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
-        return torch.maximum(runs.square().sum((1, 2)), sum_floor(values.norm(dim=2).sum(1).square()))
+        floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
+        return torch.maximum(torch.linalg.vector_norm(runs, dim=(1, 2)), floor).square()
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_WIDE = (torch.float32, torch.float64)
+
 
 def wide(x: Tensor) -> Tensor:
     """`x` in float32, or as it is if it is wider: norms and sums never accumulate in half precision."""
-    return x.to(wide_dtype(x))
+    return x if x.dtype in _WIDE else x.float()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype that sums over `x` are taken in."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype if x.dtype in _WIDE else torch.float32
 
 
 def flat(x: Tensor) -> Tensor:
@@ -41,6 +43,6 @@ def gram_floor(scale_sq: Tensor) -> Tensor:
     return RESOLUTION * torch.finfo(scale_sq.dtype).eps * scale_sq
 
 
-def sum_floor(scale_sq: Tensor) -> Tensor:
-    """The same where gradients are summed before they are squared: here the norm, not its square, is off by eps."""
-    return (RESOLUTION * torch.finfo(scale_sq.dtype).eps) ** 2 * scale_sq
+def sum_floor(scale: Tensor) -> Tensor:
+    """The same for the norm of a sum of gradients of norms `scale` in all: the norm, not its square, is off by eps."""
+    return RESOLUTION * torch.finfo(scale.dtype).eps * scale

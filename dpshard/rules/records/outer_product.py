@@ -10,7 +10,6 @@ from torch import Tensor
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize, blocks
 from dpshard.rules.records.numerics import blank, flat, gram_floor, sum_floor, wide, wide_dtype
-from dpshard.rules.records.per_sample import PerSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,14 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
 
 
-def norm_sq_of(gradient: Tensor, rows: Tensor, cols: Tensor, times: int = 1) -> Tensor:
+def norm_sq_of(gradient: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
     """Squared norms [B] of per-sample gradients [B, ...] that are sums of products of `rows` and `cols` [B, ...].
 
-    An element of `cols` takes part at most `times` times.
+    The norm of all `cols` that take part is at most `times` that of `cols`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    scale = torch.linalg.vector_norm(flat(rows), dim=1) * torch.linalg.vector_norm(flat(cols), dim=1)
-    return torch.maximum(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE), sum_floor(times * scale.square()))
+    norm, *scales = (torch.linalg.vector_norm(flat(x), dim=1) for x in (gradient, rows, cols))
+    return torch.maximum(norm, sum_floor(times * scales[0]) * scales[1]).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
