@@ -377,13 +377,14 @@ def test_a_loss_that_was_rounded_is_told_apart(make, tmp_path):
     """FSDP2 casts what a model returns, its loss included, to the dtype of its policy."""
     model = make().float()
     for p in model.parameters():
-        p.data.mul_(20)  # as sure of itself as a model that was trained
+        p.data.mul_(20)  # as sure of itself as a trained model
     forward = model.forward
 
     @functools.wraps(forward)  # of which the Trainer reads the names of the arguments
     def rounded(*args, **kwargs):
         outputs = forward(*args, **kwargs)
-        return type(outputs)(loss=outputs.loss.bfloat16(), logits=outputs.logits.bfloat16())
+        loss = None if outputs.loss is None else outputs.loss.bfloat16()
+        return type(outputs)(loss=loss, logits=outputs.logits.bfloat16())
 
     model.forward = rounded
     trainer = trainer_of(model, tmp_path, max_steps=1, privacy={"noise_multiplier": 0.0, "verify": False})
