@@ -287,13 +287,18 @@ def _uneven(labels: Tensor) -> Tensor:
 
 def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
     """Cross-entropy [B] of every sample, of labels [B, T] that name the token at, or (`shift`) after, each position."""
+    logits = _logits(outputs, labels)
+    return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
+
+
+def _logits(outputs: Any, labels: Tensor) -> Tensor:
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if logits.shape[:-1] != labels.shape:
         raise ConfigurationError(
             f"labels {tuple(labels.shape)} do not name a class for every position of the logits "
             f"{tuple(logits.shape)}. {_OWN_LOSS}"
         )
-    return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
+    return logits
 
 
 def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -305,21 +310,35 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     one = {
         name: x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == len(labels) else x for name, x in inputs.items()
     }
-    # All of them count, and neighbours differ: classes 0 0 1 1 0 0 1 1 ...
-    one["labels"] = (torch.arange(labels[0].numel(), device=labels.device) // 2 % 2).view_as(labels[:1])
+    one["labels"] = labels[:1].clamp(min=0)  # all of them count
     model.eval()
     with torch.no_grad():
-        outputs = model(**one)
+        # The likeliest class of every place, but the unlikeliest of the first, tell a place from the one before.
+        _, rest = _loss_and_rest(model(**one))
+        logits = _logits(rest, one["labels"])
+        one["labels"] = logits.argmax(-1)
+        one["labels"][:, 0] = logits[:, 0].argmin(-1)
+        loss, rest = _loss_and_rest(model(**one))
     model.train()
-    own, rest = (outputs["loss"], outputs) if isinstance(outputs, Mapping) else (outputs[0], outputs[1:])
-    apart = [abs(float(_token_losses(rest, one["labels"], shift)) - float(own)) for shift in (False, True)]
-    if not min(apart) <= 1e-3 * max(1.0, abs(float(own))):
+    own, eps = float(loss), torch.finfo(loss.dtype).eps
+    tolerance = max(1e-3, 2 * eps) * max(1.0, abs(own))
+    apart = [abs(float(_token_losses(rest, one["labels"], shift)) - own) for shift in (False, True)]
+    if not min(apart) <= tolerance:
         raise ConfigurationError(
-            f"The loss of {type(model).__name__} is not the mean cross-entropy of its tokens (it is {float(own):g} on "
-            f"one sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
+            f"The loss of {type(model).__name__} is not the mean cross-entropy of its tokens (it is {own:g} on one "
+            f"sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
             f"mixes samples: switch it off. {_OWN_LOSS}"
         )
+    if max(apart) <= tolerance:
+        raise ConfigurationError(
+            f"It cannot be told whether the labels of {type(model).__name__} name the token at a position, or after "
+            f"it: on one sample the loss is the same. {_OWN_LOSS}"
+        )
     return apart[1] < apart[0]
+
+
+def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
+    return (outputs["loss"], outputs) if isinstance(outputs, Mapping) else (outputs[0], outputs[1:])
 
 
 def _refuse(args: TrainingArguments) -> None:

@@ -5,6 +5,7 @@ PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_i
 24 test_a_resumed_run_is_the_same_bit_for_bit.
 """
 
+import functools
 import json
 import logging
 import os
@@ -244,7 +245,18 @@ RUN = {"max_steps": 3, "optim": "adamw_torch", "save_strategy": "steps", "save_s
 CASES = {
     "ddp": (gpt2, RUN),
     "fsdp2": (gpt2, {**RUN, "fsdp": True}),
-    "fsdp2-sharded-state": (gpt2, {**RUN, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}),
+    "fsdp2-otherwise": (
+        gpt2,
+        {
+            **RUN,
+            "fsdp": True,
+            "fsdp_config": {
+                "state_dict_type": "SHARDED_STATE_DICT",
+                "activation_checkpointing": True,
+                "cpu_ram_efficient_loading": True,
+            },
+        },
+    ),
     "fsdp2-lora": (lora, {**RUN, "fsdp": True}),
 }
 """Model and arguments of a training on two processes; on CPUs the Trainer of Hugging Face would not turn FSDP on."""
@@ -358,6 +370,33 @@ def test_a_loss_that_is_none_of_tokens_must_be_given(tmp_path):
         trainer_of(Pooled(balance=5.0), tmp_path).train()
     trainer_of(Pooled(), tmp_path, max_steps=1).train()
     trainer_of(Pooled(balance=5.0), tmp_path, max_steps=1, compute_loss_func=per_sample_loss).train()
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_a_loss_that_was_rounded_is_told_apart(make, tmp_path):
+    """FSDP2 casts what a model returns, its loss included, to the dtype of its policy."""
+    model = make().float()
+    for p in model.parameters():
+        p.data.mul_(20)  # as sure of itself as a trained model
+    forward = model.forward
+
+    @functools.wraps(forward)  # of which the Trainer reads the names of the arguments
+    def rounded(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        loss = None if outputs.loss is None else outputs.loss.bfloat16()
+        return type(outputs)(loss=loss, logits=outputs.logits.bfloat16())
+
+    model.forward = rounded
+    trainer = trainer_of(model, tmp_path, max_steps=1, privacy={"noise_multiplier": 0.0, "verify": False})
+    trainer.train()
+    assert trainer._shift is (make is gpt2)
+
+
+def test_labels_that_cannot_be_told_apart_are_refused(tmp_path):
+    model = gpt2()
+    model.transformer.wte.weight.data.zero_()  # every token is as likely as any other
+    with pytest.raises(ConfigurationError, match="cannot be told whether the labels of GPT2LMHeadModel"):
+        trainer_of(model, tmp_path).train()
 
 
 def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
