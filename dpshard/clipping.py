@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,13 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
     resolved = 1e3 * float(torch.finfo(norm_B.dtype).tiny) ** 0.5
     # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
     quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=resolved)
-    # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound.
+    # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
+    # that is infinite, and NaN for one that is NaN.
     largest_B = torch.nextafter(quotient_B, torch.zeros_like(norm_B))
-    sound_B = torch.isfinite(norm_B) & (factor_B >= 0)
-    return torch.where(sound_B, torch.minimum(factor_B, largest_B), torch.zeros_like(norm_B))
+    return torch.minimum(factor_B, largest_B).clamp(min=0).nan_to_num(nan=0.0)
 
 
+@functools.cache
 def _at_most(x: float, dtype: torch.dtype) -> float:
     """The largest number of `dtype` that is not above `x` > 0: most thresholds cannot be written in float32."""
     nearest = torch.tensor(x, dtype=dtype)

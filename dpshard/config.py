@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from typing import Literal
@@ -142,7 +142,7 @@ class Mechanism:
     loss_reduction: LossReduction
     """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
     secure: bool
-    """Whether noise and batches come from a cryptographic generator; a replay must draw from the same one."""
+    """Whether the noise is drawn on the CPU for every device, and in float64; a replay must draw it likewise."""
     accountant: AccountantName
     """Who turns the ledger into epsilon."""
     target_delta: float
@@ -187,11 +187,17 @@ CLIPPING_MODES: dict[str, Execution] = {
 ("ghost"); Bu et al. 2022, arXiv:2205.10683 ("mixed-ghost"); Bu et al. 2023, arXiv:2210.00038 ("bk...")."""
 
 
-def parse_clipping_mode(mode: str) -> Execution:
-    """The execution that `mode` names; ConfigurationError lists the known names."""
+def parse_clipping_mode(mode: str, *, offload_records: bool = False) -> Execution:
+    """The execution that `mode` names; ConfigurationError lists the known names, and those that keep records."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
-    return CLIPPING_MODES[mode]
+    execution = CLIPPING_MODES[mode]
+    if offload_records and execution.backward_passes == 2:
+        raise ConfigurationError(
+            f"offload_records: clipping_mode={mode!r} takes two backward passes and keeps no records. "
+            f"Choose one of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave it out."
+        )
+    return replace(execution, offload_records=bool(offload_records))
 
 
 def is_number(value: object) -> bool:

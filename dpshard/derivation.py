@@ -25,29 +25,14 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     parents = [sources[x] for x in tensors_of((args, kwargs)) if x in sources]
 
     def frozen(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return sources[x] if x in sources else x.detach()
-        if isinstance(x, dict):
-            return {key: frozen(value) for key, value in x.items()}
-        if isinstance(x, (tuple, list)):
-            items = [frozen(item) for item in x]
-            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        return x
+        if not isinstance(x, Tensor):
+            return x
+        return sources[x] if x in sources else x.detach()
 
-    kept = frozen((args, kwargs))
+    kept = _replaced((args, kwargs), frozen)
 
     def replay(values: dict[str, Tensor]) -> Tensor:
-        def filled(x: Any) -> Any:
-            if isinstance(x, Source):
-                return x.replay(values)
-            if isinstance(x, dict):
-                return {key: filled(value) for key, value in x.items()}
-            if isinstance(x, (tuple, list)):
-                items = [filled(item) for item in x]
-                return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-            return x
-
-        new_args, new_kwargs = filled(kept)
+        new_args, new_kwargs = _replaced(kept, lambda x: x.replay(values) if isinstance(x, Source) else x)
         return outputs_of(func(*new_args, **new_kwargs))[index]
 
     name = function_name(func)
@@ -63,8 +48,10 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     picks_by_list = (
         name == "__getitem__" and expert is None and not all(isinstance(i, simple) for i in _indices(args[1]))
     )
+    arguments = (*args, *kwargs.values())
     return Source(
-        label=f"{name}({', '.join(_text(x, sources) for x in (*args, *kwargs.values()))})[{index}]",
+        label=f"{name}({', '.join(_text(x, sources) for x in arguments)})[{index}]",
+        form=f"{name}({', '.join(_text(x, sources, sizes=False) for x in arguments)})[{index}]",
         roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
         shape=tuple(output.shape),
         # A traced source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
@@ -74,6 +61,16 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
         slice_of=None if expert is None else (parents[0], expert % len(tensors[0])),
     )
+
+
+def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Arguments `x` with `leaf` of everything in place of it, also within dicts, lists and (named) tuples."""
+    if isinstance(x, dict):
+        return {key: _replaced(value, leaf) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        items = [_replaced(item, leaf) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return leaf(x)
 
 
 def _element(index: Any) -> int | None:
@@ -89,9 +86,11 @@ def _indices(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _text(x: Any, sources: dict[Tensor, Source]) -> str:
+def _text(x: Any, sources: dict[Tensor, Source], *, sizes: bool = True) -> str:
     if isinstance(x, Tensor):
-        return sources[x].label if x in sources else f"constant{list(x.shape)}"
+        if x in sources:
+            return sources[x].label if sizes else sources[x].form
+        return f"constant{list(x.shape) if sizes else [x.dim()]}"
     if isinstance(x, (tuple, list)):
-        return f"({', '.join(_text(item, sources) for item in x)})"
-    return repr(x)
+        return f"({', '.join(_text(item, sources, sizes=sizes) for item in x)})"
+    return "slice" if isinstance(x, slice) and not sizes else repr(x)

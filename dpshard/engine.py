@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from dpshard import checkpoint, optimizers
 from dpshard.backends import choose
 from dpshard.budget import Budget, noise_multiplier_for
-from dpshard.clipping import ClippingFunction, ClippingGroup, parse_clipping_fn
+from dpshard.clipping import ClippingFunction, parse_clipping_fn
+from dpshard.collector import Collector
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -28,12 +27,11 @@ from dpshard.config import (
     parse_clipping_mode,
     warn_of_low_cap,
 )
-from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError, LogicalBatchError
+from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.grouping import partition
 from dpshard.interception import Interception, Run, plan_run
-from dpshard.logical_batch import Loaded, LogicalBatch, LotState
+from dpshard.logical_batch import LogicalBatch
 from dpshard.metrics import BatchMetrics
-from dpshard.nodes import accumulates
 from dpshard.noise import KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -45,7 +43,6 @@ from dpshard.sampling import (
     load,
     plan_micro_batches,
 )
-from dpshard.tape import Clipper, Take, Tape
 from dpshard.verify import Loss, compare
 
 if TYPE_CHECKING:
@@ -80,7 +77,7 @@ class PrivacyEngine:
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
         offload_records: With one backward pass, keep what waits for the norms in the memory of the host rather than of
             the GPU: all-layer clipping of models whose records do not fit, at the price of the traffic.
-        secure_mode: Draw noise and batches from a cryptographic generator.
+        secure_mode: Draw the noise on the CPU for every device, in float64; elsewhere the device's generator draws it.
         verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.
@@ -125,13 +122,7 @@ class PrivacyEngine:
         check_choice("verify", verify, (False, True))
         check_positive("max_grad_norm", max_grad_norm)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
-        execution = parse_clipping_mode(clipping_mode)
-        if offload_records and execution.backward_passes == 2:
-            raise ConfigurationError(
-                f"offload_records: clipping_mode={clipping_mode!r} takes two backward passes and keeps no records. "
-                f"Choose one of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave it out."
-            )
-        execution = replace(execution, offload_records=bool(offload_records))
+        execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
 
         optimizers.refuse_shared(model)
@@ -172,31 +163,15 @@ class PrivacyEngine:
             target_delta=target_delta,
             target_epsilon=target_epsilon,
         )
-        self._mean = loss_reduction == "mean"
         self._verify = verify
         self._secret = self._backend.share(new_run_secret())
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
-        self._state = LotState.EMPTY
-        self._lot: LogicalBatch | None = None
-        self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
-        self._loads = 0  # states loaded so far: batches drawn before one belong to another run
-        self._own_loop_warned = False
-        self._metrics, self._last_metrics = BatchMetrics(), BatchMetrics()
-        self._labels = [group.label for group in groups]
-        self._clipper = Clipper(
-            self._backend.shapes,
-            groups,
-            function,
-            execution,
-            self._deliver,
-            self._observe,
-            self._backend.anchored,
-            self._backend.values,
-        )
-        self.two_passes = execution.backward_passes == 2
+        self._metrics = BatchMetrics()  # of the last logical batch
+        self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
+        self._clipper = self._collector.clipper
         sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
-        self._interception = Interception(model, sources, self, self._backend)
+        self._interception = Interception(model, sources, self._collector, self._backend, self._first_forward)
         try:
             self._require_agreement(clipping_mode)
             self._interception.install()
@@ -250,15 +225,15 @@ class PrivacyEngine:
         gradient_snr (norm of the clipped sum over expected norm of the noise; Anil et al. 2021, Sec. 5.2.1),
         clipped_sum_norm, grad_norm/GROUP (mean), grad_norm_max/GROUP.
         """
-        return self._last_metrics.summary()
+        return self._metrics.summary()
 
     def record_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch for `metrics()`.
 
         `loss` is one value a row, [B], of which padding is left out; or a mean over all rows, [], as it is.
         """
-        micro = self._lot.micro if self._lot is not None else None
-        self._metrics.add_loss(loss.detach(), None if micro is None else micro.plan.is_padding)
+        plan = self._collector.plan
+        self._collector.metrics.add_loss(loss.detach(), None if plan is None else plan.is_padding)
 
     def batches(
         self,
@@ -295,7 +270,7 @@ class PrivacyEngine:
             prefetch_factor=prefetch_factor,
             worker_init_fn=worker_init_fn,
         )
-        return self._logical_batches(loaded)
+        return self._collector.batches(loaded, lambda: self.step)
 
     def _plans(self, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
@@ -305,7 +280,6 @@ class PrivacyEngine:
             mechanism.sample_size,
             mechanism.schedule,
             self._secret,
-            secure=self.mechanism.secure,
             max_batch_size=mechanism.max_batch_size,
         )
         end = self.steps if steps is None else self.step + steps
@@ -314,48 +288,6 @@ class PrivacyEngine:
             size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
             yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size)
 
-    def _logical_batches(self, loaded: Loaded) -> Iterator[LogicalBatch]:
-        if self._lot is not None:
-            self._lot.abandoned, self._lot = True, None
-        self._end_tapes()
-        self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
-        loads, lot = self._loads, None
-        try:
-            for plan, data in loaded:
-                if not optimizers.knows(self):
-                    raise LogicalBatchError(
-                        "The engine was detached, and the model is an ordinary one: make a new engine, and load the "
-                        "state_dict() of this one to go on with its run."
-                    )
-                if loads != self._loads or plan.step != self.step or (lot is not None and lot.abandoned):
-                    raise LogicalBatchError(
-                        "These batches were begun before load_state_dict(), or before another engine.batches(...): "
-                        "they are not the next ones of the run. Call engine.batches(...) again."
-                    )
-                lot = self._lot = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
-                yield lot
-                lot.require_release()
-        finally:
-            if lot is not None:
-                lot.abandoned = True
-                if self._lot is lot and not lot.complete:
-                    self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
-                if self._lot is lot and (lot.released or not lot.complete):
-                    self._end_tapes()
-                    self._lot = None
-                # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
-
-    def _end_tapes(self) -> None:
-        """Take no more samples of the forwards so far: a late backward would put them into another release."""
-        for tape in self._tapes:
-            tape.ended = True
-
-    def _drop_sums(self) -> None:
-        if self._state is LotState.COLLECTING:
-            self._clipper.abort()
-            self._backend.drop_gradients()
-            self._state, self._metrics = LotState.EMPTY, BatchMetrics()
-
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
 
@@ -363,46 +295,29 @@ class PrivacyEngine:
         gradients are private already.
         Raises LogicalBatchError on a half-finished logical batch, BudgetExceededError if the budget is spent.
         """
-        if self._state is LotState.PRIVATIZED and (self._lot is None or self._lot.released):
+        collector, backend = self._collector, self._backend
+        if not collector.begin_release():
             return
-        if self._lot is not None and not self._lot.complete:
-            raise LogicalBatchError(
-                f"optimizer.step() came after {self._lot.position} of the {len(self._lot)} micro-batches of this "
-                f"logical batch. Step once per logical batch, after the loop over its micro-batches."
-            )
-        if self._state is not LotState.COLLECTING:
-            self._backend.refuse_stale_gradients()
-            if self._lot is None:
-                return  # a step before any backward: there is nothing to release
-        self._clipper.abort()
         release = self._budget.next_release()
-        self._backend.complete_sums()
+        backend.complete_sums()
         step, mechanism = self.step, self.mechanism
         std = mechanism.noise_multiplier * mechanism.max_grad_norm
-        noise = KeyedGaussian(self._noise_secret(), secure=self.mechanism.secure)
-        elements = sum(math.prod(shape) for shape in self._backend.shapes.values())
-        self._metrics.observe_sum(self._backend.signal_norm(), std * math.sqrt(elements))
+        noise = KeyedGaussian(self._noise_secret(), secure=mechanism.secure)
+        elements = sum(math.prod(shape) for shape in backend.shapes.values())
+        collector.metrics.observe_sum(backend.signal_norm(), std * math.sqrt(elements))
         # Counted first: an error in between may only over-state what was spent.
-        self._budget.ledger.record(release, on_trust=self._lot is None)
-        self._backend.privatize(
+        self._budget.ledger.record(release, on_trust=collector.batch is None)
+        backend.privatize(
             lambda total, name, start: noise.add_(total, step=step, name=name, std=std, start=start),
             mechanism.schedule[step],
         )
-        if self._backend.world_size > 1:
-            self._metrics.over_ranks(self._labels, self._backend.stack)
-        self._state = LotState.PRIVATIZED
+        self._metrics = collector.end_release()
         self._interception.forget()
-        self._last_metrics, self._metrics = self._metrics, BatchMetrics()
-        if self._lot is not None:
-            self._lot.released = True
-            self._end_tapes()
-            if self._lot.abandoned:
-                self._lot = None
 
     def _noise_secret(self) -> bytes:
         # A replayed step of engine.batches has the same batch, so it must have the same noise. Nobody knows whether a
         # loop of the user's own replays its batches: the same noise on others would cancel in the difference.
-        if self._lot is not None:
+        if self._collector.batch is not None:
             return self._secret
         return derive_key(self._secret, "own loop", self._nonce.hex())
 
@@ -429,8 +344,7 @@ class PrivacyEngine:
 
     def detach(self) -> None:
         """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""
-        if self._state is LotState.COLLECTING:
-            self._backend.drop_gradients()
+        self._collector.close()
         self._interception.uninstall()
         self._backend.detach()
         optimizers.unregister(self)
@@ -455,17 +369,11 @@ class PrivacyEngine:
         self._budget.ledger.load_state_dict(ledger_state)
         self._secret = secret
         self._nonce = self._backend.share(new_run_secret())
-        self._loads += 1
-        self._state, self._lot = LotState.EMPTY, None
+        self._collector.restart()
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
-        # Also before its first backward: its samples would be released with the noise of the step that is loaded.
-        if self._state is LotState.COLLECTING or (self._lot is not None and not self._lot.released):
-            raise LogicalBatchError(
-                "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
-                "or after optimizer.step(), and leave that loop."
-            )
+        self._collector.require_rest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
         """Refused: a copy would draw the same noise, and its model would train without it."""
@@ -488,83 +396,10 @@ class PrivacyEngine:
         """Model and optimizer as a Checkpointer saves and loads them."""
         return self._backend.training_state(optimizer)
 
-    def batch_size(self) -> int | None:
-        """See Session."""
-        micro = self._lot.micro if self._lot is not None else None
-        return None if micro is None else len(micro.plan.is_padding)
-
-    def samples(self) -> int | None:
-        """See Session."""
-        micro = self._lot.micro if self._lot is not None else None
-        return None if micro is None else micro.plan.samples_everywhere
-
-    def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """See Session."""
-        if self._clipper.pending:
-            self._clipper.abort()  # a backward that raised left records behind
-        if self._state is not LotState.COLLECTING:
-            self._backend.refuse_changed_parameters()
-        scale = float(batch_size) if self._mean else 1.0
-        micro = self._lot.micro if self._lot is not None else None
-        if micro is None:
-            if self._lot is not None:
-                raise LogicalBatchError(
-                    "The model was called for training between two micro-batches of engine.batches, or between two "
-                    "logical batches. Evaluate in model.eval() or under torch.no_grad(). To send the gradient of "
-                    "another model through it, as a GAN does, use model.eval().requires_grad_(False), and undo both "
-                    "afterwards."
-                )
-            self._warn_of_own_loop()
-            if module is not self.model:
-                raise LogicalBatchError(
-                    f"{type(module).__name__}, a part of the model, was called directly: its gradients would be "
-                    f"clipped apart from the rest. Call the whole model, or iterate over engine.batches(...), which "
-                    f"says which calls belong to the same samples."
-                )
-            tape = Tape(self._clipper, batch_size, None, scale)
-        else:
-            if micro.tape is None:
-                device = next(iter(self._backend.parameters.values())).device
-                micro.tape = Tape(self._clipper, batch_size, micro.plan.is_padding.to(device), scale)
-            tape = micro.tape
-            if tape.aborted:
-                raise LogicalBatchError(
-                    "Backward failed on this micro-batch, and part of its samples may have been counted: go on with "
-                    "the next micro-batch rather than repeating this one."
-                )
-        tape.forwards += 1
-        self._tapes.add(tape)
-        return tape
-
-    def first_forward(self, module: nn.Module, run: Run) -> None:
-        """See Session."""
+    def _first_forward(self, run: Run) -> None:
         if self._verify:
             self._compare(run, None)
 
     def _compare(self, run: Run, loss: Loss | None) -> None:
-        compare(self._interception, self._backend, self._clipper, run, loss, mean=self._mean)
-
-    def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
-        leaf = self._backend.anchored[names[0]]
-        if leaf.requires_grad and not accumulates(leaf):
-            raise LogicalBatchError(
-                "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
-                "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
-            )
-        if self._state is not LotState.COLLECTING:
-            self._backend.refuse_stale_gradients()
-            self._state = LotState.COLLECTING
-        return self._backend.reduce(names, take)
-
-    def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
-        self._metrics.observe(group, norm_B, factor_B, is_padding_B)
-
-    def _warn_of_own_loop(self) -> None:
-        if not self._own_loop_warned:
-            self._own_loop_warned = True
-            warnings.warn(
-                "This loop feeds its own batches: epsilon holds only if each was drawn by Poisson sampling with "
-                "probability batch_size / sample_size (a shuffled DataLoader is not), and if no sample is in two "
-                "forwards of one step. engine.batches(dataset, micro_batch_size) sees to both.",
-                stacklevel=2,
-            )
+        mean = self.mechanism.loss_reduction == "mean"
+        compare(self._interception, self._backend, self._clipper, run, loss, mean=mean)

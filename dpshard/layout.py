@@ -31,15 +31,15 @@ from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 
 CallKey = tuple[Any, ...]
-"""Name of the function, and per tensor argument the label of the source that it is, or its rank.
+"""Name of the function, and per tensor argument the form of the source that it is, or its rank.
 
 Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
 """
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """What identifies a call whatever the batch size: see CallKey."""
-    return (function_name(func), *(sources[x].label if x in sources else x.dim() for x in tensors))
+    """What identifies a call whatever the batch size and the length of the inputs: see CallKey."""
+    return (function_name(func), *(sources[x].form if x in sources else x.dim() for x in tensors))
 
 
 @dataclass(slots=True)

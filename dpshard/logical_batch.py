@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +15,6 @@ from dpshard.tape import Tape
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 """Plans of micro-batches, each with its data."""
-
-
-class LotState(Enum):
-    """Where the gradients of the logical batch stand (called a lot in Abadi et al. 2016, arXiv:1607.00133)."""
-
-    EMPTY = auto()  # no clipped sum has been collected since the engine was made, reset or loaded
-    COLLECTING = auto()  # clipped sums accumulate
-    PRIVATIZED = auto()  # noise is in: the gradients are safe to use, once or many times
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +25,43 @@ class BatchMetrics:
 
     def __init__(self) -> None:
         self._groups: dict[str, list[Tensor]] = {}
+        self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # of a micro-batch: threshold, norms, padding
         self._signal: Tensor | None = None
         self._noise = 0.0
         self._losses: list[tuple[Tensor, float]] = []
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
         """Take the norms and factors [B] of one group and micro-batch."""
-        real_B = torch.ones_like(norm_B, dtype=torch.bool) if is_padding_B is None else ~is_padding_B
-        finite_B = real_B & torch.isfinite(norm_B)
-        norm_B = norm_B.double()
-        totals = torch.stack(  # FIGURES
-            [
-                real_B.sum().double(),
-                (real_B & ~finite_B).sum().double(),
-                (finite_B & (norm_B > group.threshold)).sum().double(),
-                torch.where(finite_B, norm_B, 0).sum(),
-                torch.where(finite_B, norm_B, 0).max(),
-            ]
-        )
-        self._groups.setdefault(group.label, []).append(totals)
+        if group.label in self._fresh:
+            self._take_stock()  # the next micro-batch has begun
+        self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)
+
+    def _take_stock(self) -> None:
+        """Turn the norms of a micro-batch into figures, of all groups at once: there may be hundreds."""
+        alike: dict[Any, list[str]] = {}
+        for label, (threshold, norm_B, is_padding_B) in self._fresh.items():
+            alike.setdefault((threshold, norm_B.shape, norm_B.device, id(is_padding_B)), []).append(label)
+        for (threshold, *_), labels in alike.items():
+            norm_MB = torch.stack([self._fresh[label][1].double() for label in labels])
+            is_padding_B = self._fresh[labels[0]][2]
+            real_MB = torch.ones_like(norm_MB, dtype=torch.bool)
+            if is_padding_B is not None:
+                real_MB &= ~is_padding_B
+            finite_MB = real_MB & torch.isfinite(norm_MB)
+            finite_norm_MB = torch.where(finite_MB, norm_MB, 0)
+            totals_MF = torch.stack(  # FIGURES
+                [
+                    real_MB.sum(1).double(),
+                    (real_MB & ~finite_MB).sum(1).double(),
+                    (finite_norm_MB > threshold).sum(1).double(),
+                    finite_norm_MB.sum(1),
+                    finite_norm_MB.amax(1),
+                ],
+                dim=1,
+            )
+            for label, totals_F in zip(labels, totals_MF.unbind(), strict=True):
+                self._groups.setdefault(label, []).append(totals_F)
+        self._fresh.clear()
 
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
         """Take the loss of one micro-batch: a mean over its rows, or one value a row, of which finite ones count."""
@@ -65,6 +84,7 @@ class BatchMetrics:
 
         All ranks hand over the same `labels`, those of all groups, for some may not have met a group at all.
         """
+        self._take_stock()
         nothing = torch.zeros(len(FIGURES), dtype=torch.float64)
         rows = []
         for label in labels:
@@ -85,6 +105,7 @@ class BatchMetrics:
 
     def summary(self) -> dict[str, float]:
         """See PrivacyEngine.metrics."""
+        self._take_stock()
         samples = dropped = clipped = counted = 0.0
         norms: dict[str, float] = {}
         for label, totals in self._groups.items():

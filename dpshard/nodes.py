@@ -36,9 +36,10 @@ def accumulates(leaf: Tensor) -> bool:
     """Whether the backward pass that runs now adds to `.grad`: torch.autograd.grad hands gradients to its caller."""
     with torch.enable_grad():
         alias = leaf.view_as(leaf).grad_fn
-    assert alias is not None
+    node = alias.next_functions[0][0] if alias is not None else None
+    assert node is not None
     try:
-        torch._C._will_engine_execute_node(alias.next_functions[0][0])
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
         return False
     return True

@@ -9,12 +9,13 @@ meet it, no others. By construction then
 - a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
 The last holds on one kind of device. The CPU, a GPU, and GPUs with different numbers of multiprocessors (PyTorch lays
 its random numbers out by them) draw different normals from one key; `secure` noise is drawn on the CPU and is the
-same everywhere.
+same everywhere. (Between CPUs the last bit of a logarithm or a cosine may differ.)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import derive_key, random_source
+from dpshard.randomness import RandomSource, derive_key
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
@@ -38,7 +39,7 @@ class KeyedGaussian:
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     secure: bool = False
-    """Draw from a cryptographic stream on the CPU."""
+    """Draw on the CPU for every device, and in float64."""
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; std = 0 draws and adds nothing.
@@ -60,8 +61,9 @@ class KeyedGaussian:
             origin = block * BLOCK
             lo, hi = max(start, origin), min(stop, origin + BLOCK)
             key = derive_key(self.secret, "noise", step, name, block)
-            noise = self._draw(key, lo - origin, hi - origin, target.dtype, target.device)
-            flat[lo - start : hi - start].add_(noise, alpha=std)
+            part = flat[lo - start : hi - start]
+            for at, noise in self._draw(key, lo - origin, hi - origin, target.dtype, target.device):
+                part[at : at + len(noise)].add_(noise, alpha=std)
 
         blocks = range(start // BLOCK, -(-stop // BLOCK))
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -91,15 +93,22 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
-    def _draw(self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Elements [lo, hi) of the block under `key`."""
-        if self.secure or device.type == "cpu":
-            # A source gives the same first values however many are asked for, so nothing is drawn past `hi`.
-            normals = random_source(key, secure=self.secure).normal(hi, _NUMPY_DTYPE[dtype])
-            return torch.from_numpy(normals[lo:]).to(device)
-        generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little"))
-        # The whole block: the first values of a shorter draw on a GPU would be others.
-        return torch.randn(BLOCK, generator=generator, dtype=dtype, device=device)[lo:hi]
+    def _draw(
+        self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Elements [lo, hi) of the block under `key`, in pieces: where in the range a piece starts, and the piece."""
+        if not self.secure and device.type != "cpu":
+            generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little"))
+            # The whole block: the first values of a shorter draw on a GPU would be others.
+            yield 0, torch.randn(BLOCK, generator=generator, dtype=dtype, device=device)[lo:hi]
+            return
+        at = 0
+        # Nothing is drawn past `hi`.
+        for normals in RandomSource(key).normals(hi, np.float64 if self.secure else _NUMPY_DTYPE[dtype]):
+            if at + len(normals) > lo:
+                piece = torch.from_numpy(normals[max(0, lo - at) :])
+                yield max(0, at - lo), piece.to(device, dtype)
+            at += len(normals)
 
 
 def _check(target: Tensor, name: str, std: float, start: int) -> None:

@@ -46,11 +46,6 @@ def unregister(engine: _Engine) -> None:
     _engines.discard(engine)
 
 
-def knows(engine: _Engine) -> bool:
-    """Whether `engine` is one to privatize for."""
-    return engine in _engines
-
-
 def refuse_shared(model: nn.Module) -> None:
     """Raise EngineInUseError if a parameter of `model` belongs to an engine."""
     for engine in list(_engines):

@@ -7,40 +7,30 @@ purpose. So draws for different purposes are independent, a replayed step draws 
 ranks, and `torch.manual_seed` in a training script neither predicts nor changes them.
 
 [Note: Strength]
-Keys come from HMAC-SHA-256, so no key tells anything about another, or about the secret. What a source makes of a key:
-- the default, Philox4x64-10, is a counter generator under the first 128 bits of the key: excellent statistics, fast,
-  but nobody claims that its output hides its key from a cryptanalyst. (`torch.Generator` on the CPU would not do: its
-  mt19937 is seeded by 32 bits, few enough to try them all.)
-- the secure one, SHAKE-256 over all 256 bits of the key, is a cryptographic stream, about ten times slower.
-Neither closes the floating-point side channel of Mironov 2012, "On significance of the least significant bits".
+Keys come from HMAC-SHA-256, so no key tells anything about another, or about the secret. What a source makes of a key
+is the stream of AES-256 in counter mode, which nobody can tell from random bits; processors compute it faster than
+memory takes it. Normals are made of it by Box and Muller's method, with 62 bits for the radius, so that the tails reach
+9.3 standard deviations. That does not close the floating-point side channel of Mironov 2012, "On significance of the
+least significant bits". (`torch.Generator` on the CPU would not do: its mt19937 is seeded by 32 bits, few enough to try
+them all.)
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import math
 import operator
 import os
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from dpshard.errors import ConfigurationError
 
 SECRET_BYTES = 32
-
-
-class RandomSource(Protocol):
-    """A stream of random numbers. Of a fresh source, the first k of n values asked for do not depend on n."""
-
-    def uniform(self, n: int) -> NDArray[np.float64]:
-        """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
-        ...
-
-    def normal(self, n: int, dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-        """`n` standard normals of `dtype`."""
-        ...
 
 
 def new_run_secret() -> bytes:
@@ -61,43 +51,80 @@ def derive_key(secret: bytes, *context: str | int) -> bytes:
     return hmac.digest(secret, b"".join(_encode(part) for part in context), "sha256")
 
 
-def random_source(key: bytes, *, secure: bool = False) -> RandomSource:
-    """The stream under `key` (32 bytes, from `derive_key`): Philox, or SHAKE-256 if `secure`; see [Note: Strength]."""
-    return _Shake(key) if secure else _Philox(key)
-
-
 def _encode(part: str | int) -> bytes:
     kind, text = (b"s", part) if isinstance(part, str) else (b"i", str(int(operator.index(part))))
     data = text.encode()
     return kind + len(data).to_bytes(8, "little") + data
 
 
-class _Philox:
-    def __init__(self, key: bytes):
-        # key=, not seed=: a seed would be hashed once more, and key= takes all 128 bits as they are.
-        self._generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+class RandomSource:
+    """The stream of random numbers under `key` (32 bytes, from `derive_key`); see [Note: Strength].
+
+    Of a fresh source, the first k of n values asked for do not depend on n.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
     def uniform(self, n: int) -> NDArray[np.float64]:
-        return 1.0 - self._generator.random(n)
+        """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
+        words = self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
+        return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
-    def normal(self, n: int, dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-        return self._generator.standard_normal(n, dtype)
+    def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
+        """`n` standard normals of `dtype`, in pieces: the first are short, the others fit into the cache.
+
+        A piece is overwritten by the next one.
+        """
+        rows = 3 if dtype is np.float32 else 4
+        longest = _LONGEST if n > _SHORTEST else _SHORTEST
+        octets = np.empty(2 * rows * longest + _ROOM, np.uint8)
+        words, normals = np.empty(rows * longest // 2, dtype), np.empty(longest, dtype)
+        drawn = 0
+        while drawn < n:
+            size = min(max(7 * drawn, _SHORTEST), _LONGEST)
+            integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4")
+            _box_muller(integers, words[: len(integers)].reshape(rows, -1), normals[:size].reshape(2, -1), dtype)
+            yield normals[: min(size, n - drawn)]
+            drawn += size
+
+    def _octets(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The next octets of the stream, as many as `room` holds without what the cipher needs."""
+        n = len(room) - _ROOM
+        for start in range(0, n, len(_ZEROS)):
+            self._stream.update_into(_ZEROS[: n - start], room[start:].data)
+        return room[:n]
 
 
-class _Shake:
-    def __init__(self, key: bytes):
-        self._key = key
-        self._calls = 0
+def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
+    """Normals [2, n] of random `integers` [rows * n], by way of `words` [rows, n]; Box and Muller 1958.
 
-    def uniform(self, n: int) -> NDArray[np.float64]:
-        # hashlib squeezes a SHAKE state once, from its start: the number of the call gives each call a new stream.
-        stream = hashlib.shake_256(self._key + self._calls.to_bytes(8, "little")).digest(8 * n)
-        self._calls += 1
-        return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+    Integers are signed: processors convert those to floats at once.
+    """
+    n = words.shape[1]
+    integers[: 2 * n] &= 2**31 - 1
+    words[...] = integers.reshape(words.shape)
+    radius, fine, angle, *finer = words
+    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
+    fine *= dtype(2.0**-31)
+    fine += dtype(2.0**-32)
+    radius += fine
+    radius *= dtype(2.0**-31)
+    np.log(radius, out=radius)
+    radius *= dtype(-2)
+    np.sqrt(radius, out=radius)
+    for word in finer:
+        word *= dtype(2.0**-32)
+        angle += word
+    angle *= dtype(math.pi * 2.0**-31)
+    np.cos(angle, out=normals[0])
+    np.sin(angle, out=normals[1])
+    normals *= radius
 
-    def normal(self, n: int, dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-        """Box and Muller 1958: a pair of uniforms gives the radius and the angle of a pair of normals."""
-        pairs_2 = self.uniform(n + n % 2).reshape(-1, 2)
-        radius, angle = np.sqrt(-2.0 * np.log(pairs_2[:, 0])), 2.0 * np.pi * pairs_2[:, 1]
-        normals_2 = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
-        return normals_2.reshape(-1)[:n].astype(dtype, copy=False)
+
+_SHORTEST, _LONGEST = 2**10, 2**15
+"""Lengths of the pieces in which normals are made. Part of the meaning of a key."""
+
+_ZEROS = memoryview(bytes(8 * _LONGEST))
+_ROOM = 15
+"""What a block cipher may write beyond its message."""

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpshard.config import BatchSchedule, is_count
 from dpshard.errors import ConfigurationError, DataError
-from dpshard.randomness import derive_key, random_source
+from dpshard.randomness import RandomSource, derive_key
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class PoissonSampler:
     """Expected batch size of every step; its quotient by N is the sampling probability."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
-    secure: bool = False
-    """Draw from a cryptographic stream."""
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling; they are accounted differently."""
 
@@ -60,7 +58,7 @@ class PoissonSampler:
 
         With a cap, of more than `max_batch_size` drawn samples a uniformly random subset of that size is kept.
         """
-        source = random_source(derive_key(self.secret, "sample", step), secure=self.secure)
+        source = RandomSource(derive_key(self.secret, "sample", step))
         indices = _bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
         cap = self.max_batch_size
         if cap is None or len(indices) <= cap:

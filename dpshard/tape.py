@@ -24,8 +24,7 @@ from dpshard.errors import LogicalBatchError
 from dpshard.nodes import Anchor, Slot, without_autocast
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
-from dpshard.rules.measure import measure
-from dpshard.rules.records import Record, fetched, offloaded, wide_dtype
+from dpshard.rules.records import Record, fetched, measure, offloaded, wide_dtype
 
 
 class Pass(Enum):
@@ -54,8 +53,10 @@ class GroupTape:
     arrived: dict[str, int] = field(default_factory=dict)  # and those whose gradients have come
     entries: dict[str, list[tuple[Source, Record]]] = field(default_factory=dict)
     norm_sq_B: Tensor | None = None
-    norm_B: Tensor | None = None
-    factor_B: Tensor | None = None
+    multiplier_B: Tensor | None = None
+    """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
+    dead_B: Tensor | None = None
+    """Whether a sample's norm is not finite; None if that is none's."""
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def awaits_only(self, names: set[str]) -> bool:
@@ -99,6 +100,16 @@ class Tape:
     def tokens(self) -> list[Tensor]:
         """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""
         return list(self._tokens.values())
+
+    def idle(self) -> list[Tensor]:
+        """The tokens of the anchors that no slot of this tape hangs on, though their group has others that do.
+
+        Whoever waits for the gradients of a group (DDP's reducer) waits for these parameters, too.
+        """
+        names = [name for index in self.groups for name in self.clipper.groups[index].names]
+        anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
+        tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
+        return [token for token in tokens if token.requires_grad]
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; called by autograd, once per use and pass."""
@@ -175,24 +186,27 @@ class Tape:
             self._measure(tape, name, closing=True)  # a use in a branch that backward never reached has no gradient
         if tape.norm_sq_B is None:
             return
-        tape.norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
-        factor_B = self.clipper.function.factor(tape.norm_B, group.threshold)
+        norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
+        factor_B = self.clipper.function.factor(norm_B, group.threshold)
         if self.is_padding_B is not None:
             factor_B = factor_B.masked_fill(self.is_padding_B, 0)
-        tape.factor_B = factor_B
-        self.clipper.observe(group, tape.norm_B, factor_B, self.is_padding_B)
+        tape.multiplier_B = factor_B * self.loss_scale
+        dead_B = ~(norm_B < torch.inf)
+        # Whether there are any, an accelerator would have to be waited for: of many groups, in the midst of backward.
+        waits = dead_B.device.type != "cpu" and len(self.clipper.groups) > 1
+        tape.dead_B = dead_B if waits or bool(dead_B.any()) else None
+        self.clipper.observe(group, norm_B, factor_B, self.is_padding_B)
 
     def _sum(self, group: GroupTape, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
         entries = group.entries.pop(name, [])
-        if not entries or group.factor_B is None or group.norm_B is None:
+        multiplier_B, dead_B = group.multiplier_B, group.dead_B
+        if not entries or multiplier_B is None:
             return
         if self.clipper.execution.offload_records:
-            entries = [(source, fetched(record, group.factor_B.device)) for source, record in entries]
-        dead_B = ~torch.isfinite(group.norm_B)
-        if bool(dead_B.any()):
+            entries = [(source, fetched(record, multiplier_B.device)) for source, record in entries]
+        if dead_B is not None:
             entries = [(source, record.without(dead_B)) for source, record in entries]
-        multiplier_B = group.factor_B * self.loss_scale
         for source, record in entries:
             total = record.clipped_sum(multiplier_B)
             if source.label != name:
@@ -315,4 +329,4 @@ class Clipper:
 
 
 def _root(name: str, shape: Sequence[int]) -> Source:
-    return Source(name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)
+    return Source(name, name, (name,), tuple(shape), lambda values: values[name], isometric=True, exact=True)

@@ -113,7 +113,7 @@ def test_padding_is_not_counted():
         engine = engine_on(model)
 
         def loss(output, y, engine=engine, poison=poison):
-            padding = engine._lot.micro.plan.is_padding
+            padding = engine._collector.plan.is_padding
             loss_B = F.cross_entropy(output, y, reduction="none")
             return (loss_B * torch.where(padding, math.nan if poison else 1.0, 1.0)).mean()
 

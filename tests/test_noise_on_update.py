@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
+from dpshard.collector import BatchState
 from dpshard.config import CLIPPING_MODES, NormMethod
 from dpshard.rules.records import OuterProduct
 
@@ -256,7 +257,7 @@ def released(rows, weights, *, style, function, mode, dtype, R):
     if len(rows):
         (model(rows).square().sum(1) * weights).sum().backward()
     else:
-        engine._state = type(engine._state).COLLECTING  # an own loop has no way to say that its batch is empty
+        engine._collector.state = BatchState.COLLECTING  # an own loop has no way to say that its batch is empty
     engine.privatize()
     return 8 * torch.cat([p.grad.flatten() for p in model.parameters()])
 

@@ -1,7 +1,7 @@
 """Keys and sources of random numbers.
 
 PITFALLS row 26: test_user_seeds_neither_change_nor_are_changed, test_every_part_of_the_context_and_secret_matters,
-test_every_bit_of_a_philox_key_matters (a CPU torch.Generator would fail it), test_sources_are_uniform_and_normal.
+test_every_bit_of_a_key_matters (a CPU torch.Generator would fail it), test_a_source_is_uniform_and_normal.
 
 Statistical tests run under fixed keys: they pass or fail for good, and a correct source fails under a random key with
 probability FALSE_ALARM each.
@@ -12,19 +12,27 @@ import random
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import derive_key, new_run_secret, random_source
+from dpshard.randomness import RandomSource, derive_key, new_run_secret
 
 SECRET = bytes(range(32))
 KEY = derive_key(SECRET, "test")
 FALSE_ALARM = 1e-7
 
 contexts = st.lists(st.text(max_size=5) | st.integers(), max_size=4)
-both_sources = pytest.mark.parametrize("secure", [False, True])
+
+
+def octets(source, n):
+    return source._octets(np.empty(n + 15, np.uint8))
+
+
+def normal(source, n, dtype):
+    return np.concatenate([np.empty(0, dtype), *(piece.copy() for piece in source.normals(n, dtype))])
 
 
 def test_secrets_are_fresh():
@@ -54,8 +62,7 @@ def test_a_secret_of_another_length_is_refused():
         derive_key(b"short", "noise")
 
 
-@both_sources
-def test_user_seeds_neither_change_nor_are_changed(secure):
+def test_user_seeds_neither_change_nor_are_changed():
     def seed_everything(seed):
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # what training scripts call
@@ -69,64 +76,94 @@ def test_user_seeds_neither_change_nor_are_changed(secure):
         seed_everything(seed)
         expected = user_draws()
         seed_everything(seed)
-        source = random_source(derive_key(SECRET, "noise", 7), secure=secure)
-        ours.append(np.concatenate((source.normal(100, np.float64), source.uniform(100))))
+        source = RandomSource(derive_key(SECRET, "noise", 7))
+        ours.append(np.concatenate((normal(source, 100, np.float64), source.uniform(100))))
         assert user_draws() == expected
     np.testing.assert_array_equal(*ours)
 
 
-@pytest.mark.parametrize("bit", [0, 31, 32, 63, 64, 127])
-def test_every_bit_of_a_philox_key_matters(bit):
+@pytest.mark.parametrize("bit", [0, 31, 32, 63, 64, 127, 128, 255])
+def test_every_bit_of_a_key_matters(bit):
     flipped = (int.from_bytes(KEY, "little") ^ (1 << bit)).to_bytes(32, "little")
-    assert not np.array_equal(random_source(KEY).uniform(4), random_source(flipped).uniform(4))
+    assert not np.array_equal(RandomSource(KEY).uniform(4), RandomSource(flipped).uniform(4))
 
 
-@pytest.mark.parametrize("bit", [0, 128, 255])
-def test_every_bit_of_a_secure_key_matters(bit):
-    flipped = (int.from_bytes(KEY, "little") ^ (1 << bit)).to_bytes(32, "little")
-    one, other = random_source(KEY, secure=True), random_source(flipped, secure=True)
-    assert not np.array_equal(one.uniform(4), other.uniform(4))
+def test_the_stream_is_aes_256_in_counter_mode():
+    """NIST SP 800-38A, appendix F.5.5, is the cipher; the counter starts at zero."""
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    assert octets(RandomSource(key), 16).tobytes() == _encrypted(key, bytes(16))
+    longer = octets(RandomSource(key), 2**19)
+    assert longer[-16:].tobytes() == _encrypted(key, (2**15 - 1).to_bytes(16, "big"))
 
 
-@both_sources
-def test_sources_are_uniform_and_normal(secure):
-    uniform = random_source(KEY, secure=secure).uniform(200_000)
+def _encrypted(key, block):
+    return Cipher(algorithms.AES256(key), modes.ECB()).encryptor().update(block)
+
+
+def test_normals_are_those_of_box_and_muller():
+    """Against the formula in float64, word by word."""
+    for dtype, words_a_pair, tolerance in ((np.float32, 3, 2e-6), (np.float64, 4, 1e-14)):
+        w = np.frombuffer(octets(RandomSource(KEY), 4 * words_a_pair * 512), "<i4").reshape(words_a_pair, 512)
+        magnitude = (w[:2] & 2**31 - 1).astype(np.float64)
+        w = w.astype(np.float64)
+        u = magnitude[0] * 2.0**-31 + (magnitude[1] + 0.5) * 2.0**-62
+        angle = (w[2] + (w[3] * 2.0**-32 if words_a_pair == 4 else 0)) * np.pi * 2.0**-31
+        radius = np.sqrt(-2 * np.log(u))
+        expected = np.concatenate((radius * np.cos(angle), radius * np.sin(angle)))
+        drawn = normal(RandomSource(KEY), 1024, dtype)
+        # Near u = 1 the radius, a root of 1 - u, has half of the digits that u has.
+        np.testing.assert_allclose(drawn, expected, rtol=tolerance, atol=np.sqrt(np.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("word", [0, -(2**31), 2**31 - 1, -1, -64])
+def test_normals_are_finite_whatever_the_bits_and_reach_far_into_the_tails(dtype, word, monkeypatch):
+    monkeypatch.setattr(
+        RandomSource, "_octets", lambda _, room: np.full((len(room) - 15) // 4, word, "<i4").view(np.uint8)
+    )
+    drawn = normal(RandomSource(KEY), 1024, dtype)
+    assert np.isfinite(drawn).all()
+    if word in (0, -(2**31)):
+        assert abs(drawn).max() == pytest.approx(np.sqrt(2 * np.log(2.0**63)))
+
+
+def test_a_source_is_uniform_and_normal():
+    uniform = RandomSource(KEY).uniform(200_000)
     assert uniform.min() > 0
     assert uniform.max() <= 1
     np.testing.assert_array_equal(uniform * 2.0**53, np.floor(uniform * 2.0**53))
     assert stats.kstest(uniform, "uniform").pvalue > FALSE_ALARM
     for dtype in (np.float32, np.float64):
-        normal = random_source(KEY, secure=secure).normal(200_001, dtype)
-        assert normal.dtype == dtype
-        assert normal.shape == (200_001,)
-        assert stats.kstest(normal.astype(np.float64), "norm").pvalue > FALSE_ALARM
-        # Neighbours: Box-Muller makes them in pairs, and a slip there (one angle, one radius) would correlate squares.
-        pairs = normal[:-1].astype(np.float64).reshape(-1, 2)
-        assert stats.pearsonr(pairs[:, 0], pairs[:, 1]).pvalue > FALSE_ALARM
-        assert stats.pearsonr(pairs[:, 0] ** 2, pairs[:, 1] ** 2).pvalue > FALSE_ALARM
+        drawn = normal(RandomSource(KEY), 200_001, dtype)
+        assert drawn.dtype == dtype
+        assert drawn.shape == (200_001,)
+        assert stats.kstest(drawn.astype(np.float64), "norm").pvalue > FALSE_ALARM
+        far = int((abs(drawn) > 4).sum())
+        assert stats.binomtest(far, len(drawn), 2 * stats.norm.sf(4)).pvalue > FALSE_ALARM
+        for distance in (1, 512, 2**14):  # partners in pieces of several lengths: one angle, or radius, would show
+            one, other = drawn[:-distance].astype(np.float64), drawn[distance:].astype(np.float64)
+            assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
+            assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM
 
 
-@both_sources
-def test_uniform_never_is_zero_whatever_the_bits(secure, monkeypatch):
-    source = random_source(KEY, secure=secure)
-    if secure:
-        monkeypatch.setattr("hashlib.shake_256", lambda _: type("Zeros", (), {"digest": staticmethod(bytes)}))
-    else:
-        monkeypatch.setattr(source, "_generator", type("Zeros", (), {"random": staticmethod(np.zeros)}))
-    uniform = source.uniform(4)
-    assert np.all((uniform > 0) & (uniform <= 1))
+def test_uniform_never_is_zero_whatever_the_bits(monkeypatch):
+    for octet in (0, 255):
+        monkeypatch.setattr(
+            RandomSource, "_octets", lambda _, room, octet=octet: np.full(len(room) - 15, octet, np.uint8)
+        )
+        uniform = RandomSource(KEY).uniform(4)
+        assert np.all((uniform > 0) & (uniform <= 1))
 
 
-@both_sources
-@given(n=st.integers(0, 50), more=st.integers(0, 50))
-def test_first_values_do_not_depend_on_how_many_are_asked_for(secure, n, more):
+@given(n=st.integers(0, 5000), more=st.integers(0, 5000))
+def test_first_values_do_not_depend_on_how_many_are_asked_for(n, more):
     for dtype in (np.float32, np.float64):
-        few = random_source(KEY, secure=secure).normal(n, dtype)
-        many = random_source(KEY, secure=secure).normal(n + more, dtype)
+        few, many = normal(RandomSource(KEY), n, dtype), normal(RandomSource(KEY), n + more, dtype)
         np.testing.assert_array_equal(few, many[:n])
 
 
-@both_sources
-def test_a_source_goes_on(secure):
-    source = random_source(KEY, secure=secure)
+def test_a_source_goes_on():
+    source = RandomSource(KEY)
     assert not np.intersect1d(source.uniform(1000), source.uniform(1000)).size
+    one, other = normal(source, 1000, np.float64), normal(source, 1000, np.float64)
+    assert not np.intersect1d(one, other).size

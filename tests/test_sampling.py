@@ -29,7 +29,6 @@ from dpshard.sampling import PoissonSampler, default_cap, load, plan_micro_batch
 SECRET = bytes(range(32))
 FALSE_ALARM = 1e-7
 
-both_sources = pytest.mark.parametrize("secure", [False, True])
 drawn_indices = st.lists(st.integers(0, 999), unique=True, max_size=60).map(sorted)
 
 
@@ -45,10 +44,10 @@ def inclusions(poisson, steps):
     return included
 
 
-@given(n=st.integers(1, 500), data=st.data(), secure=st.booleans(), step=st.integers(0, 10))
-def test_draws_are_sorted_distinct_indices(n, data, secure, step):
+@given(n=st.integers(1, 500), data=st.data(), step=st.integers(0, 10))
+def test_draws_are_sorted_distinct_indices(n, data, step):
     cap = data.draw(st.none() | st.integers(1, n))
-    poisson = sampler(n, data.draw(st.integers(1, n)), secure=secure, max_batch_size=cap)
+    poisson = sampler(n, data.draw(st.integers(1, n)), max_batch_size=cap)
     indices = poisson.draw(step)
     assert indices.dtype == np.int64
     assert np.all(np.diff(indices) > 0)
@@ -56,11 +55,10 @@ def test_draws_are_sorted_distinct_indices(n, data, secure, step):
     assert cap is None or len(indices) <= cap
 
 
-@both_sources
 @pytest.mark.parametrize("batch_size", [3, 50, 97])
-def test_inclusion_is_bernoulli(batch_size, secure):
+def test_inclusion_is_bernoulli(batch_size):
     steps, n = 4000, 100
-    included = inclusions(sampler(n, batch_size, secure=secure), steps)
+    included = inclusions(sampler(n, batch_size), steps)
     q = batch_size / n
     # Every position, the first and the last too: the count of each of the n samples is Binomial(steps, q).
     chi_square = ((included.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum()
@@ -91,10 +89,9 @@ def test_inclusions_are_independent():
     assert across_steps.pvalue > FALSE_ALARM
 
 
-@both_sources
-def test_a_cap_keeps_a_uniform_subset(secure):
+def test_a_cap_keeps_a_uniform_subset():
     steps, n, cap = 4000, 60, 12
-    plain, capped = sampler(n, 15, secure=secure), sampler(n, 15, secure=secure, max_batch_size=cap)
+    plain, capped = sampler(n, 15), sampler(n, 15, max_batch_size=cap)
     kept_of_position = np.zeros(n)
     for step in range(steps):
         everybody, kept = plain.draw(step), capped.draw(step)

@@ -29,11 +29,17 @@ def choose(model: nn.Module) -> LocalBackend:
         )
     if not dist.is_available() or not dist.is_initialized():
         return LocalBackend(model)
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from dpshard.backends.ddp import DDPBackend
     from dpshard.backends.fsdp2 import FSDP2Backend
 
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigurationError(
+            "FullyShardedDataParallel (FSDP1) flattens several parameters into one, of which dpshard cannot tell the "
+            "parts. Take FSDP2: fully_shard(model); fsdp_version=2 of accelerate, which its launcher has as "
+            "--fsdp_version 2."
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return FSDP2Backend(model)
     if isinstance(model, DistributedDataParallel):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dpshard.errors import BatchLayoutError
+
+PATIENCE = 300.0
+"""Seconds for which a rank waits for the others before it says that they are not coming."""
 
 # torch 2.13 has renamed it, and warns of the old name; looked up by name, since older ones lack the new one.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -16,3 +23,29 @@ def from_rank_0(secret: bytes, group: dist.ProcessGroup | None, device: torch.de
     shared = torch.tensor(list(secret), dtype=torch.uint8, device=device)
     dist.broadcast(shared, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     return bytes(shared.cpu().tolist())
+
+
+_meetings = itertools.count()
+
+
+def meet_for_probe(group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of `group`, which are about to run the forwards of a probe together.
+
+    Raises BatchLayoutError if they do not come: then this rank alone has met something new, and its forwards would
+    gather parameters against those of the others, who are in the middle of theirs.
+    """
+    if dist.get_backend(group) == "fake":  # the planner's: one process stands for all
+        return
+    store = dist.distributed_c10d._get_default_store()
+    key = f"dpshard/probe/{dist.get_global_rank(group, 0)}/{next(_meetings)}"
+    store.add(key, 1)
+    deadline = time.monotonic() + PATIENCE
+    while int(store.add(key, 0)) < dist.get_world_size(group):
+        if time.monotonic() > deadline:
+            raise BatchLayoutError(
+                f"On rank {dist.get_rank(group)} the model takes another course than on the others, or gets inputs of "
+                f"another kind: it uses parameters as in no forward before. Where parameters are sharded, all ranks "
+                f"must do so together. Remove control flow that depends on the data or on random numbers of a rank (a "
+                f"layer that is skipped, an input that only some micro-batches have), or train under DDP."
+            )
+        time.sleep(0.01)

@@ -10,7 +10,7 @@ noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.collectives import from_rank_0
-from dpshard.backends.local import WIDE, LocalBackend, checksum
+from dpshard.backends.guard import checksum
+from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.rules.records import wide_dtype
@@ -73,11 +74,12 @@ class DDPBackend(LocalBackend):
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """See LocalBackend."""
         self._refuse_other_reductions()
-        starts = self._backward != torch._C._current_graph_task_id()
-        self._begin()
-        if starts:
-            self._require_untouched(self.parameters)  # all: at its end, all gradients are taken for what it has left
         return super().reduce(names, take)
+
+    def _to_check(self, names: Sequence[str], *, begins: bool) -> Collection[str]:
+        # All of them before the first sum, for at the end all gradients are taken for what the reducer has left, also
+        # those of parameters that have no part in this backward.
+        return self.parameters if begins else names
 
     def _gradient(self, name: str, clipped_sum: Tensor | None) -> Tensor | None:
         parameter = self.parameters[name]
@@ -87,9 +89,7 @@ class DDPBackend(LocalBackend):
         if parameter.dtype not in WIDE:
             return super()._gradient(name, clipped_sum)
         # DDP takes the mean over ranks; the sensitivity is stated for the sum.
-        gradient = (clipped_sum * self.world_size).to(parameter.dtype)
-        self._delivered[name] = gradient
-        return gradient
+        return self.guard.expect(name, (clipped_sum * self.world_size).to(parameter.dtype))
 
     def complete_sums(self) -> None:
         """Sum what half-precision parameters keep beside their `.grad` over ranks, in float32, all in one reduction.
@@ -123,12 +123,14 @@ class DDPBackend(LocalBackend):
 
     def _end(self) -> None:
         super()._end()
+        if not self.model.require_backward_grad_sync:  # within no_sync() nobody but autograd writes
+            return
         # DDP's own callback, which waits for the reductions, comes after this one.
         torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
 
     def _note_all(self) -> None:
         for name in self.parameters:
-            self._remember(name)
+            self.guard.note(name)
 
     def unwatched(self) -> AbstractContextManager[Any]:
         """See LocalBackend; the reducer is left in peace as well."""

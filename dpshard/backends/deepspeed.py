@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpshard.backends.collectives import from_rank_0
+from dpshard.backends.collectives import from_rank_0, meet_for_probe
 from dpshard.backends.deepspeed_config import refuse_unsupported, require_no_accumulation
 from dpshard.backends.local import LocalBackend
 from dpshard.backends.ranks import stacked
@@ -96,15 +96,11 @@ class DeepSpeedBackend(LocalBackend):
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """See LocalBackend; no gradient is handed to the parameters, see [Note: What reaches DeepSpeed]."""
         require_no_accumulation(self.model_engine)
-        self._begin()
+        if self._begin():
+            self._reducer.abandon()  # what a backward pass that failed has left
         for name in reversed(names):
             self._reducer.put(name, take(name))
         return [None] * len(names)
-
-    def _begin(self) -> None:
-        if self._backward not in (-1, torch._C._current_graph_task_id()):
-            self._reducer.abandon()
-        super()._begin()
 
     def _end(self) -> None:
         super()._end()
@@ -205,6 +201,7 @@ class DeepSpeedBackend(LocalBackend):
         stack = ExitStack()
         stack.enter_context(self.unwatched())
         if self._zero3 is not None:
+            meet_for_probe(self._group)
             stack.enter_context(self._zero3.unmarked())
         return stack
 

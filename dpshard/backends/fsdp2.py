@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dpshard.backends.collectives import from_rank_0, reduce_scatter
+from dpshard.backends.collectives import from_rank_0, meet_for_probe, reduce_scatter
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
@@ -34,14 +36,14 @@ from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedPar
 class Unit:
     """One FSDP unit: the parameters that are gathered, freed and reduced together."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     places: tuple[tuple[nn.Module, str, str], ...]
     """(owning module, attribute, name) of each of its parameters; a shared parameter has several places."""
     names: tuple[str, ...]
 
     def reduces(self) -> bool:
         """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
-        state = self.module._get_fsdp_state()  # type: ignore[operator]
+        state = self.modules[0]._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         return all(group is None or group.reduce_grads for group in groups)
 
@@ -69,7 +71,7 @@ class FSDP2Backend(LocalBackend):
         super().__init__(model)
         self.mesh = _mesh(self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
-        self._unit_of_module = {unit.module: unit for unit in self.units}
+        self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
         self.differentiated: Mapping[str, Tensor] = self.whole
@@ -104,6 +106,11 @@ class FSDP2Backend(LocalBackend):
         assert isinstance(module, FSDPModule)
         module.unshard()
 
+    def probing(self) -> AbstractContextManager[Any]:
+        """See LocalBackend; its forwards gather parameters, so all ranks come together first."""
+        meet_for_probe(self._group())
+        return super().probing()
+
     def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters of the unit whose forward begins."""
         unit = self._unit_of_module.get(module)
@@ -112,7 +119,7 @@ class FSDP2Backend(LocalBackend):
             assert parameter is not None
             if self.whole[name] is not parameter:
                 self.whole[name] = parameter
-                self._handles.append(parameter.requires_grad_().register_hook(self._guard(name)))
+                self.guard.watch(name, parameter.requires_grad_())
             # FSDP makes it once, and does not learn of a sharded parameter that is frozen, or thawed, later.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
@@ -121,7 +128,8 @@ class FSDP2Backend(LocalBackend):
 
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
         """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
-        self._begin()
+        if self._begin():
+            self._reduction = None  # of a backward pass that failed
         self._require_untouched(names)
         if self._reduction is None:
             self._reduction = _Reduction([unit for unit in reversed(self.units) if unit.names])
@@ -133,18 +141,15 @@ class FSDP2Backend(LocalBackend):
             self._launch_complete(reduction)
         return [None] * len(names)
 
-    def _note(self, name: str) -> Callable[[Tensor], None]:
-        def check(_: Tensor) -> None:
-            # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
-            if not self._is_untouched(name):
-                raise UnsupportedParameterError(
-                    f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
-                    f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
-                    f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
-                    f"let training use parameters in forward alone."
-                )
-
-        return check
+    def _accumulated(self, name: str) -> None:
+        # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
+        if not self.guard.is_untouched(name):
+            raise UnsupportedParameterError(
+                f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
+                f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
+                f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
+                f"let training use parameters in forward alone."
+            )
 
     def _collect(self, reduction: _Reduction, unit: Unit, name: str, total: Tensor | None) -> None:
         """Take in the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
@@ -172,11 +177,6 @@ class FSDP2Backend(LocalBackend):
                 if name in reduction.sums:
                     self._fill(reduction, name, reduction.sums.pop(name))
 
-    def _begin(self) -> None:
-        if torch._C._current_graph_task_id() != self._backward:
-            self._reduction = None  # of a backward pass that failed
-        super()._begin()
-
     def _end(self) -> None:
         super()._end()
         reduction, self._reduction = self._reduction, None
@@ -195,6 +195,7 @@ class FSDP2Backend(LocalBackend):
         work.wait()
         for group in self._replica_groups():
             dist.all_reduce(shards, group=group)
+        self._require_untouched(unit.names)  # also those of layers that did not run here, so that nobody has asked yet
         with torch.no_grad():
             for name, columns in self._columns(unit):
                 local = self._local(self.parameters[name])
@@ -240,7 +241,6 @@ class FSDP2Backend(LocalBackend):
         parameter = self.parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
-        self._require_untouched((name,))  # also for a layer that did not run here, so that nobody has asked yet
         shard = shard.to(self._local(parameter).device)
         if parameter.dtype in WIDE:
             if parameter.grad is None:
@@ -252,14 +252,14 @@ class FSDP2Backend(LocalBackend):
             wide = self._wide_sums.get(name)
             self._wide_sums[name] = shard.clone() if wide is None else wide.add_(shard)
             self._stand_in(name)
-        self._remember(name)
+        self.guard.note(name)
 
     def _stand_in(self, name: str) -> None:
         """Put zeros in `.grad` for a sum that is kept elsewhere: whoever drops or changes gradients is noticed."""
         parameter = self.parameters[name]
         if parameter.requires_grad and parameter.grad is None:
             self._assign(parameter, torch.zeros_like(self._local(parameter)))
-            self._remember(name)
+            self.guard.note(name)
 
     # --- shards -----------------------------------------------------------------------------------------------------
 
@@ -361,17 +361,20 @@ def _mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh:
 
 
 def _units(model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:
-    """The FSDP units of a model, outermost first."""
+    """The FSDP units of a model, outermost first; `fully_shard` makes one of a list of modules, too."""
+    modules: dict[int, list[nn.Module]] = {}
+    for module in reversed(list(model.modules())):
+        if isinstance(module, FSDPModule):
+            unit = id(module._get_fsdp_state())
+            modules[unit] = [*modules.pop(unit, []), module]  # behind all units within
     taken: set[int] = set()
     found: list[Unit] = []
-    for module in reversed(list(model.modules())):
-        if not isinstance(module, FSDPModule):
-            continue
+    for unit in modules.values():
         places = []
-        for owner in module.modules():
+        for owner in dict.fromkeys(owner for module in unit for owner in module.modules()):
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None and id(parameter) in names and id(parameter) not in taken:
                     places.append((owner, attribute, names[id(parameter)]))
         taken.update(id(owner._parameters[attribute]) for owner, attribute, _ in places)
-        found.append(Unit(module, tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
+        found.append(Unit(tuple(unit), tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
     yield from reversed(found)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpshard.cli import console, own_model
 from dpshard.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.cli.settings import TrainSettings
 from dpshard.errors import ConfigurationError
+from dpshard.replacements import replace_unsupported
 
 FITTING: dict[Kind, list[str]] = {
     Kind.IMAGE: ["mlp", "cnn", "vit"],
@@ -24,8 +27,12 @@ FITTING: dict[Kind, list[str]] = {
 def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
     """The model `name` for `data`, with logits [B, classes], or [B, T, classes] for a language model.
 
-    Raises ConfigurationError if the model cannot learn this kind of data.
+    Raises ConfigurationError if the model cannot learn this kind of data, or has layers without per-sample gradients.
     """
+    if own_model.is_own(name):
+        model = own_model.build(name, data)
+        _replace_unsupported(model, told_to=settings.replace_unsupported)
+        return model
     check_fits(name, data)
     shape = tuple(data.train[0][0].shape)
     if name == "mlp":
@@ -41,10 +48,22 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
 
 def check_fits(name: str, data: Data) -> None:
     """Raise ConfigurationError if the model `name` cannot learn this kind of data."""
-    if name not in FITTING[data.kind]:
+    if name not in FITTING[data.kind] and not own_model.is_own(name):
         raise ConfigurationError(
             f"model={name!r} does not fit these data ({data.sample}); choose one of {['auto', *FITTING[data.kind]]}."
         )
+
+
+def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
+    replaced = replace_unsupported(model if told_to else copy.deepcopy(model))
+    listed = "; ".join(f"{name or 'the model'}: {what}" for name, what in replaced.items())
+    if replaced and not told_to:
+        raise ConfigurationError(
+            f"The model has layers that mix the samples of a batch, or keep statistics of them, so samples have no "
+            f"gradient of their own. --replace-unsupported replaces them ({listed}); or build the model without them."
+        )
+    if replaced:
+        console.out.print(f"Replaced {listed}")
 
 
 def choose(data: Data, task: str) -> str:

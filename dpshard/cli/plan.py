@@ -73,7 +73,7 @@ def command(
 
     For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
     """
-    chosen = [_parse(text) for text in clipping or ()]
+    chosen = [parse_clipping(text) for text in clipping or ()]
     with console.err.status("loading ...") as status:
         from dpshard.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
         from dpshard.planner.advice import advise
@@ -105,7 +105,8 @@ def command(
     _print(plan, advice, seconds)
 
 
-def _parse(text: str) -> tuple[str, str]:
+def parse_clipping(text: str) -> tuple[str, str]:
+    """Style and mode of `STYLE[:MODE]`; ConfigurationError lists the known ones."""
     style, _, mode = text.partition(":")
     check_choice("clipping", style, get_args(ClippingStyle))
     check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,10 @@ from dpshard.errors import ConfigurationError
 DATA, MODEL, PRIVACY, TRAINING, RANKS = "Data", "Model", "Privacy", "Training", "Several processes"
 
 TEXT_COLUMN = "text"
+
+MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "text")
+OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
+"""The pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
 """Settings that may change when a run is resumed: they decide neither its result nor its guarantee."""
@@ -62,12 +67,19 @@ class TrainSettings:
         DATA, 0.1, "Share of the samples that is held out for the scores during the run, 0 to 1."
     )
 
-    model: Literal["auto", "mlp", "cnn", "vit", "gpt", "gpt2", "text"] = _setting(
+    model: str = _setting(
         MODEL,
         "auto",
         "Network: mlp (numbers; images, of which it does not see brightness and contrast), cnn or vit (images), gpt "
         "(ours) or gpt2 (transformers' GPT-2, small) for a language model, text (a transformer) to classify text; auto "
-        "picks one that fits the data.",
+        "picks one that fits the data. Or one of your own, package.module:function: function(shape, classes) returns "
+        "a module with logits for x of that shape.",
+    )
+    replace_unsupported: bool = _setting(
+        MODEL,
+        False,
+        "In a network of your own, put layers with per-sample gradients in the place of those without: GroupNorm for "
+        "BatchNorm.",
     )
 
     target_epsilon: float | None = _setting(
@@ -88,7 +100,9 @@ class TrainSettings:
     max_batch_size: str | None = _setting(
         PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
-    secure_mode: bool = _setting(PRIVACY, False, "Draw noise and batches from a cryptographic generator.")
+    secure_mode: bool = _setting(
+        PRIVACY, False, "Draw the noise on the CPU from a cryptographic stream, for every device, in float64."
+    )
 
     batch_size: int | None = _setting(
         TRAINING,
@@ -141,6 +155,11 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
+        if self.model not in MODELS and not re.fullmatch(OWN_MODEL, self.model):
+            raise ConfigurationError(
+                f"model={self.model!r} is unknown; choose one of {list(MODELS)}, or name a function of yours, "
+                f"package.module:function."
+            )
         for names, holds, range_ in _RANGES:
             for name in names:
                 if not holds(getattr(self, name)):

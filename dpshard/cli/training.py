@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.backends.ranks import Ranks
-from dpshard.cli import fitting, models, sharding
+from dpshard.cli import fitting, models, own_model, sharding
 from dpshard.cli.data import IGNORED, Data, Kind, size
 from dpshard.cli.progress import TrainingProgress
 from dpshard.cli.run_folder import RunFolder
@@ -71,6 +71,7 @@ class Run:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(settings.seed)
         model = models.build(settings.model, data, settings).to(device)
+        own_model.require_equal(model, settings.model, ranks)
         sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
         engine = PrivacyEngine(sharded.model, sample_size=size(data.train), **settings.mechanism())
         # A cosine from 1 to 0, or 1 throughout.

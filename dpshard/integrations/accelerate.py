@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
 from dpshard.engine import PrivacyEngine
@@ -36,6 +36,14 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
     `settings` are those of `dpshard.PrivacyEngine`. Data loaders are not prepared: `engine.batches` gives each process
     its share. Raises ConfigurationError for an accelerator that would change gradients, or hide them.
     """
+    refuse_unsupported(accelerator)
+    engine = PrivacyEngine(model, **settings)
+    accelerator.register_for_checkpointing(engine)
+    return engine
+
+
+def refuse_unsupported(accelerator: Accelerator) -> None:
+    """Raise ConfigurationError for an accelerator that would change gradients, hide them, or split samples."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) divides losses before "
@@ -50,6 +58,26 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
             f"Accelerator on {accelerator.distributed_type.value} is not supported: use FSDP2, or DDP; for DeepSpeed, "
             f"deepspeed.initialize() and dpshard's own loop."
         )
-    engine = PrivacyEngine(model, **settings)
-    accelerator.register_for_checkpointing(engine)
-    return engine
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ConfigurationError(
+            f"ParallelismConfig(tp_size={parallelism.tp_size}, cp_size={parallelism.cp_size}, "
+            f"sp_size={parallelism.sp_size}) has several processes share a sample, but every process is given samples "
+            f"of its own. Leave all of them at 1: dp_shard_size and dp_replicate_size are supported."
+        )
+
+
+def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Have `accelerator` shard by `plugin` on processes without a GPU: for tests, and for a first try.
+
+    accelerate turns FSDP on for GPUs alone, and falls back on DDP elsewhere. What it does then works on the CPU too.
+    Does nothing where FSDP is on already, or where there is one process.
+    """
+    if accelerator.distributed_type is not DistributedType.MULTI_CPU:
+        return
+    state = accelerator.state
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    state.fsdp_plugin = plugin
+    # As AcceleratorState itself does: later instances read it from there.
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP

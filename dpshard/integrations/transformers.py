@@ -12,17 +12,20 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.integrations.accelerate import refuse_unsupported, shard_on_cpu
 from dpshard.losses import sample_losses
 from dpshard.sampling import check_dataset
 
@@ -38,7 +41,19 @@ _OWN_LOSS = (
 _logger = logging.getLogger(__name__)
 
 
-class _Private:
+class ShardsOnCPU:
+    """Mixed in before a Trainer: TrainingArguments(fsdp=True) holds without a GPU, too; see `shard_on_cpu`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.args.fsdp:
+            shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
+            trainer.is_fsdp_enabled = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
+
+
+class _Private(ShardsOnCPU):
     """What makes a Trainer private; mix it in before a subclass of Trainer.
 
     Args:
@@ -80,8 +95,14 @@ class _Private:
         self._resumed_from: str | None = None
         self._verified = False
         self._shift: bool | None = None
+        self._losses_B: Tensor | None = None
         super().__init__(model, _neutral(args), *others, **more)  # type: ignore[call-arg]
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; ConfigurationError if it would change gradients, or split samples."""
+        super().create_accelerator_and_postprocess()
+        refuse_unsupported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -122,15 +143,19 @@ class _Private:
             )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the micro-batches."""
+        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the samples of all ranks.
+
+        NaN for an empty logical batch, which the Trainer leaves out of what it logs.
+        """
         trainer, engine = self, self.engine
         assert engine is not None
-        losses = []
         for micro_batch in inputs[_LOGICAL_BATCH]:
-            losses.append(super().training_step(model, micro_batch))  # type: ignore[misc]
+            self._losses_B = None
+            loss = super().training_step(model, micro_batch)  # type: ignore[misc]
+            engine.record_loss(loss if self._losses_B is None else self._losses_B)
             trainer.current_flos += float(trainer.floating_point_ops(micro_batch))  # type: ignore[attr-defined]
         engine.privatize()  # the Trainer looks at gradients before it steps
-        return torch.stack(losses).mean()
+        return torch.tensor(engine.metrics().get("loss", math.nan), device=trainer.args.device)  # type: ignore[attr-defined]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -153,14 +178,16 @@ class _Private:
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=loss_fn, targets=_uneven(labels), **inputs)
+            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=_uneven(labels), **inputs)
             self._verified = True
         outputs = model(**inputs)
-        loss = loss_fn(outputs, labels)
+        losses = loss_fn(outputs, labels)
+        self._losses_B = losses.detach() if losses.dim() else None
+        loss = losses.mean()
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """The loss of outputs and labels that takes the place of the model's own; None to keep that one.
+        """The loss of outputs and labels, [B] or their mean, that takes the place of the model's; None to keep that.
 
         Models take the mean over the tokens of the whole batch, which mixes samples.
         """
@@ -175,7 +202,7 @@ class _Private:
         if self._shift is None:
             self._shift = _learn_shift(model, inputs)
         shift = self._shift
-        return lambda outputs, labels: _token_losses(outputs, labels, shift).mean()
+        return lambda outputs, labels: _token_losses(outputs, labels, shift)
 
     def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
         """Log with the epsilon spent so far."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dpshard.interception.run import Run
+from dpshard.sampling import MicroBatchPlan
 from dpshard.tape import Tape
 
 
@@ -17,20 +17,13 @@ class Session(Protocol):
 
     two_passes: bool
 
-    def batch_size(self) -> int | None:
-        """Rows of the micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
-        ...
-
-    def samples(self) -> int | None:
-        """How many of these rows are samples; padding comes last."""
+    @property
+    def plan(self) -> MicroBatchPlan | None:
+        """The micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """The tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
-        ...
-
-    def first_forward(self, module: nn.Module, run: Run) -> None:
-        """Called once per kind of input, before the first forward that is recorded: time to verify."""
         ...
 
 

@@ -45,7 +45,10 @@ _NEW_COURSE = (
 
 
 class Interception:
-    """The patched forwards of one model."""
+    """The patched forwards of one model.
+
+    `first_forward` is called once per kind of input, before the first forward that is recorded: time to verify.
+    """
 
     def __init__(
         self,
@@ -53,12 +56,14 @@ class Interception:
         sources: dict[Tensor, Source],
         session: Session,
         sharding: Sharding,
+        first_forward: Callable[[Run], None],
     ) -> None:
         self.model = model
         self.sources = sources
         self.sources_by_name = {source.label: source for source in sources.values()}
         self.session = session
         self.sharding = sharding
+        self._first_forward = first_forward
         self.active = False
         self.layouts: dict[Any, Layout] = {}
         self.verified: set[Any] = set()
@@ -226,9 +231,7 @@ class Interception:
     def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         self.refuse_batch_norm()
         undo_patches()
-        run = plan_run(
-            module, self._repeatable(module, original), args, kwargs, self.session.batch_size(), self.session.samples()
-        )
+        run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
@@ -245,7 +248,7 @@ class Interception:
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
                     layout = self._probe(run, into=layout)
-                    self.session.first_forward(module, run)
+                    self._first_forward(run)
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
 
@@ -298,7 +301,7 @@ class Interception:
         if kind not in self.layouts:
             self.layouts[kind] = self._probe(run, into={})
         if verify and kind not in self.verified:
-            self.session.first_forward(run.module, run)
+            self._first_forward(run)
             self._gather(run.module)
             self.verified.add(kind)
         return self.layouts[kind]

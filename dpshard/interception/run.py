@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError
+from dpshard.sampling import MicroBatchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,7 @@ class Run:
 
 
 def plan_run(
-    module: nn.Module,
-    original: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    batch_size: int | None,
-    samples: int | None = None,
+    module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, plan: MicroBatchPlan | None
 ) -> Run:
     """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -61,8 +57,8 @@ def plan_run(
             f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
             f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch))."
         )
-    B = batch_size if batch_size is not None else sizes[0]
-    if batch_size is None and len(set(sizes) - {1}) > 1:
+    B = len(plan.indices) if plan is not None else sizes[0]
+    if plan is None and len(set(sizes) - {1}) > 1:
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
             f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
@@ -86,7 +82,7 @@ def plan_run(
             f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has so many "
             f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model."
         )
-    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if samples is None else samples))
+    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if plan is None else plan.samples_everywhere))
 
 
 def refuse_two_batch_dimensions(run: Run) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dpshard.flops import FORMULAS
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, RECORDS = "activations", "records"
@@ -40,17 +41,6 @@ _KINDS = {
     "reduce-scatter": ("reduce_scatter",),
     "all-reduce": ("allreduce", "all_reduce"),
     "broadcast": ("broadcast",),
-}
-
-# The registry knows the attention kernels of GPUs; on fake CPU tensors torch picks the one of the CPU.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
-        g.shape, q.shape, k.shape, v.shape
-    ),
 }
 
 
@@ -149,7 +139,7 @@ class Meter(TorchDispatchMode):
         self._time += 1
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, result)
-        formula = _FLOPS.get(func._overloadpacket)
+        formula = FORMULAS.get(func._overloadpacket)
         outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
         # What DTensor runs to learn how it shards is of another fake mode, and of global shape.
         if formula is not None and outputs:

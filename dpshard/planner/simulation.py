@@ -199,26 +199,31 @@ class _Engine(PrivacyEngine):
     """The engine, with its records labelled, and the layouts of calls shared with others of the same model."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
-        self._meter = meter
         super().__init__(model, **settings)
         self._interception.layouts = layouts
+        open_tape = self._collector.open_tape
 
-    def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """See PrivacyEngine."""
-        tape = super().open_tape(batch_size, module)
-        arrive = tape.arrive
+        def labelled(batch_size: int, module: nn.Module) -> Tape:
+            return _labelled(open_tape(batch_size, module), meter)
 
-        def labelled(use: Use, tensors: Any) -> None:
-            arrive(use, tensors)
-            names = {name for source in use.sources for name in source.roots}
-            for group in tape.groups.values():
-                for name in names & group.entries.keys():
-                    for _, record in group.entries[name]:
-                        fields = (getattr(record, field) for field in type(record).__slots__)
-                        self._meter.label([x for x in fields if isinstance(x, Tensor)], RECORDS)
+        self._collector.open_tape = labelled
 
-        tape.arrive = labelled
-        return tape
+
+def _labelled(tape: Tape, meter: Meter) -> Tape:
+    """A tape that tells the meter what its records are."""
+    arrive = tape.arrive
+
+    def labelled(use: Use, tensors: Any) -> None:
+        arrive(use, tensors)
+        names = {name for source in use.sources for name in source.roots}
+        for group in tape.groups.values():
+            for name in names & group.entries.keys():
+                for _, record in group.entries[name]:
+                    fields = (getattr(record, field) for field in type(record).__slots__)
+                    meter.label([x for x in fields if isinstance(x, Tensor)], RECORDS)
+
+    tape.arrive = labelled
+    return tape
 
 
 class _MicroBatches:

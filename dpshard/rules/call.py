@@ -46,7 +46,9 @@ class Source:
     """A trainable parameter, or a tensor that was derived from trainable parameters alone (`w.t()`, `1 + w`)."""
 
     label: str
-    """Parameter name, or the derivation as text: "t(head.weight)"."""
+    """Parameter name, or the derivation as text: "__getitem__(positions, slice(None, 6, None))[0]"."""
+    form: str
+    """The same without the lengths of slices and constants: the place in the model, however long the inputs are."""
     roots: tuple[str, ...]
     """Names of the trainable parameters it comes from."""
     shape: tuple[int, ...]

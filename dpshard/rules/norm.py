@@ -134,7 +134,8 @@ def _affine(
         g = wide(tensors[-1])
         records: list[tuple[Source, Record]] = []
         if w is not None:
-            records.append((w, reduce(g * normalize(wide(tensors[0]), None, None), w.shape)))
+            # In place: on CPUs a fresh tensor of this size costs more, in page faults, than the product.
+            records.append((w, reduce(normalize(wide(tensors[0]), None, None).mul_(g), w.shape)))
         if b is not None:
             records.append((b, reduce(g, b.shape)))
         return records

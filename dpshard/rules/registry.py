@@ -5,44 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dpshard.calls import Function
+
 Rule = Callable[..., Any]
 
-RULES: dict[Callable[..., Any], Rule] = {}
+RULES: dict[Function, Rule] = {}
 
-ROUTED_RULES: dict[Callable[..., Any], Rule] = {}
+ROUTED_RULES: dict[Function, Rule] = {}
 """Rules for calls on routed rows, of which `Call.samples` says whose they are; others never see such rows."""
 
-COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {}
+COMPOSITES: dict[Function, Function] = {}
 """Functions that are looked into rather than ruled as a whole: the same, written in functions of torch."""
 
 
-def rule(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(*functions: Function) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions; the rule is called with the Call and the function's own arguments."""
-
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            RULES[function] = run
-        return run
-
-    return register
+    return _put_into(RULES, *functions)
 
 
-def routed_rule(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def routed_rule(*functions: Function) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions on routed rows."""
-
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            ROUTED_RULES[function] = run
-        return run
-
-    return register
+    return _put_into(ROUTED_RULES, *functions)
 
 
-def composite(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def composite(function: Function) -> Callable[[Function], Function]:
     """Register what takes the place of a torch function in a private forward, with the same arguments and result."""
+    return _put_into(COMPOSITES, function)
 
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        COMPOSITES[function] = run
+
+def _put_into(table: dict[Function, Function], *functions: Function) -> Callable[[Function], Function]:
+    def register(run: Function) -> Function:
+        table.update(dict.fromkeys(functions, run))
         return run
 
     return register

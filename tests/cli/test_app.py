@@ -22,7 +22,7 @@ def test_the_version_and_no_command_at_all(dpshard):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (["train", "--model", "foo"], "'vit'"),
+        (["train", "--optimizer", "foo"], "'adamw'"),
         (["train", "--steps", "many"], "'--steps'"),
         (["train", "--lr", "1"], "--lr"),
         (["account"], "--sample-size"),

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 
 from dpshard.cli import launch
 from tests.cli.test_train import metrics, report, wait_for_steps, weights
+from tests.extras import needs_deepspeed
 
 STEPS = 12
 FLAGS = f"--steps {STEPS} --batch-size 64 --noise-multiplier 1 --evaluations 3 --micro-batch-size 20".split()
 ROOT = Path(__file__).parents[2]
-
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed]")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -121,6 +127,10 @@ def fsdp2(case: str, model: Model) -> None:
     train(sharded, engine, case)
 
 
+def fsdp1(_: str, model: Model) -> None:
+    engine_of(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+
+
 def disagreeing(case: str, model: Model) -> None:
     wrapped, rank = DistributedDataParallel(model), dist.get_rank()
     if case == "sigma":
@@ -141,11 +151,11 @@ def outcome(case: str) -> tuple[str, str, float]:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     told = ("", "")
     try:
-        {"ddp": ddp, "fsdp2": fsdp2, "ranks": disagreeing}[kind](what, model)
+        {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "ranks": disagreeing}[kind](what, model)
     except DpshardError as error:
         told = (type(error).__name__, str(error))
     moved = 0.0
-    if kind != "fsdp2":
+    if not kind.startswith("fsdp"):
         moved = max(float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters())
     return *told, moved
 

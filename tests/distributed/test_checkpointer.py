@@ -8,15 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.restarts import STEPS
-
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed]")
+from tests.extras import needs_deepspeed
 
 SCRIPT = Path(__file__).with_name("restarts.py")
 

@@ -13,15 +13,15 @@ Statistical tests fix the run secret, so they pass or fail for good; under a ran
 each with probability FALSE_ALARM.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from scipy import stats
 
 from tests.distributed.launch import launch
+from tests.extras import needs_deepspeed
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install dpshard[deepspeed] to run these")
+pytestmark = needs_deepspeed
 
 FALSE_ALARM = 1e-7
 STAGES = (1, 2, 3)

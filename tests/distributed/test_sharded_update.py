@@ -21,7 +21,7 @@ ONE_PASS = STYLES[:4]
     [
         (1, "fsdp2", STYLES),
         (2, "ddp", ONE_PASS),
-        (2, "ddp-used", ("all-layer:auto", "all-layer:auto+adafactor")),
+        (2, "ddp-used", ("all-layer:auto", "all-layer:ghost", "all-layer:auto+adafactor")),
         (2, "zero1", ("all-layer:auto", "layer-wise:auto")),
         (2, "fsdp2", (*STYLES, "all-layer:auto+unsynced", "layer-wise:auto+unsynced")),
         (2, "fsdp2", tuple(f"{style}:auto+checkpoint" for style in ("all-layer", "layer-wise", "block-wise"))),
@@ -30,7 +30,9 @@ ONE_PASS = STYLES[:4]
         (2, "fsdp2", ("all-layer:auto+signsgd",)),
         (2, "fsdp2-kept", ("all-layer:auto", "layer-wise:auto", "all-layer:ghost")),
         (2, "fsdp2", ("all-layer:auto+thawed", "layer-wise:auto+thawed+unsynced")),
+        (2, "fsdp2", ("all-layer:auto+lengths", "all-layer:auto+lengths+hf", "all-layer:ghost+lengths")),
         (2, "fsdp2-idle", ("all-layer:auto", "param-wise:auto")),
+        (2, "fsdp2-list", ("all-layer:auto", "layer-wise:auto", "block-wise:auto+hf", "all-layer:ghost+hf+checkpoint")),
         (2, "fsdp2-root", ("all-layer:auto", "block-wise:auto")),
         (2, "fsdp2-offload", ("all-layer:auto", "layer-wise:auto")),
         (4, "ddp", ("all-layer:auto",)),

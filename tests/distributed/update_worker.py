@@ -3,15 +3,17 @@
 Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...] [...]
 
 Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
-(one unit), fsdp2-idle (a unit that never runs), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side
-alone: checkpoint (non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced
-(gradients reduced in the last micro-batch alone). For both sides: thawed (a block is trained every second step);
-signsgd or adafactor, optimizers of little memory; hf, transformers' GPT-2, with its own gradient checkpointing where
-sharded.
+(one unit), fsdp2-idle (a unit that never runs), fsdp2-list (the last norm and the tied weight in one unit, as
+accelerate has them), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint
+(non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced
+in the last micro-batch alone). For both sides: thawed (a block is trained every second step); lengths (texts of
+several lengths, each micro-batch as long as its longest); signsgd or adafactor, optimizers of little memory; hf,
+transformers' GPT-2, with its own gradient checkpointing where sharded.
 """
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -31,7 +34,7 @@ from dpshard.names import canonical_name
 from tests.distributed.rank import main
 
 SECRET = bytes(range(32))
-SAMPLES, STEPS = 60, 4
+SAMPLES, STEPS, PAD = 60, 4, 0
 
 
 class Block(nn.Module):
@@ -67,6 +70,9 @@ class Model(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return self.head(self.norm(x) * self.log_scale.exp())
 
+    def last(self) -> list[nn.Module]:
+        return [self.norm, self.embedding, self.head]
+
 
 class GPT2(nn.Module):
     """transformers' GPT-2, tied, as in `Model`."""
@@ -86,6 +92,9 @@ class GPT2(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return self.core(ids).logits
 
+    def last(self) -> list[nn.Module]:
+        return [self.core.transformer.ln_f, self.core.transformer.wte, self.core.lm_head]
+
 
 def shard(model: Model | GPT2, backend: str) -> nn.Module:
     if backend in ("ddp", "ddp-used", "zero1"):
@@ -101,6 +110,8 @@ def shard(model: Model | GPT2, backend: str) -> nn.Module:
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept, offload_policy=offload)
     if backend == "fsdp2-idle":
         fully_shard(model.idle)
+    if backend == "fsdp2-list":
+        fully_shard(model.last())
     return fully_shard(model, mesh=mesh, offload_policy=offload)
 
 
@@ -142,9 +153,7 @@ def optimizer_of(model: nn.Module, backend: str, options: set[str]) -> torch.opt
 def train(
     model: nn.Module, style: str, mode: str, micro_batch_size: int, backend: str, options: set[str]
 ) -> tuple[PrivacyEngine, dict[str, float]]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 11, (SAMPLES, 4), generator=generator)
-    labels = torch.randint(0, 11, (SAMPLES,), generator=generator)
+    dataset = texts("lengths" in options)
     engine = PrivacyEngine(
         model,
         batch_size=20,
@@ -159,18 +168,33 @@ def train(
     engine.load_state_dict(_with_secret(engine))
     optimizer = optimizer_of(model, backend, options)
     core = model.module if isinstance(model, DistributedDataParallel) else model
-    for logical_batch in engine.batches(TensorDataset(ids, labels), micro_batch_size):
+    for logical_batch in engine.batches(dataset, micro_batch_size, collate_fn=padded if "lengths" in options else None):
         if "thawed" in options:
             core.blocks[1].requires_grad_(logical_batch.step % 2 == 1)  # type: ignore[index]
         for x, y in logical_batch:
             if "unsynced" in options and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(logical_batch.complete)
-            losses = F.cross_entropy(model(x).mean(1), y, reduction="none")
+            counts = (x != PAD).unsqueeze(2)
+            losses = F.cross_entropy((model(x) * counts).sum(1) / counts.sum(1), y, reduction="none")
             engine.record_loss(losses)
             losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return engine, engine.metrics()
+
+
+def texts(of_several_lengths: bool) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 11, (SAMPLES, 7 if of_several_lengths else 4), generator=generator)
+    labels = torch.randint(0, 11, (SAMPLES,), generator=generator)
+    if not of_several_lengths:
+        return TensorDataset(ids, labels)
+    return [(row[: 2 + i % 6], label) for i, (row, label) in enumerate(zip(ids, labels, strict=True))]
+
+
+def padded(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    ids, labels = zip(*rows, strict=True)
+    return pad_sequence(ids, batch_first=True, padding_value=PAD), torch.stack(labels)
 
 
 def _with_secret(engine: PrivacyEngine) -> dict[str, object]:

@@ -62,11 +62,14 @@ def test_parameters_are_those_of_the_plain_engine(kind, ranks, name, tmp_path):
         ("gradient_accumulation_steps", 2, "divides losses"),
         ("mixed_precision", "fp16", "scales losses"),
         ("distributed_type", accelerate.DistributedType.DEEPSPEED, "DEEPSPEED is not supported"),
+        ("parallelism_config", accelerate.ParallelismConfig(cp_size=2, dp_shard_size=2), "cp_size=2, sp_size=1"),
+        ("parallelism_config", accelerate.ParallelismConfig(tp_size=2), "tp_size=2, cp_size=1"),
     ],
 )
 def test_what_is_not_private_is_refused(attribute, value, message):
     class Settings:
         gradient_accumulation_steps = 1
+        parallelism_config = accelerate.ParallelismConfig(dp_shard_size=2)
         mixed_precision = "no"
         distributed_type = accelerate.DistributedType.NO
 

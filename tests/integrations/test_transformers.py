@@ -12,6 +12,7 @@ import re
 import stat
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from dpshard.sampling import PoissonSampler
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
 
 from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer  # noqa: E402
 
@@ -68,52 +70,27 @@ def collate(rows):
     }
 
 
-def gpt2(dropout=0.0):
+def tiny(cls, **settings):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=8,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
+    return cls(cls.config_class(vocab_size=V, **settings)).double()
+
+
+def gpt2(dropout=0.0):
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return tiny(transformers.GPT2LMHeadModel, n_positions=8, n_embd=8, n_layer=1, n_head=2, **ends, **rates)
 
 
 def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=V,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return tiny(transformers.T5ForConditionalGeneration, dropout_rate=0.0, **sizes, **ends)
 
 
 def bert():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config).double()
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tiny(transformers.BertForMaskedLM, **sizes, **rates)
 
 
 def arguments(folder, cls=transformers.TrainingArguments, **options):
@@ -183,7 +160,10 @@ def test_updates_are_the_oracles(make, tmp_path, caplog):
     """Samples of different lengths, several micro-batches, and no second clipping, though the Trainer would."""
     model, watch = make(), Watch()
     with caplog.at_level(logging.WARNING):
-        trainer = trainer_of(model, tmp_path, callbacks=[watch], max_grad_norm=1e-3, learning_rate=0.0, max_steps=2)
+        options = {"max_grad_norm": 1e-3, "learning_rate": 0.0, "max_steps": 2}
+        options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        trainer = trainer_of(model, tmp_path, callbacks=[watch], **options)
+        trainer.add_callback(Secret(trainer))
     assert "max_grad_norm=0.001 of TrainingArguments is not applied" in caplog.text
     assert trainer.train().global_step == 2
     engine = trainer.engine
@@ -199,6 +179,15 @@ def test_updates_are_the_oracles(make, tmp_path, caplog):
         assert any(norm(sample) > 0.5 for sample in samples)
         assert relative_error(update, expected) < 1e-9
     assert norm(watch.steps[0]) > 1e-2
+    for step, row in enumerate(trainer.state.log_history[:2]):
+        losses = [one_loss(model, DATA[i]) for i in sampler.draw(step).tolist()]
+        assert row["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)  # of samples, none of padding
+
+
+@torch.no_grad()
+def one_loss(model, row):
+    batch = collate([row])
+    return float(own_loss(model)(model(**batch), batch["input_ids"], batch["labels"]))
 
 
 def one_sample(model, row):
@@ -242,14 +231,35 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
         again.train()
 
 
+def lora():
+    model = gpt2()
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name that peft calls by its old name
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config).double()
+
+
+RUN = {"max_steps": 3, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "eval_on_start": True}
+CASES = {
+    "ddp": (gpt2, RUN),
+    "fsdp2": (gpt2, {**RUN, "fsdp": True}),
+    "fsdp2-sharded-state": (gpt2, {**RUN, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}),
+    "fsdp2-lora": (lora, {**RUN, "fsdp": True}),
+}
+"""Model and arguments of a training on two processes; on CPUs the Trainer of Hugging Face would not turn FSDP on."""
+WRAPPED = ("DistributedDataParallel", "FSDPGPT2LMHeadModel", "FSDPGPT2LMHeadModel", "FSDPPeftModelForCausalLM")
+PROMPT = [[1, 2, 3]]
+
+
 def test_two_processes_train_as_one(tmp_path):
-    """Under DDP, which the Trainer wraps the model in: noise included, with half of the accumulation steps."""
-    trainer = trainer_of(gpt2(), tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=3)
-    trainer.add_callback(Secret(trainer))
-    trainer.train()
+    """Noise and logs included, with half of the accumulation steps; and they save, resume, and generate."""
     worker = Path(__file__).with_name("trainer_worker.py")
     run = subprocess.run(
-        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), worker, tmp_path],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *(worker, tmp_path / "two", *CASES),
+        ],
         capture_output=True,
         text=True,
         timeout=200,
@@ -257,10 +267,29 @@ def test_two_processes_train_as_one(tmp_path):
     )
     line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
-    wrapped, steps, found = json.loads(line.removeprefix("RESULT "))
-    assert (wrapped, steps) == ("DistributedDataParallel", 3)
-    for values, parameter in zip(found, trainer.model.parameters(), strict=True):
-        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
+    alone = {make: train_alone(make, tmp_path / make.__name__) for make in (gpt2, lora)}
+    results = json.loads(line.removeprefix("RESULT "))
+    for (make, _), wrapped, result in zip(CASES.values(), WRAPPED, results, strict=True):
+        trainer = alone[make]
+        assert (result["wrapped"], result["steps"], result["resumed"]) == (wrapped, 3, True)
+        assert "dpshard.json" in result["saved"]
+        for found, logged in zip(result["logs"], trainer.state.log_history, strict=False):
+            for name in {"loss", "epsilon", "grad_norm"} & logged.keys():
+                assert found[name] == pytest.approx(logged[name], rel=1e-6)
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        for values, parameter in zip(result["parameters"], trained, strict=True):
+            torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
+        generated = trainer.model.generate(input_ids=torch.tensor(PROMPT), max_new_tokens=3)
+        assert result["generated"] == generated.tolist()
+
+
+def train_alone(make, folder):
+    privacy = {"noise_multiplier": 1.0}
+    trainer = trainer_of(make(), folder, privacy=privacy, eval_dataset=DATA, **{**RUN, "save_strategy": "no"})
+    trainer.add_callback(Secret(trainer))
+    trainer.train()
+    assert sum("loss" in row for row in trainer.state.log_history) == 3
+    return trainer
 
 
 @pytest.mark.parametrize("damage", ["missing", "other step"])
@@ -389,3 +418,15 @@ def test_what_is_not_private_is_refused(case, tmp_path):
 def test_settings_that_follow_from_the_trainer_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="batch_size, which follow from the Trainer"):
         trainer_of(gpt2(), tmp_path, privacy={"target_epsilon": 1.0, "batch_size": 3})
+
+
+def test_processes_that_share_a_sample_are_refused(tmp_path, monkeypatch):
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create_with_context_parallelism(trainer):
+        create(trainer)
+        trainer.accelerator.state.parallelism_config = accelerate.ParallelismConfig(cp_size=2, dp_shard_size=2)
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_with_context_parallelism)
+    with pytest.raises(ConfigurationError, match="has several processes share a sample"):
+        trainer_of(gpt2(), tmp_path)

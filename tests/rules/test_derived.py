@@ -191,7 +191,7 @@ def test_dropout_on_a_parameter_is_refused():
 
 
 def source(replay, shape):
-    return Source("f(w, u)", ("w", "u"), shape, replay, isometric=False, exact=True)
+    return Source("f(w, u)", "f(w, u)", ("w", "u"), shape, replay, isometric=False, exact=True)
 
 
 def test_pull_back_is_the_vector_jacobian_product():

@@ -6,13 +6,16 @@ PITFALLS rows: 4 test_dead_samples_contribute_exact_zeros; 6 test_gather_ignores
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard.config import NormMethod
-from dpshard.rules.measure import inner, join, measure
-from dpshard.rules.records import Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.rules.records import Convolution, Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.rules.records.cost import ghost_flops
+from dpshard.rules.records.measure import inner, join, measure
 from tests.oracle import randn
 
 METHODS = list(NormMethod)
@@ -26,6 +29,15 @@ def outer(B, T, R, C, G=1, shape=None):
 
 def gather(B, T, V, C, shape=None):
     return Gather(torch.randint(-1, V, (B, T)), randn(B, T, C), torch.Size(shape or (V, C)))
+
+
+def convolution(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
+    rank = len(space)
+    positions = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in space]
+    shape = torch.Size((P, C // groups, *[kernel] * rank))
+    stride, padding, dilation = ((x,) * rank for x in (stride, padding, dilation))
+    x, g = randn(B, k, C, *space), randn(B, k, P, *positions)
+    return Convolution(x, g, shape, stride, padding, dilation, groups)
 
 
 def routed(B, N, R, C, G=1, shape=None):
@@ -43,6 +55,8 @@ def by_hand(record):
             if 0 <= group < out.shape[1]:
                 out[i, group] += torch.outer(row, col)
         return out.view(record.batch_size, *record.shape)
+    if isinstance(record, Convolution):
+        return torch.stack([_kernel_gradient(record, x, g) for x, g in zip(record.input, record.gradient, strict=True)])
     B = len(record.rows if isinstance(record, OuterProduct) else getattr(record, "ids", getattr(record, "gradient", 0)))
     if isinstance(record, PerSample):
         return record.gradient
@@ -63,6 +77,14 @@ def by_hand(record):
     return torch.stack(out)
 
 
+def _kernel_gradient(record, images, gradients):
+    """By autograd, one sample alone."""
+    kernel = torch.zeros(record.shape, dtype=images.dtype, requires_grad=True)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(record.stride) - 1]
+    output = convolve(images, kernel, None, record.stride, record.padding, record.dilation, record.groups)
+    return torch.autograd.grad(output, kernel, gradients)[0]
+
+
 def norms_sq(per_sample):
     return per_sample.flatten(1).square().sum(1) if per_sample.dim() > 1 else per_sample.square()
 
@@ -79,6 +101,33 @@ def check(record):
 @given(B=sizes, T=st.integers(1, 9), R=sizes, C=sizes, G=st.integers(1, 3))
 def test_outer_product(B, T, R, C, G):
     check(outer(B, T, R, C, G))
+
+
+@few
+@given(
+    B=sizes,
+    k=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    rank=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+)
+def test_convolution(B, k, groups, rank, kernel, stride, padding, dilation):
+    space = (7, 6, 5)[:rank]
+    record = convolution(B, k, 2 * groups, 3 * groups, space, kernel, stride, padding, dilation, groups)
+    check(record)
+    assert_close(record.outer().per_sample(), by_hand(record))
+
+
+def test_convolutions_of_one_kernel_join():
+    records = [convolution(3, k, 4, 6, (5, 5), 3, groups=2) for k in (1, 2)]
+    total = sum(by_hand(r) for r in records)
+    for method in METHODS:
+        norm_sq, left = measure(records, method, keep=True)
+        assert_close(norm_sq, norms_sq(total))
+        assert_close(sum(r.clipped_sum(torch.ones(3).double()) for r in left), total.sum(0))
 
 
 @few
@@ -194,22 +243,46 @@ def test_an_instantiated_gradient_is_kept_where_asked_for(method):
 
 def test_the_cheapest_norm():
     def instantiates(B, T, R, C, kept=False):
-        return outer(B, T, R, C).instantiates(NormMethod.CHEAPEST, kept=kept)
+        return outer(B, T, R, C).size.instantiates(kept=kept)
 
-    assert not instantiates(2, 3, 10, 10)
-    assert instantiates(2, 10, 10, 10)
-    assert instantiates(1, 3, 10, 10, kept=True)  # one sample's gradient is the batch's, which is needed anyway
-    assert not instantiates(1, 3, 10, 10)
+    assert not instantiates(2, 20, 500, 500)  # T^2 (R + C) against 2 T R C FLOPs
+    assert instantiates(2, 800, 100, 100)
+    assert not instantiates(2, 60, 100, 100)
+    assert instantiates(2, 60, 100, 100, kept=True)  # the clipped sum needs the gradients anyway
+    assert not instantiates(2, 1, 20, 20, kept=True)  # one position: no product at all
+    assert instantiates(1, 3, 100, 100, kept=True)  # one sample's gradient is the batch's
+    assert not instantiates(1, 3, 100, 100)
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 127, 128, 200, 513])
+def test_the_ghost_norm_costs_what_the_choice_assumes(T):
+    """Blocks of positions are exact for any number of them; by symmetry about half of the Gram matrices is enough."""
+    record = outer(2, T, 5, 7)
+    with FlopCounterMode(display=False) as counter:
+        norm_sq = record.norm_sq(NormMethod.GHOST)
+    assert_close(norm_sq, norms_sq(record.per_sample()))
+    if T > 1:
+        products = 2 * (ghost_flops(T, 5, 7) + 2 * T * T)  # and the product of the two Gram matrices
+        assert counter.get_total_flops() <= 1.02 * products
+        assert counter.get_total_flops() >= 2 * T * T * 12
 
 
 def test_the_cheapest_method_keeps_a_large_gradient_only_to_use_it_at_once():
     """At a micro-batch of 1 the gradients of all layers would take the memory of the model."""
-    large, small = outer(1, 3, 10, 10), outer(1, 10, 3, 3)
+    large, small = outer(1, 3, 100, 100), outer(1, 10, 3, 3)
     for record, closing, kept in ((large, False, False), (large, True, True), (small, False, True)):
         norm_sq, (left,) = measure([record], NormMethod.CHEAPEST, keep=True, closing=closing)
         assert isinstance(left, PerSample) is kept
         assert_close(norm_sq, norms_sq(by_hand(record)))
     assert isinstance(measure([large], NormMethod.INSTANTIATE, keep=True)[1][0], PerSample)
+
+
+def test_a_dead_sample_of_a_convolution_contributes_exact_zeros():
+    record = convolution(3, 1, 2, 2, (5,), 3)
+    record.input[1], record.gradient[1] = torch.nan, torch.inf
+    alive = record.without(torch.tensor([False, True, False]))
+    assert bool((alive.per_sample()[1] == 0).all())
+    assert bool(torch.isfinite(alive.clipped_sum(torch.ones(3).double())).all())
 
 
 @pytest.mark.parametrize("index", range(11))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from os import PathLike
 from typing import IO, Any, Literal
@@ -21,12 +20,11 @@ from dpshard.integrations.opacus.data_loader import DPDataLoader, original_loade
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
+from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unaccounted
 from dpshard.integrations.opacus.validators import ModuleValidator
 
 _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
 """Both of the first compose privacy loss distributions numerically."""
-_MODES = {"hooks": "auto", "functorch": "auto", "ew": "auto", "ghost": "mixed-ghost", "ghost_fsdp": "auto"}
-"""Clipping modes by grad_sample_mode; they differ in time and memory alone."""
 
 
 class PrivacyEngine:
@@ -34,7 +32,7 @@ class PrivacyEngine:
 
     Args:
         accountant: "prv" (which stands for dpshard's "pld"), "rdp", or "gdp".
-        secure_mode: Draw noise and batches from a cryptographic generator; no other package is needed.
+        secure_mode: Draw the noise on the CPU from a cryptographic stream, for every device; no other package needed.
 
     `engine` is the `dpshard.PrivacyEngine` beneath, after `make_private`.
     """
@@ -80,22 +78,10 @@ class PrivacyEngine:
         Raises ConfigurationError for what would not be accounted: poisson_sampling=False, batch_first=False, a
         noise_generator, adaptive clipping; EngineInUseError when called a second time.
         """
+        refuse_unaccounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
-            noise_multiplier=noise_multiplier,
-            target_epsilon=None,
-            target_delta=None,
-            epochs=1,
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
+            module, optimizer, criterion, data_loader, settings, noise_multiplier=noise_multiplier
         )
 
     def make_private_with_epsilon(
@@ -122,56 +108,44 @@ class PrivacyEngine:
 
         A step that would pass `target_epsilon` raises BudgetExceededError.
         """
+        refuse_unaccounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
-            noise_multiplier=None,
+            module,
+            optimizer,
+            criterion,
+            data_loader,
+            settings,
+            epochs=epochs,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            epochs=epochs,
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
         )
 
     def _make_private(
         self,
-        *,
-        noise_multiplier: float | None,
-        target_epsilon: float | None,
-        target_delta: float | None,
-        epochs: int,
         module: nn.Module,
         optimizer: Optimizer,
         criterion: Any,
         data_loader: DataLoader[Any] | DPDataLoader,
-        max_grad_norm: float | Sequence[float],
-        batch_first: bool,
-        loss_reduction: LossReduction,
-        poisson_sampling: bool,
-        clipping: str,
-        noise_generator: Any,
-        grad_sample_mode: str,
+        settings: ClippingSettings,
+        *,
+        epochs: int = 1,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
     ) -> tuple[Any, ...]:
         if self.accountant.engine is not None:
             raise EngineInUseError(
                 "make_private was called before: make another PrivacyEngine for another model (what two runs on one "
                 "data set spend adds up), or load_checkpoint to go on with a run."
             )
-        _refuse(poisson_sampling, batch_first, noise_generator, grad_sample_mode)
         module = module._module if isinstance(module, GradSampleModule) else module
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         _require_same_parameters(module, optimizer)
-        ghost = grad_sample_mode.startswith("ghost")
-        loss = DPLoss(criterion or nn.CrossEntropyLoss(reduction=loss_reduction), loss_reduction) if ghost else None
+        reduction = settings.loss_reduction
+        loss = DPLoss(criterion or nn.CrossEntropyLoss(reduction=reduction), reduction) if settings.ghost else None
         loader = original_loader(data_loader)
-        style, norm = _clipping(clipping, max_grad_norm, module)
+        style, norm = settings.style_and_norm(module)
         size = len(loader.dataset)  # type: ignore[arg-type]
         engine = core.PrivacyEngine(
             module,
@@ -186,16 +160,16 @@ class PrivacyEngine:
             max_grad_norm=norm,
             clipping_fn="abadi",
             clipping_style=style,
-            clipping_mode=_MODES[grad_sample_mode],
+            clipping_mode=settings.mode,
             accountant=self._accountant_name,
-            loss_reduction=loss_reduction,
+            loss_reduction=reduction,
             secure_mode=self.secure_mode,
         )
         self.accountant.engine = engine
         progress = Progress()
         private = (
             GradSampleModule(module, engine, progress),
-            DPOptimizer(optimizer, engine, progress, sums=loss_reduction == "sum"),
+            DPOptimizer(optimizer, engine, progress, sums=reduction == "sum"),
         )
         batches = DPDataLoader(loader, engine, progress)
         return (*private, batches) if loss is None else (*private, loss, batches)
@@ -252,30 +226,6 @@ class PrivacyEngine:
         return saved
 
 
-def _refuse(poisson_sampling: bool, batch_first: bool, noise_generator: Any, grad_sample_mode: str) -> None:
-    """Raise ConfigurationError for what cannot be done as accounted."""
-    if not poisson_sampling:
-        raise ConfigurationError(
-            "poisson_sampling=False trains on shuffled batches, while epsilon is computed for Poisson sampling: the "
-            "true one may be many times larger. Leave it out."
-        )
-    if not batch_first:
-        raise ConfigurationError(
-            "batch_first=False: let the data set give samples in dimension 0, and transpose in the model's forward. "
-            "(Layers with batch_first=False, such as nn.LSTM's default, work within it.)"
-        )
-    if noise_generator is not None:
-        raise ConfigurationError(
-            "noise_generator would make the noise predictable to whoever knows its seed. Leave it out: noise "
-            "comes from a secret of the run, and save_checkpoint makes a run repeatable."
-        )
-    if grad_sample_mode not in _MODES:
-        raise ConfigurationError(
-            f"grad_sample_mode={grad_sample_mode!r}: choose one of {list(_MODES)}. Gradients are computed by dpshard; "
-            f"there is no p.grad_sample to fill."
-        )
-
-
 def _require_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     trained = {p for p in module.parameters() if p.requires_grad}
@@ -284,23 +234,3 @@ def _require_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             "optimizer and module have different parameters. Make the optimizer of those of the module (after "
             "ModuleValidator.fix, of those of the fixed one), and freeze what it shall not train."
         )
-
-
-def _clipping(clipping: str, max_grad_norm: float | Sequence[float], module: nn.Module) -> tuple[Any, float]:
-    """Clipping style and total norm."""
-    if clipping == "flat" and isinstance(max_grad_norm, (int, float)):
-        return "all-layer", float(max_grad_norm)
-    if clipping == "per_layer" and isinstance(max_grad_norm, Sequence):
-        norms = [float(norm) for norm in max_grad_norm]
-        count = sum(p.requires_grad for p in module.parameters())
-        if len(norms) == count and math.isclose(min(norms), max(norms)):
-            return "param-wise", math.sqrt(sum(norm * norm for norm in norms))
-        raise ConfigurationError(
-            f"clipping='per_layer' takes one norm for each of the {count} trainable parameters, all equal: "
-            f"max_grad_norm=[R / sqrt({count})] * {count}, for a total of R."
-        )
-    raise ConfigurationError(
-        f"clipping={clipping!r} with max_grad_norm={max_grad_norm!r}: give 'flat' with a number, or 'per_layer' with a "
-        f"list of equal numbers. Adaptive clipping is not there; dpshard's own clipping_fn='automatic' needs no norm "
-        f"to be tuned."
-    )

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.rules.records import Gather, OuterProduct, PerSample, Record, RoutedProduct, flat, gram_floor, wide
+from dpshard.rules.records.convolution import Convolution
+from dpshard.rules.records.cost import ProductSize
+from dpshard.rules.records.gather import Gather
+from dpshard.rules.records.numerics import flat, gram_floor, wide
+from dpshard.rules.records.outer_product import OuterProduct
+from dpshard.rules.records.per_sample import PerSample
+from dpshard.rules.records.record import Record
+from dpshard.rules.records.routed_product import RoutedProduct
 
 
 def join(records: Sequence[Record]) -> list[Record]:
     """The same gradient from at most one record of each kind."""
+    if len(records) == 1:
+        return list(records)
     kinds: dict[object, list[Record]] = {}
-    for record in records:
+    for record in (r.outer() if isinstance(r, Convolution) else r for r in records):
         kinds.setdefault(_kind(record), []).append(record)
     return [_join(kind) if len(kind) > 1 else kind[0] for kind in kinds.values()]
 
@@ -51,17 +60,16 @@ def measure(
     """Squared norm [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
 
     With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
-    cheapest method keeps it only if it is the smaller of the two, or is used at once, since its group is `closing`:
-    at a micro-batch of 1 the per-sample gradients of a model are as large as the model.
+    cheapest method keeps it if it does not take much more memory than the record. At a micro-batch of 1 the per-sample
+    gradients of a model are as large as the model: they are kept if they are used at once, since their group is
+    `closing`.
     """
     joined = join(records)
     if len(joined) == 1:
         (record,) = joined
-        if isinstance(record, OuterProduct):
-            kept = keep and (method is NormMethod.INSTANTIATE or closing or record.shrinks())
-            if kept and record.instantiates(method, kept=True):
-                gradient = PerSample(record.per_sample())
-                return gradient.norm_sq(method), [gradient]
+        if keep and isinstance(record, OuterProduct | Convolution) and _keeps(record.size, method, closing):
+            gradient = record.per_sample()
+            return record.norm_sq_of(gradient), [PerSample(gradient)]
         return record.norm_sq(method), joined
     squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
     total = squares
@@ -69,6 +77,12 @@ def measure(
         for second in joined[i + 1 :]:
             total = total + 2 * inner(first, second)
     return torch.maximum(total, gram_floor(squares)), joined
+
+
+def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
+    if method is NormMethod.CHEAPEST:
+        return size.may_be_kept(closing=closing) and size.instantiates(kept=True)
+    return method is NormMethod.INSTANTIATE
 
 
 def inner(first: Record, second: Record) -> Tensor:

@@ -1,0 +1,204 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.markup import escape
+
+from benchmarks import contenders, measure, plots, results_files, tables
+from benchmarks.workloads import AXES, WORKLOADS, Workload, find
+from dpshard.cli import console
+from dpshard.cli.bench import progress
+from dpshard.errors import ConfigurationError
+
+app = typer.Typer(
+    cls=console.OneLineErrors,
+    help="Measure dpshard beside ordinary training and its peers. docs/benchmarks.md says how, and how to read it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="[dim]\\[default: W1 to W5][/]")]
+One = Annotated[str, typer.Argument(metavar="WORKLOAD", help="W1 to W5.")]
+Contenders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--contender",
+        "-c",
+        metavar="NAME",
+        help="nonprivate, dpshard:STYLE:MODE, opacus:hooks, opacus:ghost, vmap, jax:masked, jax:nonprivate; +compile "
+        "behind the first two and vmap; or several at once: default, modes (every style and mode of dpshard), "
+        "compiled. May be repeated. [dim]\\[default: default][/]",
+    ),
+]
+Rounds = Annotated[int, typer.Option(min=2, help="Steps of each that are timed, in turns.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of torch; JAX takes all cores it is allowed.")]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")]
+Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, each in a fresh process.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where all of it runs.")]
+Precision = Annotated[Literal["fp32", "bf16", "fp64"], typer.Option(help="Of parameters and data.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: shows that everything works, and no figure.")]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+@app.command()
+def run(
+    workloads: Names = None,
+    contender: Contenders = None,
+    rounds: Rounds = 20,
+    threads: Threads = 2,
+    memory: Memory = True,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Check, time and weigh all contenders on some workloads; write their JSON, the tables and the plots."""
+    names = contenders.expand(contender or [])
+    chosen = _workloads(workloads, tiny)
+    settings = measure.Settings(rounds=rounds, threads=threads, memory=memory, device=device)
+    with progress(len(chosen) * measure.steps_of(names, settings)) as advance, _quiet():
+        for workload in chosen:
+            figures = measure.measure(workload, names, settings, advance)
+            results_files.write(out, workload.name, "workload", figures)
+            _report(figures)
+    report(out)
+
+
+@app.command()
+def sweep(
+    workload: One,
+    axis: Annotated[str, typer.Option(help=f"What grows: {', '.join(AXES)}.")],
+    values: Annotated[str, typer.Option(metavar="N,N,...", help="Its sizes.")],
+    contender: Contenders = None,
+    rounds: Rounds = 20,
+    threads: Threads = 2,
+    memory: Memory = True,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure how costs grow with the length T, the micro-batch B, the width or the depth of a model."""
+    names = contenders.expand(contender or ["dpshard:all-layer", "dpshard:layer-wise", "vmap"])
+    try:
+        sizes = [int(value) for value in values.split(",")]
+    except ValueError:
+        raise ConfigurationError(
+            f"values={values!r}: write whole numbers with commas between, such as 64,128."
+        ) from None
+    base = find(workload, tiny=tiny)
+    grown = [base.resized(axis, size) for size in sizes]
+    settings = measure.Settings(rounds=rounds, threads=threads, memory=memory, device=device)
+    with progress(len(grown) * measure.steps_of(names, settings)) as advance, _quiet():
+        points = [measure.measure(w, names, settings, advance) for w in grown]
+    figures = {"workload": points[0]["workload"], "axis": axis, "values": sizes, "points": points}
+    results_files.write(out, f"sweep-{base.name}-{axis}", "sweep", figures)
+    report(out)
+
+
+@app.command("largest-batch")
+def largest_batch(
+    workload: One,
+    memory: Annotated[float, typer.Option(metavar="GIB", min=0.01, help="The budget.")] = 1.0,
+    contender: Contenders = None,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Search the largest physical batch of each contender whose step stays within a budget of memory."""
+    from benchmarks import largest
+
+    names = contenders.expand(contender or [])
+    base = find(workload, tiny=tiny)
+    with console.err.status("searching ...") as status, _quiet():
+        figures = largest.search(
+            base, names, budget=int(memory * 2**30), threads=threads, device=device,
+            report=lambda text: status.update(escape(text)),
+        )  # fmt: skip
+    results_files.write(out, f"largest-batch-{base.name}", "largest-batch", figures)
+    report(out)
+
+
+@app.command()
+def zero(
+    workloads: Names = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes; on GPUs one each.")] = 2,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="ddp, zero1, fsdp2-kept, fsdp2, deepspeed-1, -2, -3; may be repeated."),
+    ] = None,
+    clipping: Annotated[
+        list[str] | None, typer.Option(metavar="STYLE[:MODE]", help="May be repeated. [dim]\\[default: both styles][/]")
+    ] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of forward and backward.")] = "fp32",
+    rounds: Rounds = 10,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Throughput and memory of private training over ordinary training, by ZeRO stage (Figures 5 and 7 of DP-ZeRO).
+
+    On GPUs: python -m benchmarks zero G1 G2 G3 --ranks 1 --stage fsdp2 --precision bf16 --device cuda
+    """
+    from benchmarks import zero as sharded
+
+    chosen = _workloads(workloads or ["W1", "W2"], tiny)
+    setting = sharded.Setting(ranks=ranks, precision=precision, rounds=rounds, device=device, tiny=tiny)
+    stages = stage or list(sharded.STAGES)
+    clippings = clipping or ["all-layer", "layer-wise"]
+    with progress(sharded.launches(chosen, stages, clippings)) as advance:
+        for workload in chosen:
+            figures = sharded.measure(workload, stages, clippings, setting, advance)
+            results_files.write(out, f"zero-{workload.name}", "zero", figures)
+    report(out)
+
+
+@app.command()
+def profile(
+    workload: One,
+    contender: Annotated[str, typer.Option("--contender", "-c", metavar="NAME")] = "dpshard:all-layer",
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are profiled.")] = 5,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    tiny: Tiny = False,
+) -> None:
+    """Print where the time of a step goes, by groups of operators, beside the ordinary step."""
+    from benchmarks import profiling
+
+    torch.set_num_threads(threads)
+    with _quiet():
+        console.out.print(profiling.table(find(workload, tiny=tiny), contender, steps=steps, device=device))
+
+
+@app.command()
+def report(out: Out = results_files.FOLDER) -> None:
+    """Write tables and plots anew from the JSON files; those of benchmarks/results into docs/benchmarks.md as well."""
+    for path in [*plots.draw(out), *tables.write(out)]:
+        console.err.print(f"wrote {path}", style="dim")
+
+
+def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
+    return [find(name, tiny=tiny) for name in names or WORKLOADS]
+
+
+def _report(figures: dict[str, object]) -> None:
+    console.out.print(tables.rich_table(figures))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Peers warn a lot; what must be seen is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,67 @@
+"""What a contender is, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import POOL, Workload, loss
+from dpshard.benchmark import Batch, Subject
+from dpshard.benchmark.training import LEARNING_RATE, expected_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A training to time."""
+
+    workload: Workload
+    threshold: float
+    """max_grad_norm R; factors are min(1, R / norm)."""
+    noise_multiplier: float = 1.0
+    lr: float = LEARNING_RATE
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def expected_batch(self) -> int:
+        """What the noisy sum is divided by."""
+        return expected_batch(self.workload.batch)
+
+    @cached_property
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The data set: inputs and targets."""
+        x, y = self.workload.data(POOL * self.workload.batch)
+        return x.to(device=self.device, dtype=self.dtype if x.is_floating_point() else None), y.to(self.device)
+
+    def subject(self) -> Subject:
+        """A new model, with the data set."""
+        model = self.workload.build().to(device=self.device, dtype=self.dtype)
+        return Subject(model.train(), *self.data, loss)
+
+
+class Contender(ABC):
+    """A way to take the whole private step: a Poisson-sized masked batch, clipping, noise, SGD, zero_grad."""
+
+    groups: Sequence[Sequence[str]] | None = None
+    """Names of the parameters of each clipping group; None: one group of all."""
+    is_private = True
+    in_torch = True
+    """Whether torch runs it, so that its operations can be counted."""
+
+    @abstractmethod
+    def step(self) -> Batch:
+        """Take one step; the device may still be working on it."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the parameters, under the names of the workload's model."""
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters of a torch model."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

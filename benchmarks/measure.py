@@ -1,0 +1,128 @@
+"""One workload, all contenders: each is checked, then timed in turns, then weighed in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks import floor, oracle
+from benchmarks.contenders import BASELINE, MissingExtraError, Task, make
+from benchmarks.workloads import Workload
+from dpshard.benchmark import Spread, interleave, paired_ratio
+from dpshard.benchmark.memory import in_fresh_process, peak_of
+from dpshard.errors import DpshardError
+from dpshard.flops import FlopMeter
+
+WARMUP = 2
+"""Steps before the clock runs; compiled contenders compile in the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a workload is measured."""
+
+    rounds: int = 20
+    threads: int = 2
+    memory: bool = True
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+def steps_of(names: Sequence[str], settings: Settings) -> int:
+    """How often `measure` calls `on_step` at most."""
+    return len(names) * (1 + WARMUP + settings.rounds + settings.memory)
+
+
+def measure(
+    workload: Workload, names: Sequence[str], settings: Settings, on_step: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Everything about `workload`, as plain figures; the first name is the baseline's.
+
+    A peer that is missing, raises, or computes something else is in the figures with its error, and not timed. An
+    error of dpshard is raised.
+    """
+    torch.set_num_threads(settings.threads)
+    task = Task(
+        workload=workload,
+        threshold=oracle.typical_norm(workload, device=settings.device, dtype=settings.dtype),
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+    found: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
+    for name in names:
+        found[name] |= _checked(name, task)
+        on_step(f"{workload.name} {name}: checked")
+    trainings = {name: make(name, task) for name in names if "error" not in found[name]}
+    times = interleave(
+        {name: training.step for name, training in trainings.items()},
+        rounds=settings.rounds,
+        warmup=WARMUP,
+        on_step=lambda name: on_step(f"{workload.name} {name}"),
+    )
+    for name, seconds in times.items():
+        found[name]["seconds"] = asdict(Spread.of(seconds))
+        found[name]["ratio"] = asdict(paired_ratio(seconds, times[BASELINE]))
+        own = own_baseline(name)
+        if own != BASELINE and own in times:
+            found[name]["own_baseline"] = own
+            found[name]["own_ratio"] = asdict(paired_ratio(seconds, times[own]))
+        if trainings[name].in_torch and "+" not in name:
+            with FlopMeter() as meter:
+                trainings[name].step()
+            found[name]["flops"] = meter.flops
+    del trainings
+    gc.collect()
+    if settings.memory:
+        for name in times:
+            found[name]["peak_bytes"] = in_fresh_process(peak_of_contender, name, replace(task), settings.threads)
+            on_step(f"{workload.name} {name}: memory")
+    subject, speed = task.subject(), floor.machine(task.device, task.dtype)
+    least = floor.floor_of(subject, workload.batch, speed)
+    return {
+        "workload": {"name": workload.name, "title": workload.title, "family": workload.family},
+        "rows": workload.batch,
+        "sizes": dict(workload.sizes),
+        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        "settings": asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},
+        "threshold": task.threshold,
+        "floor": floor.as_figures(least, speed, found[BASELINE]["seconds"]["median"]),
+        "contenders": list(found.values()),
+    }
+
+
+def own_baseline(name: str) -> str:
+    """The training without privacy that differs from a contender in nothing else."""
+    return "jax:nonprivate" if name.startswith("jax") else BASELINE + ("+compile" if "+compile" in name else "")
+
+
+def _checked(name: str, task: Task) -> dict[str, Any]:
+    """The error of the contender's update without noise; or why it is not timed."""
+    lr = 1.0  # the update is read off the parameters, which a small one would drown in their rounding
+    trial = replace(task, noise_multiplier=0.0, lr=lr)
+    try:
+        contender = make(name, trial)
+        if not contender.is_private:
+            return {}
+        error = oracle.check(contender, trial)
+    except MissingExtraError as error:
+        return {"error": str(error), "missing": True}
+    except Exception as error:
+        if name.startswith(("dpshard", BASELINE)):
+            raise DpshardError(f"{name} on {task.workload.name}: {error}") from error
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {"update_error": error}
+
+
+def peak_of_contender(name: str, task: Task, threads: int) -> int:
+    """Bytes of a training at most, its data set left out; to be called in a fresh process."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    rehearsal = Task(workload=task.workload.at_tiny_size(), threshold=1.0, device=task.device, dtype=task.dtype)
+    make(name, rehearsal).step()  # loads the code that a step needs
+    _ = task.data  # is no part of a training
+    return peak_of(lambda: make(name, task).step)

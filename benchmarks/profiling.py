@@ -1,0 +1,88 @@
+"""Where the time of a step goes: self time of operators by group, beside the ordinary step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from torch.profiler import ProfilerActivity
+
+from benchmarks import oracle
+from benchmarks.contenders import BASELINE, Task, make
+from benchmarks.workloads import Workload
+from dpshard.benchmark.timing import synchronize
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv"),
+    "convolutions": ("convolution",),
+    "attention": ("scaled_dot_product", "flash_attention", "efficient_attention"),
+    "norm layers": ("layer_norm", "group_norm", "rms_norm"),
+    "embeddings": ("embedding", "index_put", "index_add", "index_select", "aten::index", "scatter", "gather"),
+    "reductions": ("aten::sum", "aten::mean", "norm", "aten::amax", "softmax", "nll_loss"),
+    "copies and fills": ("copy_", "clone", "contiguous", "aten::cat", "fill_", "zero_", "aten::stack"),
+    "random numbers": ("normal_", "uniform_", "random_", "randperm", "aten::randn"),
+}
+"""Names, or parts of names, of operators; the first group that fits takes them."""
+REST = "elementwise and others"
+OUTSIDE = "outside of operators"
+"""Python, the dispatcher, and on the CPU the key stream of dpshard's noise, which no operator of torch draws."""
+
+
+def table(workload: Workload, name: str, *, steps: int, device: str) -> Table:
+    """Milliseconds of a step by group, of the baseline and of contender `name`."""
+    task = Task(workload=workload, threshold=oracle.typical_norm(workload, device=device), device=device)
+    found = {n: profile(n, task, steps) for n in dict.fromkeys([BASELINE, name])}
+    shown = Table(title=f"{workload.name}: ms of a step", title_justify="left", box=box.SIMPLE, show_edge=False)
+    shown.add_column("")
+    for n in found:
+        shown.add_column(n, justify="right")
+    shown.add_column("more", justify="right")
+    base = found[BASELINE]
+    for group in (*GROUPS, REST, OUTSIDE, "whole step"):
+        figures = [times[group] for times in found.values()]
+        if any(figures):
+            shown.add_row(group, *(f"{x:,.1f}" for x in figures), f"{figures[-1] - base[group]:+,.1f}")
+    return shown
+
+
+def profile(name: str, task: Task, steps: int) -> Counter[str]:
+    """Milliseconds of a step by group; the groups add up to the whole step.
+
+    On a GPU the times are those of its kernels, and `outside of operators` is the time in which it had none.
+    """
+    contender = make(name, task)
+    for _ in range(2):
+        contender.step()
+    on_gpu = task.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            contender.step()
+        synchronize()
+        seconds = time.perf_counter() - begun
+    found: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        found[group_of(event.key)] += _self_us(event, on_gpu) / 1e3 / steps
+    whole = 1e3 * seconds / steps
+    # Several threads may run operators at once, so their sum may exceed the time that passed.
+    found[OUTSIDE] = max(0.0, whole - sum(found.values()))
+    found["whole step"] = whole
+    return found
+
+
+def _self_us(event: Any, on_gpu: bool) -> float:
+    return event.self_device_time_total if on_gpu else event.self_cpu_time_total
+
+
+def group_of(operator: str) -> str:
+    """The group of an operator, or of a kernel, by its name; what is no operator is the rest."""
+    for group, names in GROUPS.items():
+        if any(operator == n if n.startswith("aten::") else n in operator for n in names):
+            return group
+    return REST if "::" in operator else OUTSIDE

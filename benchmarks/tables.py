@@ -1,0 +1,181 @@
+"""Results as tables: on the screen, in benchmarks/results/README.md, and between the marks of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks import results_files
+from benchmarks.contenders import BASELINE
+from dpshard.cli.run_folder import write_atomically
+
+PAGE = results_files.ROOT / "docs/benchmarks.md"
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+MIB = 2**20
+
+Figures = Mapping[str, Any]
+HEAD = ("contender", "ms", "time", "quartiles", "memory", "FLOPs", "above the floor")
+
+
+def rows(result: Figures) -> list[list[str]]:
+    """The cells of a workload's table, a row a contender that was timed."""
+    base = next(c for c in result["contenders"] if c["name"] == BASELINE)
+    found = []
+    for c in result["contenders"]:
+        if "error" in c:
+            continue
+        ratio = c["ratio"]
+        found.append(
+            [
+                c["name"],
+                f"{1e3 * c['seconds']['median']:,.1f}",
+                f"{ratio['median']:.2f}",
+                f"{ratio['low']:.2f}–{ratio['high']:.2f}",
+                _over(c, base, "peak_bytes"),
+                _over(c, base, "flops"),
+                "" if not c.get("update_error") else f"{ratio['median'] / result['floor']['ratio']:.2f}",
+            ]
+        )
+        if "own_ratio" in c:
+            found[-1][2] += f" ({c['own_ratio']['median']:.2f})"
+    return found
+
+
+def _over(c: Figures, base: Figures, what: str) -> str:
+    return f"{c[what] / base[what]:.2f}" if c.get(what) and base.get(what) else ""
+
+
+def refusals(result: Figures) -> list[str]:
+    """One sentence a contender that was not timed."""
+    return [f"{c['name']} was not timed: {c['error']}" for c in result["contenders"] if "error" in c]
+
+
+def rich_table(result: Figures) -> Table:
+    """A workload's table for the terminal."""
+    title = f"{result['workload']['name']}, {result['workload']['title']}: {result['rows']} samples a step"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == HEAD[0] else "right", no_wrap=True)
+    for cells in rows(result):
+        table.add_row(*map(escape, cells))
+    table.caption = escape("\n".join([_floor(result), *refusals(result)]))
+    table.caption_justify = "left"
+    return table
+
+
+def write(folder: Path) -> list[Path]:
+    """Write README.md in `folder`; and the page of the documents, if that is the folder of the repository."""
+    path = folder / "README.md"
+    write_atomically(path, f"# Results\n\n{text(folder, folder)}\n".encode())
+    if folder.resolve() != results_files.FOLDER:
+        return [path]
+    write_atomically(PAGE, page(PAGE.read_text("utf-8")).encode())
+    return [path, PAGE]
+
+
+def page(before: str) -> str:
+    """The page of the documents with the tables of today."""
+    head, _, rest = before.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    return f"{head}{BEGIN}\n\n{text(results_files.FOLDER, PAGE.parent)}\n\n{END}{tail}"
+
+
+def text(folder: Path, seen_from: Path) -> str:
+    """All results of `folder` as Markdown; pictures are linked as from a page in `seen_from`."""
+    parts = [
+        *(_workload(result) for result in results_files.read(folder, "workload")),
+        *(_sweep(result) for result in results_files.read(folder, "sweep")),
+        *(_largest(result) for result in results_files.read(folder, "largest-batch")),
+        *(_zero(result) for result in results_files.read(folder, "zero")),
+    ]
+    if not parts:
+        return "No results yet: `make bench` writes them."
+    prefix = Path(os.path.relpath(folder, seen_from))
+    pictures = [f"![{p.stem}]({(prefix / p.name).as_posix()})" for p in sorted(folder.glob("*.png"))]
+    return "\n\n".join([*parts, *pictures])
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is text and whose others are figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _workload(result: Figures) -> str:
+    name = result["workload"]
+    said = [f"### {name['name']}: {name['title']}", _setting(result), markdown(HEAD, rows(result)), _floor(result)]
+    return "\n\n".join([*said, *(f"- {line}" for line in refusals(result))])
+
+
+def _setting(result: Figures) -> str:
+    settings, where = result["settings"], result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return (
+        f"{result['parameters']:,} parameters, {result['rows']} samples a step, {settings['dtype']}, "
+        f"{settings['rounds']} rounds, {settings['threads']} threads on {where['gpu'] or where['cpu']} with "
+        f"{where['cores']} cores, load {where['load']}; {where['date']}, commit {where['commit']}, {versions}."
+    )
+
+
+def _floor(result: Figures) -> str:
+    floor = result["floor"]
+    return (
+        f"Floor: {floor['ratio']:.2f} times the ordinary step, as clipping and noise need {floor['flops'] / 1e9:.2f} "
+        f"GFLOP and {floor['bytes'] / MIB:,.0f} MiB more, at {floor['machine_flops'] / 1e9:,.0f} GFLOP/s and "
+        f"{floor['machine_bandwidth'] / 1e9:,.1f} GB/s."
+    )
+
+
+def _timed(points: Sequence[Figures]) -> Iterator[str]:
+    for c in points[0]["contenders"]:
+        if c["name"] != BASELINE:
+            yield c["name"]
+
+
+def ratio_at(point: Figures, name: str, what: str = "ratio") -> float | None:
+    """Time, or `peak_bytes`, of a contender over the baseline's; None if it was not measured there."""
+    by_name = {c["name"]: c for c in point["contenders"]}
+    c, base = by_name[name], by_name[BASELINE]
+    if what == "ratio":
+        return c["ratio"]["median"] if "ratio" in c else None
+    return c[what] / base[what] if c.get(what) and base.get(what) else None
+
+
+def _sweep(result: Figures) -> str:
+    points, axis = result["points"], result["axis"]
+    cell = lambda x: "" if x is None else f"{x:.2f}"  # noqa: E731
+    body = [
+        [f"{name}, {label}", *(cell(ratio_at(point, name, what)) for point in points)]
+        for what, label in (("ratio", "time"), ("peak_bytes", "memory"))
+        for name in _timed(points)
+    ]
+    head = [f"over the ordinary step, {axis} =", *map(str, result["values"])]
+    return f"### {result['workload']['name']}, {axis} grows\n\n{markdown(head, body)}"
+
+
+def _largest(result: Figures) -> str:
+    head = [f"within {result['budget'] / 2**30:g} GiB", "largest physical batch"]
+    body = [
+        [c["name"], c.get("error") or (f"{c['largest']:,}" if c["largest"] else "none")] for c in result["contenders"]
+    ]
+    return f"### {result['workload']['name']}: largest batch\n\n{markdown(head, body)}"
+
+
+def _zero(result: Figures) -> str:
+    head = ["stage", "clipping", "throughput over ordinary", "quartiles", "memory over ordinary"]
+    body = [
+        [
+            row["stage"], row["clipping"], f"{row['throughput']['median']:.2f}",
+            f"{row['throughput']['low']:.2f}–{row['throughput']['high']:.2f}", f"{row['memory']:.2f}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    setting = result["setting"]
+    where = f"{setting['ranks']} ranks, {setting['precision']}, {setting['device']}"
+    return f"### {result['workload']['name']} by ZeRO stage\n\n{where}.\n\n{markdown(head, body)}"

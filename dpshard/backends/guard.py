@@ -1,0 +1,197 @@
+"""Sees to it that nobody touches a clipped sum on its way from the anchor to the noise.
+
+[Note: Guarding the gradients]
+Between an anchor and the noise a clipped sum lies in the open: in `.grad`, where anything may reach it. So
+- a hook on every parameter lets only the very tensor pass that its anchor has returned: autograd would hand a sum of
+  several paths as another tensor;
+- a second hook notes `.grad` as backward left it: the tensor, its version, and a checksum of its bits. Before more is
+  added, or noise, they must be the same. What lies between (clip_grad_norm_, an unscaling, zero_grad, an optimizer that
+  is none of torch) would change what was accounted, or use it without noise. The version tells of writes that change no
+  bit, as zero_() on zeros; the checksum of those that torch does not count: through `.data`, and by torch._foreach_*,
+  that is clip_grad_norm_, on shards;
+- hooks of others on a parameter are refused, for they see and change gradients before the noise.
+Only a backward pass that has failed may be thrown away: its sums are incomplete anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+
+
+class Guard:
+    """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
+
+    `local` gives the part of a gradient that this rank holds. `accumulated` is called with the name of a parameter
+    whenever autograd has added to its gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        local: Callable[[Tensor], Tensor],
+        accumulated: Callable[[str], None],
+    ) -> None:
+        self._parameters = parameters
+        self._local = local
+        self._watching = True
+        # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
+        self._expected: dict[str, Tensor] = {}
+        self._noted: dict[str, _Noted] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, p in parameters.items():
+            self.watch(name, p)
+            self._handles.append(p.register_post_accumulate_grad_hook(lambda _, name=name: accumulated(name)))
+
+    # --- during backward --------------------------------------------------------------------------------------------
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """Let no gradient but the expected one reach `tensor`, which is the parameter, or stands for it in forward."""
+        self._handles.append(tensor.register_hook(functools.partial(self._require_expected, name)))
+
+    def expect(self, name: str, gradient: Tensor) -> Tensor:
+        """Let this very tensor, which an anchor is about to return, reach the parameter."""
+        self._expected[name] = gradient
+        return gradient
+
+    def _require_expected(self, name: str, gradient: Tensor | None) -> None:
+        if not self._watching or gradient is None:
+            return
+        if self._expected.pop(name, None) is not gradient:
+            raise UnsupportedParameterError(
+                f"{name}: a gradient reached it on a way that dpshard does not see, so it is not clipped. Typical "
+                f"causes: a regularisation term on the parameter outside the model's forward (use the optimizer's "
+                f"weight_decay), torch.jit.script code, a custom autograd.Function, the parameter used outside of "
+                f"any module call, or a forward in eval mode (call model.train())."
+            )
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
+        before, self._watching = self._watching, False
+        try:
+            yield
+        finally:
+            self._watching = before
+
+    # --- between backward and the noise -----------------------------------------------------------------------------
+
+    def note(self, name: str) -> None:
+        """Take `.grad`, as it is now, for what backward has left."""
+        gradient = self._parameters[name].grad
+        if gradient is not None:
+            self._noted[name] = _Noted(gradient, self._versions(gradient), checksum(self._local(gradient)))
+
+    def holds_anything(self, name: str) -> bool:
+        """Whether this rank's part of `.grad` is there, and not all zeros."""
+        gradient = self._parameters[name].grad
+        return gradient is not None and bool(self._local(gradient).any())
+
+    def is_untouched(self, name: str) -> bool:
+        """Whether `.grad` is the tensor that backward has left, as far as torch tells."""
+        gradient, noted = self._parameters[name].grad, self._noted.get(name)
+        if noted is None:
+            return not self.holds_anything(name)  # zero_grad(set_to_none=False)
+        return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
+
+    def all_thrown_away(self) -> bool:
+        """Whether zero_grad() was called. That all gradients are zero does not tell: they may be stand-ins."""
+        empty = not any(self.holds_anything(name) for name in self._parameters)
+        return empty and not all(self.is_untouched(name) for name in self._parameters)
+
+    def require_untouched(self, names: Collection[str]) -> None:
+        """Raise LogicalBatchError if gradients are not what backward has left.
+
+        Raises UnsupportedParameterError for parameters that somebody else has put a hook on.
+        """
+        for name in names:
+            self._refuse_hooks(name)
+        touched = next((name for name in names if not self.is_untouched(name)), None) or self._rewritten(names)
+        if touched is None:
+            return
+        if not self.holds_anything(touched):
+            raise LogicalBatchError(
+                f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() after "
+                f"optimizer.step() alone: not between the micro-batches of one logical batch, nor to skip a step. "
+                f"(A gradient that an optimizer of your own has used was not private: torch.optim optimizers get "
+                f"their noise by themselves, for any other call engine.privatize() first.)"
+            )
+        raise LogicalBatchError(
+            f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity is not the "
+            f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
+        )
+
+    def _versions(self, gradient: Tensor) -> tuple[int, int]:
+        return gradient._version, self._local(gradient)._version
+
+    def _rewritten(self, names: Collection[str]) -> str | None:
+        """Name of a gradient that has other bits than backward has left."""
+        noted = {name: self._noted[name] for name in names if name in self._noted}
+        differ = [checksum(self._local(x.gradient)) != x.checksum for x in noted.values()]
+        if not differ:
+            return None
+        # Read all at once: an accelerator is waited for once.
+        flags = torch.stack([x.to(differ[0].device) for x in differ]).cpu()
+        return next((name for name, changed in zip(noted, flags, strict=True) if bool(changed)), None)
+
+    def _refuse_hooks(self, name: str) -> None:
+        parameter = self._parameters[name]
+        hooks = len(parameter._backward_hooks or ()) + len(
+            getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+        )
+        if hooks > 2:
+            raise UnsupportedParameterError(
+                f"{name} has a gradient hook that is not dpshard's. It would see and change gradients before the noise "
+                f"is in. Remove it, and look at gradients after engine.privatize(); an optimizer that steps within "
+                f"backward() cannot be private."
+            )
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin anew: nothing was left by any backward."""
+        self._noted.clear()
+
+    def reset(self) -> None:
+        """Begin anew, and expect nothing more."""
+        self.forget()
+        self._expected.clear()
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Noted:
+    """A gradient as backward has left it."""
+
+    gradient: Tensor
+    versions: tuple[int, int]
+    """Of the gradient, and of this rank's shard of it."""
+    checksum: Tensor
+    """[], int64."""
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    flat = x.detach().contiguous().view(-1)
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64).sum()
+    octets = flat.view(torch.uint8)
+    start = -octets.storage_offset() % 8  # words are aligned
+    stop = start + (len(octets) - start) // 8 * 8
+    if stop <= start:
+        return octets.sum()
+    total = octets[start:stop].view(torch.int64).sum()
+    rest = torch.cat([octets[:start], octets[stop:]])
+    return total + rest.sum() if len(rest) else total

@@ -1,0 +1,105 @@
+"""What is measured: a model with its data and its loss, as a function of the user's makes it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from dpshard.errors import ConfigurationError
+
+USAGE = (
+    "Name a function without arguments as package.module:function; it returns (model, x, y, loss_fn): a new "
+    "torch.nn.Module, one micro-batch of inputs (a tensor, a tuple of them, or a dict by keyword) and of targets, "
+    "samples first, and loss_fn(model(x), y), the mean loss over the micro-batch."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, one micro-batch of B samples, and the mean loss over them."""
+
+    model: nn.Module
+    x: Any
+    """Inputs: a tensor, a tuple of them (positional), or a dict of them (by keyword); B rows each."""
+    y: Any
+    """Targets: a tensor, or a tuple or dict of them; B rows each."""
+    loss_fn: Callable[[Any, Any], Tensor]
+    """From the model's output and the targets to the mean loss, []."""
+
+    @property
+    def rows(self) -> int:
+        """Number of samples B of the micro-batch."""
+        return len(tree_flatten(self.x)[0][0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """The mean loss [] over a micro-batch."""
+        if isinstance(x, Mapping):
+            output = self.model(**x)
+        else:
+            output = self.model(*x) if isinstance(x, tuple) else self.model(x)
+        return self.loss_fn(output, y)
+
+
+def load(path: str) -> Callable[[], Subject]:
+    """The function that `path` (package.module:function) names, with what it returns checked at every call.
+
+    Modules of the working directory are found. Raises ConfigurationError for a path that leads nowhere.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigurationError(f"{path!r} names no function. {USAGE}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigurationError(f"{module_name} cannot be imported: {error}.") from error
+        raise ConfigurationError(f"There is no module {module_name!r} in {here} or among those installed.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(f"{module_name} has no function {name!r}. {USAGE}")
+    return lambda: _checked(path, function)
+
+
+def _checked(path: str, function: Callable[[], Any]) -> Subject:
+    try:
+        made = function()
+    except TypeError as error:
+        raise ConfigurationError(f"{path} could not be called without arguments ({error}). {USAGE}") from error
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise ConfigurationError(f"{path} returned {_kind(made)}, not a tuple of four. {USAGE}")
+    model, x, y, loss_fn = made
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{path}: the first of the four is {_kind(model)}, no torch.nn.Module. {USAGE}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError(f"{path}: {type(model).__name__} has no trainable parameter.")
+    if not callable(loss_fn):
+        raise ConfigurationError(f"{path}: the last of the four is {_kind(loss_fn)}, no function. {USAGE}")
+    lengths = set()
+    for what, tree in (("inputs", x), ("targets", y)):
+        leaves = tree_flatten(tree)[0]
+        if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            raise ConfigurationError(f"{path}: the {what} are {_kind(tree)}, not tensors with samples first. {USAGE}")
+        lengths |= {len(leaf) for leaf in leaves}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigurationError(f"{path}: tensors have {sorted(lengths)} rows; each needs one for every sample.")
+    return Subject(model.train(), x, y, loss_fn)
+
+
+def _kind(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"of type {type(value).__name__}"

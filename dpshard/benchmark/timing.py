@@ -1,0 +1,69 @@
+"""Times of steps that take turns: what else happens on the machine happens to all of them alike."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+import torch
+
+Step = Callable[[], object]
+"""One whole training step; it returns when it is done, but for what the device still works on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles of `count` figures."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        """Of one figure or more."""
+        if len(figures) == 1:
+            return cls(figures[0], figures[0], figures[0], 1)
+        low, median, high = quantiles(figures, n=4, method="inclusive")
+        return cls(median, low, high, len(figures))
+
+
+def interleave(
+    steps: Mapping[str, Step], *, rounds: int, warmup: int = 2, on_step: Callable[[str], None] = lambda _: None
+) -> dict[str, list[float]]:
+    """Seconds of every step in each of `rounds` rounds, in which each is taken once, in an order of its own.
+
+    Before, each is taken `warmup` times, so that what is done once (verification, compilation) is done. `on_step` is
+    told the name of each step that was taken.
+    """
+    for name, step in steps.items():
+        for _ in range(warmup):
+            step()
+            on_step(name)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order, shuffler = list(steps), random.Random(0)
+    for _ in range(rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            synchronize()
+            begun = time.perf_counter()
+            steps[name]()
+            synchronize()
+            times[name].append(time.perf_counter() - begun)
+            on_step(name)
+    return times
+
+
+def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Spread:
+    """How many times longer a step took than the baseline of the same round."""
+    return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if one was used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,113 @@
+"""Records of convolutions: input and output gradient as they are, and never the windows of all positions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.rules.records.cost import ProductSize
+from dpshard.rules.records.numerics import blank, wide, wide_dtype
+from dpshard.rules.records.outer_product import OuterProduct, norm_sq_of
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Gradient of a kernel [P, C / groups, *kernel]: at every position that of the output times the input's window."""
+
+    input: Tensor
+    """[B, k, C, *space], k images a sample"""
+    gradient: Tensor
+    """[B, k, P, *positions]"""
+    shape: torch.Size
+    """Shape of the kernel."""
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def size(self) -> ProductSize:
+        """What costs depend on."""
+        (B, k, P), G = self.gradient.shape[:3], self.groups
+        T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
+        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, unfolded=True)
+
+    def is_whole(self) -> bool:
+        """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
+        sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
+        positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
+        return positions == tuple(self.gradient.shape[3:])
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B]."""
+        if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not self.size.instantiates(kept=False)):
+            return self.outer().norm_sq(NormMethod.GHOST)
+        return self.norm_sq_of(self.per_sample())
+
+    def norm_sq_of(self, gradient: Tensor) -> Tensor:
+        """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
+        # An element of the input is in at most so many windows as the kernel has elements.
+        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        if self.input.device.type != "cpu":
+            return self.outer().per_sample()  # many small kernels would wait for one another
+        # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input.
+        return torch.stack([self._summed(x, g) for x, g in zip(wide(self.input), wide(self.gradient), strict=True)])
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
+        gradient = wide(self.gradient)
+        weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
+
+    def _summed(self, input: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient [*shape], summed over images."""
+        *_, kernel, _ = torch.ops.aten.convolution_backward(
+            gradient,
+            input,
+            gradient.new_empty(()).expand(self.shape),  # whose shape counts alone
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            self.groups,
+            [False, True, False],
+        )
+        return kernel
+
+    def outer(self) -> OuterProduct:
+        """The same as rows and columns, with the windows of all positions."""
+        rank, G = len(self.stride), self.groups
+        seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
+        for dim, positions in enumerate(self.gradient.shape[3:], start=2):
+            seen = seen.narrow(dim, 0, positions)
+        rows = self.gradient.flatten(0, 1).unflatten(1, (G, -1)).flatten(3).mT
+        # [N, C, *positions, *kernel] -> [N, G, positions, C / G * kernel]
+        cols = seen.unflatten(1, (G, -1)).flatten(3, 2 + rank).transpose(2, 3).flatten(3)
+        k = self.input.shape[1]
+        rows, cols = (x.unflatten(0, (-1, k)).transpose(1, 2).flatten(2, 3) for x in (rows, cols))
+        return OuterProduct(rows, cols, self.shape)
+
+    def without(self, dead_B: Tensor) -> Convolution:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, input=blank(self.input, dead_B), gradient=blank(self.gradient, dead_B))
+
+
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """The windows that a kernel sees in x [N, C, *space], a view if nothing is padded: [N, C, *positions, *kernel]."""
+    x = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
+    return x

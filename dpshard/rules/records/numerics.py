@@ -1,0 +1,48 @@
+"""How sums over records are taken: never in half precision, and no norm below what rounding hides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is if it is wider: norms and sums never accumulate in half precision."""
+    return x if x.dtype in _WIDE else x.float()
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums over `x` are taken in."""
+    return x.dtype if x.dtype in _WIDE else torch.float32
+
+
+def flat(x: Tensor) -> Tensor:
+    """`x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
+    return wide(x).reshape(len(x), x.shape[1:].numel())
+
+
+def blank(x: Tensor, dead_B: Tensor) -> Tensor:
+    """`x` [B, ...] with exact zeros for the samples of `dead_B` (bool [B])."""
+    # masked_fill, not a product: 0 * NaN is NaN.
+    return x.masked_fill(dead_B.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+RESOLUTION = 1024
+"""Roundings by which a sum may be off, in units of eps times the sum of the absolute values of its terms."""
+
+
+def gram_floor(scale_sq: Tensor) -> Tensor:
+    """The squared norm below which a sum of inner products, as large as `scale_sq` in all, is lost to rounding.
+
+    What cancels in a sum of inner products is lost, but not in the clipped sum: a norm that comes out too small would
+    let a sample contribute more than the threshold. So no norm is taken to be below this. Positions whose gradients
+    are orthogonal have the squared norm scale_sq / T, which is below it from T = 8,192 on in float32.
+    """
+    return RESOLUTION * torch.finfo(scale_sq.dtype).eps * scale_sq
+
+
+def sum_floor(scale: Tensor) -> Tensor:
+    """The same for the norm of a sum of gradients of norms `scale` in all: the norm, not its square, is off by eps."""
+    return RESOLUTION * torch.finfo(scale.dtype).eps * scale

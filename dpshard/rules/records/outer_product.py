@@ -1,0 +1,99 @@
+"""Records of products of rows and columns: linear maps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.rules.records.cost import ProductSize, blocks
+from dpshard.rules.records.numerics import blank, flat, gram_floor, sum_floor, wide, wide_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OuterProduct:
+    """Gradient sum_t rows_t (x) cols_t of a weight [G, R, C], viewed as `shape`; G = 1 but for grouped convolutions."""
+
+    rows: Tensor
+    """[B, G, T, R]"""
+    cols: Tensor
+    """[B, G, T, C]"""
+    shape: torch.Size
+    """Shape of the parameter; its elements in order are those of [G, R, C]."""
+
+    @property
+    def size(self) -> ProductSize:
+        """What costs depend on."""
+        (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
+        nbytes = self.rows.nbytes + self.cols.nbytes
+        return ProductSize(B, G, T, R, C, wide_dtype(self.rows), self.rows.device, nbytes)
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B], by the Gram matrices or by the gradient itself."""
+        if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
+            return self.norm_sq_of(self.per_sample())
+        rows, cols = wide(self.rows), wide(self.cols)
+        if self.rows.shape[2] == 1:
+            return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
+        norm_sq, scale = _ghost_norm_sq(rows, cols)
+        return torch.maximum(norm_sq, gram_floor(scale.square()))
+
+    def norm_sq_of(self, gradient: Tensor) -> Tensor:
+        """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
+        return norm_sq_of(gradient, self.rows, self.cols)
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        return (wide(self.rows).mT @ wide(self.cols)).reshape(-1, *self.shape)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        rows, cols = wide(self.rows), wide(self.cols)
+        # The cheaper side takes the factors.
+        if rows.numel() <= cols.numel():
+            rows = rows * factor_B.to(rows.dtype)[:, None, None, None]
+        else:
+            cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
+        rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
+        return (rows_GNR.mT @ cols_GNC).view(self.shape)
+
+    def without(self, dead_B: Tensor) -> OuterProduct:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
+
+
+def norm_sq_of(gradient: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
+    """Squared norms [B] of per-sample gradients [B, ...] that are sums of products of `rows` and `cols` [B, ...].
+
+    The norm of all `cols` that take part is at most `times` that of `cols`.
+    """
+    # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
+    norm, *scales = (torch.linalg.vector_norm(flat(x), dim=1) for x in (gradient, rows, cols))
+    return torch.maximum(norm, sum_floor(times * scales[0]) * scales[1]).square()
+
+
+def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
+
+    Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
+    of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
+    """
+    T = rows.shape[2]
+    size = max(1, -(-T // blocks(T)))
+    norm_sq, scale = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    for start in range(0, T, size):
+        r, c = (x[:, :, start : start + size] for x in (rows, cols))
+        gram_r, gram_c = r @ r.mT, c @ c.mT
+        norm_sq = norm_sq + _inner(gram_r, gram_c)
+        scale = scale + (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2))
+        if start:
+            norm_sq = norm_sq + 2 * _inner(r @ rows[:, :, :start].mT, c @ cols[:, :, :start].mT)
+    return norm_sq, scale
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products [B] of two tensors [B, ...], in one pass."""
+    return (x.flatten(1)[:, None] @ y.flatten(1)[:, :, None])[:, 0, 0]
