@@ -49,7 +49,8 @@ def _at_most(x: float, dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return x
     # By numpy: torch would make a fake tensor, without a value, while a plan is made, and it would be remembered.
-    nearest = np.float32(x)
+    with np.errstate(over="ignore"):  # then the largest float32 is below `x`
+        nearest = np.float32(x)
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
 
 
