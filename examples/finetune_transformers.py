@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import logging
 import os
 import platform
 import statistics
@@ -131,15 +132,15 @@ class Task:
 
 
 def text(scale: Scale) -> Task:
-    public, private = "\n\n".join(topics[name] for name in sorted(topics)), docstrings(scale.files)
+    end = "<|endoftext|>"
+    public, private = end.join(topics[name] for name in sorted(topics)), docstrings(scale.files)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    end = "<|endoftext|>"
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learner = trainers.BpeTrainer(
         vocab_size=scale.vocabulary, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([public], learner)
+    tokenizer.train_from_iterator(topics.values(), learner)
 
     T = scale.length
     stream = torch.tensor(tokenizer.encode(public).ids)
@@ -286,7 +287,7 @@ def arguments(
         fsdp=shard == "fsdp2" and processes > 1,
         fsdp_config={"transformer_layer_cls_to_wrap": [block]},
         use_cpu=cpu,
-        ddp_backend="gloo" if cpu else None,
+        ddp_backend="gloo" if cpu and processes > 1 else None,
         dataloader_pin_memory=not cpu,
         save_strategy="no",
         logging_strategy="no",
@@ -441,6 +442,7 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("dpshard").setLevel(logging.ERROR)  # both Trainers have the max_grad_norm that one of them uses
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     scale = QUICK if options.quick else FULL
