@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import logging
 import os
 import platform
 import statistics
@@ -57,7 +58,6 @@ import dpshard
 from dpshard.integrations.transformers import PrivateTrainer, ShardsOnCPU
 
 IGNORED = -100
-DELTA = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ class Scale:
     length: int
     files: int | None
     """How many files of the standard library are read; None: all."""
-    public_steps: int
-    """Steps of the training on public inputs, of 64 sequences or images."""
-    text: tuple[int, int, int]
-    """Of the fine-tuning: steps, rows of a micro-batch on all processes, micro-batches of an expected batch."""
-    digits: tuple[int, int, int]
+    text: tuple[int, int, int, int]
+    """Steps on public inputs, by 64; steps on private ones; rows of a micro-batch, of all processes; how many of them
+    are an expected batch."""
+    digits: tuple[int, int, int, int]
+    privacy: dict[str, float]
 
 
 FULL = Scale(
@@ -83,12 +83,19 @@ FULL = Scale(
     vocabulary=2048,
     length=64,
     files=None,
-    public_steps=100,
-    text=(24, 128, 1),
-    digits=(30, 128, 3),
+    text=(150, 20, 128, 2),
+    digits=(300, 30, 128, 4),
+    privacy={"target_epsilon": 8.0, "target_delta": 1e-5},
 )
 QUICK = Scale(
-    width=16, layers=1, vocabulary=300, length=16, files=12, public_steps=4, text=(2, 16, 1), digits=(2, 64, 1)
+    width=16,
+    layers=1,
+    vocabulary=300,
+    length=16,
+    files=12,
+    text=(4, 2, 16, 1),
+    digits=(4, 2, 64, 1),
+    privacy={"noise_multiplier": 1.0, "target_delta": 1e-5},
 )
 
 
@@ -123,7 +130,8 @@ class Task:
     """The class of the model's blocks, which FSDP gathers one at a time."""
     lora: LoraConfig
     learning_rates: dict[str, float]
-    epsilon: float
+    privacy: dict[str, float]
+    public_steps: int
     batches: tuple[int, int, int]
 
 
@@ -131,15 +139,15 @@ class Task:
 
 
 def text(scale: Scale) -> Task:
-    public, private = "\n\n".join(topics[name] for name in sorted(topics)), docstrings(scale.files)
+    end = "<|endoftext|>"
+    public, private = end.join(topics[name] for name in sorted(topics)), docstrings(scale.files)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    end = "<|endoftext|>"
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learner = trainers.BpeTrainer(
         vocab_size=scale.vocabulary, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([public], learner)
+    tokenizer.train_from_iterator(topics.values(), learner)
 
     T = scale.length
     stream = torch.tensor(tokenizer.encode(public).ids)
@@ -164,8 +172,9 @@ def text(scale: Scale) -> Task:
         block="GPT2Block",
         lora=LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
         learning_rates={"all weights": 1e-3, "LoRA": 5e-3},
-        epsilon=8.0,
-        batches=scale.text,
+        privacy=scale.privacy,
+        public_steps=scale.text[0],
+        batches=scale.text[1:],
     )
 
 
@@ -213,9 +222,10 @@ def digits(scale: Scale) -> Task:
         held_out=held_out,
         block="ViTLayer",
         lora=LoraConfig(r=8, target_modules=["q_proj", "v_proj", "fc1", "fc2"], modules_to_save=["classifier"]),
-        learning_rates={"all weights": 1e-3, "LoRA": 3e-3},
-        epsilon=3.0,
-        batches=scale.digits,
+        learning_rates={"all weights": 3e-3, "LoRA": 1e-2},
+        privacy=scale.privacy,
+        public_steps=scale.digits[0],
+        batches=scale.digits[1:],
     )
 
 
@@ -286,7 +296,7 @@ def arguments(
         fsdp=shard == "fsdp2" and processes > 1,
         fsdp_config={"transformer_layer_cls_to_wrap": [block]},
         use_cpu=cpu,
-        ddp_backend="gloo" if cpu else None,
+        ddp_backend="gloo" if cpu and processes > 1 else None,
         dataloader_pin_memory=not cpu,
         save_strategy="no",
         logging_strategy="no",
@@ -327,11 +337,12 @@ def trainer_of(kind: type[Trainer], task: Task, model: Any, args: TrainingArgume
     return trainer
 
 
-def pretrained(task: Task, scale: Scale, shard: str, out: Path) -> Path:
+def pretrained(task: Task, shard: str, out: Path) -> Path:
     """The folder of the model that was trained on public inputs; trained now, if nobody has done so."""
-    folder = out / f"{type(task.model).__name__}-{scale.width}-{scale.layers}-{scale.public_steps}"
+    size = sum(p.numel() for p in task.model.parameters())
+    folder = out / f"{type(task.model).__name__}-{size}-{task.public_steps}"
     args = arguments(
-        *(folder, shard, task.block, scale.public_steps, 64, 1),
+        *(folder, shard, task.block, task.public_steps, 64, 1),
         learning_rate=2e-3, weight_decay=0.1, lr_scheduler_type="cosine",
     )  # fmt: skip
     if not (folder / "config.json").exists():
@@ -354,8 +365,7 @@ def fine_tune(task: Task, what: str, folder: Path, shard: str) -> dict[str, Any]
 
     options = {"learning_rate": task.learning_rates[what], "lr_scheduler_type": "constant_with_warmup"}
     args = arguments(folder, shard, task.block, *task.batches, warmup_steps=3, eval_on_start=True, **options)
-    privacy = {"target_epsilon": task.epsilon, "target_delta": DELTA}
-    private = trainer_of(PrivateTrainer, task, begun(), args, privacy=privacy)
+    private = trainer_of(PrivateTrainer, task, begun(), args, privacy=task.privacy)
     ordinary = trainer_of(OrdinaryTrainer, task, begun(), args)
     parameters = sum(p.numel() for p in private.model.parameters() if p.requires_grad)
     turns, trainers = Turns(2), (private, ordinary)
@@ -388,7 +398,7 @@ def fine_tune(task: Task, what: str, folder: Path, shard: str) -> dict[str, Any]
         "steps": private.engine.step,
         "expected_batch_size": task.batches[1] * task.batches[2],
         "epsilon": private.engine.epsilon(),
-        "delta": DELTA,
+        "delta": task.privacy["target_delta"],
         "noise_multiplier": private.engine.noise_multiplier,
         "learning_rate": task.learning_rates[what],
         **{
@@ -441,13 +451,14 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("dpshard").setLevel(logging.ERROR)  # both Trainers have the max_grad_norm that one of them uses
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     scale = QUICK if options.quick else FULL
     runs = []
     for make in (text, digits):
         task = make(scale)
-        folder = pretrained(task, scale, options.shard, options.out)
+        folder = pretrained(task, options.shard, options.out)
         for what in ("all weights", "LoRA"):
             runs.append(fine_tune(task, what, folder, options.shard))
             if PartialState().is_main_process:

@@ -1,6 +1,7 @@
 """The scripts under examples/ run, and learn."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -8,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def load(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -49,15 +51,44 @@ def test_half_precision_needs_no_loss_scaling():
     assert results["float16, loss x 2^30"][1] > 0.1
 
 
-def test_a_sharded_example_learns():
+def on_two_processes(name, *arguments):
+    """What the example prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.run(
-        [*command, str(EXAMPLES / "sharded.py")],
+        [*command, str(EXAMPLES / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    assert float(run.stdout.split("%")[0]) > 85
-    assert "epsilon = " in run.stdout
+    return run.stdout
+
+
+def test_a_sharded_example_learns():
+    printed = on_two_processes("sharded")
+    assert float(printed.split("%")[0]) > 85
+    assert "epsilon = " in printed
+
+
+def test_transformers_are_fine_tuned_in_shards(tmp_path):
+    """A few steps of tiny models: that it runs to the end, and tells what was spent."""
+    pytest.importorskip("peft")
+    printed = on_two_processes("finetune_transformers", "--quick", "--out", str(tmp_path))
+    results = json.loads((tmp_path / "finetuning.json").read_text())
+    assert load("finetune_transformers").table(results) in printed
+    assert (results["processes"], results["shard"]) == (2, "fsdp2")
+    runs = {(run["model"], run["trained"]): run for run in results["runs"]}
+    assert len(runs) == 4
+    for (model, trained), run in runs.items():
+        assert run["noise_multiplier"] == 1
+        assert 1 < run["epsilon"] < 20
+        assert run["steps"] == 2
+        assert all(0 < loss < 10 for loss in run["loss"].values())
+        assert trained == "all weights" or run["parameters"] < runs[model, "all weights"]["parameters"]
+
+
+def test_the_page_shows_what_fine_tuning_has_measured():
+    pytest.importorskip("peft")
+    measured = json.loads((ROOT / "benchmarks" / "results" / "finetuning.json").read_text())
+    assert load("finetune_transformers").table(measured) in (ROOT / "docs" / "integrations.md").read_text()

@@ -63,7 +63,7 @@ def refuse_unsupported(accelerator: Accelerator) -> None:
         raise ConfigurationError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}, cp_size={parallelism.cp_size}, "
             f"sp_size={parallelism.sp_size}) has several processes share a sample, but every process is given samples "
-            f"of its own. Leave all of them at 1: dp_shard_size and dp_replicate_size are supported."
+            f"of its own. Leave all of them at 1."
         )
 
 

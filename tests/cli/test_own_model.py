@@ -71,13 +71,6 @@ def test_a_model_of_ones_own_trains_and_resumes(tmp_path, dpshard):
     assert "Resuming after step 6" in dpshard("train", "--resume", tmp_path / "run").stdout
 
 
-def test_a_model_of_ones_own_trains_on_two_processes(tmp_path, spawn):
-    process = spawn("train", "--model", "nets.mine:plain", "--shard", "fsdp2", "--nproc", 2, *QUICK, "--out", "run")
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["ranks"] == 2
-
-
 def test_batch_norm_is_refused_and_replaced_if_asked_to(tmp_path, dpshard):
     train = ("train", "--model", "nets.mine:with_batch_norm", *QUICK, "--out", tmp_path / "run")
     told = " ".join(dpshard(*train, exit_code=2).stderr.split())

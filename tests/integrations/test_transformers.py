@@ -244,8 +244,7 @@ def lora():
 RUN = {"max_steps": 3, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "eval_on_start": True}
 CASES = {
     "ddp": (gpt2, RUN),
-    "fsdp2": (gpt2, {**RUN, "fsdp": True}),
-    "fsdp2-otherwise": (
+    "fsdp2": (
         gpt2,
         {
             **RUN,
@@ -257,10 +256,10 @@ CASES = {
             },
         },
     ),
-    "fsdp2-lora": (lora, {**RUN, "fsdp": True}),
+    "lora": (lora, {**RUN, "fsdp": True}),
 }
 """Model and arguments of a training on two processes; on CPUs the Trainer of Hugging Face would not turn FSDP on."""
-WRAPPED = ("DistributedDataParallel", "FSDPGPT2LMHeadModel", "FSDPGPT2LMHeadModel", "FSDPPeftModelForCausalLM")
+WRAPPED = ("DistributedDataParallel", "FSDPGPT2LMHeadModel", "FSDPPeftModelForCausalLM")
 PROMPT = [[1, 2, 3]]
 
 
