@@ -77,7 +77,7 @@ class RandomSource:
         A piece is overwritten by the next one.
         """
         rows = 3 if dtype is np.float32 else 4
-        longest = _LONGEST if n > _SHORTEST else _SHORTEST
+        longest = _SHORTEST if n <= _SHORTEST else _LONGEST
         octets = np.empty(2 * rows * longest + _ROOM, np.uint8)
         words, normals = np.empty(rows * longest // 2, dtype), np.empty(longest, dtype)
         drawn = 0
@@ -122,8 +122,9 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     normals *= radius
 
 
-_SHORTEST, _LONGEST = 2**10, 2**15
-"""Lengths of the pieces in which normals are made. Part of the meaning of a key."""
+_SHORTEST, _LONGEST = 2**10, 2**17
+"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter, and longer ones
+leave the cache. Part of the meaning of a key."""
 
 _ZEROS = memoryview(bytes(8 * _LONGEST))
 _ROOM = 15

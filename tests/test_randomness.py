@@ -140,7 +140,12 @@ def test_a_source_is_uniform_and_normal():
         assert stats.kstest(drawn.astype(np.float64), "norm").pvalue > FALSE_ALARM
         far = int((abs(drawn) > 4).sum())
         assert stats.binomtest(far, len(drawn), 2 * stats.norm.sf(4)).pvalue > FALSE_ALARM
-        for distance in (1, 512, 2**14):  # partners in pieces of several lengths: one angle, or radius, would show
+        for distance in (
+            1,
+            512,
+            3584,
+            2**16,
+        ):  # partners in pieces of several lengths: one angle, or radius, would show
             one, other = drawn[:-distance].astype(np.float64), drawn[distance:].astype(np.float64)
             assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
             assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM
