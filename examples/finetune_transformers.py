@@ -171,7 +171,7 @@ def text(scale: Scale) -> Task:
         held_out=held_out,
         block="GPT2Block",
         lora=LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
-        learning_rates={"all weights": 1e-3, "LoRA": 5e-3},
+        learning_rates={"all weights": 2e-3, "LoRA": 1e-2},
         privacy=scale.privacy,
         public_steps=scale.text[0],
         batches=scale.text[1:],
@@ -343,7 +343,7 @@ def pretrained(task: Task, shard: str, out: Path) -> Path:
     folder = out / f"{type(task.model).__name__}-{size}-{task.public_steps}"
     args = arguments(
         *(folder, shard, task.block, task.public_steps, 64, 1),
-        learning_rate=2e-3, weight_decay=0.1, lr_scheduler_type="cosine",
+        learning_rate=2e-3, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=task.public_steps // 10,
     )  # fmt: skip
     if not (folder / "config.json").exists():
         trainer = OrdinaryTrainer(task.model, args, train_dataset=task.public)
