@@ -30,7 +30,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test quick lint check clean
+.PHONY: venv demo test quick lint check bench clean
 
 venv: $(STAMP)
 
@@ -62,6 +62,15 @@ test: venv
 
 quick: venv
 	$(PYTEST) -m "not slow"
+
+# dpshard and its peers on W1 to W5; `ROUNDS=50 make bench` for narrower quartiles. Results: benchmarks/results.
+# Opacus is installed without what it asks for: all of it is there, and it must not move the torch that is used.
+ROUNDS ?= 20
+bench:
+	@$(MAKE) -s venv EXTRAS=$(if $(wildcard $(STAMP)),$(EXTRAS),train,test)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps "opacus==1.6.0" "opt_einsum==3.4.0"
+	$(BIN)/python -m pip install -q -c constraints.txt jax || echo "JAX cannot be had: its rows will be missing"
+	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) -c default -c compiled
 
 lint: venv
 	$(BIN)/python -m ruff check .

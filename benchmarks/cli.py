@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import contenders, measure, plots, results_files, tables
@@ -46,10 +47,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Threads of torch; JAX takes a
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, each in a fresh process.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where all of it runs.")]
-Precision = Annotated[Literal["fp32", "bf16", "fp64"], typer.Option(help="Of parameters and data.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: shows that everything works, and no figure.")]
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 @app.command()
@@ -193,7 +191,8 @@ def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
 
 
 def _report(figures: dict[str, object]) -> None:
-    console.out.print(tables.rich_table(figures))
+    wide = Console(width=max(110, console.out.width), highlight=False)  # not cut where there is no terminal
+    wide.print(tables.rich_table(figures))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Floor:
 
 
 def machine(device: str, dtype: torch.dtype) -> Machine:
-    """Measure the speed of a matrix product of 1024^3 and of a copy of 64 MiB, the best of ten."""
+    """Measure the speed of a matrix product of 1024^3 and of a copy of 64 MiB, the best of five."""
     n = 1024
     a, b = (torch.randn(n, n).to(device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(64 * 2**20, dtype=torch.uint8, device=device)
@@ -58,7 +58,7 @@ def machine(device: str, dtype: torch.dtype) -> Machine:
 
 def _best(work: Callable[[], object]) -> float:
     times = []
-    for _ in range(10):
+    for _ in range(5):
         synchronize()
         begun = time.perf_counter()
         work()

@@ -37,8 +37,8 @@ def search(
     """
     if device == "cpu" and 2 * budget > available():
         raise ConfigurationError(
-            f"A budget of {budget / 2**30:g} GiB: the search may take twice of it, and {available() / 2**30:.1f} GiB are "
-            f"free. Choose a smaller one."
+            f"A budget of {budget / 2**30:g} GiB: the search may take twice of it, and {available() / 2**30:.1f} GiB "
+            f"are free. Choose a smaller one."
         )
     found: list[dict[str, Any]] = []
     for name in names:

@@ -58,7 +58,8 @@ def _shown(result: Figures) -> list[Figures]:
 def _sweep(result: Figures) -> Any:
     figure = plots.new_figure(figsize=(10, 4))
     points, values = result["points"], result["values"]
-    for ax, what, title in zip(figure.subplots(1, 2), ("ratio", "peak_bytes"), ("Time", "Peak memory"), strict=True):
+    axes = figure.subplots(1, 2)
+    for ax, what, title in zip(axes, ("ratio", "peak_bytes"), ("Time", "Peak memory"), strict=True):
         for c in _shown(points[0]):
             line = [ratio_at(point, c["name"], what) for point in points]
             if any(line):
@@ -67,7 +68,7 @@ def _sweep(result: Figures) -> Any:
         ax.set_title(f"{title} over the ordinary step")
         ax.set_xlabel(result["axis"])
         ax.set_xscale("log", base=2)
-    ax.legend()
+    axes[0].legend()
     return figure
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,25 +68,26 @@ def measure(
         for name in names:
             peaks[name] = launch("memory", stage, workload, [name], setting)[name]
             on_launch(f"{workload.name} {stage}: memory")
-        for clipping in clippings:
-            rows.append(
-                {
-                    "stage": stage,
-                    "clipping": clipping,
-                    "seconds": asdict(Spread.of(times[clipping])),
-                    "ordinary_seconds": asdict(Spread.of(times[ORDINARY])),
-                    "throughput": asdict(paired_ratio(times[ORDINARY], times[clipping])),
-                    "peak_bytes": peaks[clipping],
-                    "ordinary_peak_bytes": peaks[ORDINARY],
-                    "memory": peaks[clipping] / peaks[ORDINARY],
-                }
-            )
+        rows += [_row(stage, clipping, times, peaks) for clipping in clippings]
     return {
         "workload": {"name": workload.name, "title": workload.title},
         "sizes": dict(workload.sizes),
         "rows_per_rank": workload.batch,
         "setting": asdict(setting),
         "rows": rows,
+    }
+
+
+def _row(stage: str, clipping: str, times: Mapping[str, list[float]], peaks: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "clipping": clipping,
+        "seconds": asdict(Spread.of(times[clipping])),
+        "ordinary_seconds": asdict(Spread.of(times[ORDINARY])),
+        "throughput": asdict(paired_ratio(times[ORDINARY], times[clipping])),
+        "peak_bytes": peaks[clipping],
+        "ordinary_peak_bytes": peaks[ORDINARY],
+        "memory": peaks[clipping] / peaks[ORDINARY],
     }
 
 

@@ -26,7 +26,7 @@ from benchmarks.workloads import POOL, Workload, find, loss
 from benchmarks.zero import ORDINARY
 from dpshard import PrivacyEngine
 from dpshard.benchmark import interleave
-from dpshard.benchmark.memory import peak_of
+from dpshard.benchmark.memory import peak_of, return_what_is_freed
 from dpshard.benchmark.training import LEARNING_RATE, STEPS, expected_batch
 from dpshard.cli.plan import parse_clipping
 
@@ -45,6 +45,7 @@ def main() -> None:
         steps = {name: Sharded(job, workload, name).step for name in names}
         result: dict[str, Any] = interleave(steps, rounds=job["rounds"])
     else:
+        return_what_is_freed()
         Sharded(job, find(job["workload"], tiny=True), names[0]).step()  # loads the code that a step needs
         result = {names[0]: peak_of(lambda: Sharded(job, workload, names[0]).step)}
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -125,7 +126,7 @@ class Sharded:
             max_batch_size=self.rows * world,
             clipping_fn="abadi",
             noise_multiplier=1.0,
-            clipping_style=style,  # type: ignore[arg-type]
+            clipping_style=style,
             clipping_mode=mode,
         )
         return engine.batches(TensorDataset(*self.data), micro_batch_size=self.rows)

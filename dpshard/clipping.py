@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,9 +45,13 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
 
 @functools.cache
 def _at_most(x: float, dtype: torch.dtype) -> float:
-    """The largest number of `dtype` that is not above `x` > 0: most thresholds cannot be written in float32."""
-    nearest = torch.tensor(x, dtype=dtype)
-    return float(nearest if float(nearest) <= x else torch.nextafter(nearest, torch.zeros_like(nearest)))
+    """The largest number of `dtype` (float32, float64) not above `x` > 0: most thresholds are no float32."""
+    if dtype == torch.float64:
+        return x
+    # By numpy: torch would make a fake tensor, without a value, while a plan is made, and it would be remembered.
+    with np.errstate(over="ignore"):  # then the largest float32 is below `x`
+        nearest = np.float32(x)
+    return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of, tensors_of
@@ -383,6 +384,8 @@ class _SecondRun(_Compared):
         orders = [order for (key, _), order in settled.items() if key == doubt.key]
         if (doubt.key, doubt.place) in settled:
             return settled[doubt.key, doubt.place]
+        if isinstance(doubt.value, FakeTensor):
+            return all(orders)  # it has no values, and nothing is trained with it: a plan counts what a step costs
         if not orders and (doubt.key == _ROWS or doubt.place < len(self.layout[doubt.key].inputs)):
             raise BatchLayoutError(
                 f"{_describe(doubt.key)} sees the same number everywhere in a tensor of shape "

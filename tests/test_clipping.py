@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpshard import PrivacyEngine
 from dpshard.clipping import (
@@ -28,6 +29,7 @@ from dpshard.clipping import (
 )
 from dpshard.errors import CheckpointError, ConfigurationError
 from dpshard.grouping import partition
+from dpshard.planner.meter import UnreadValues
 from tests.oracle import clipped_mean, per_sample_gradients, private_step, ramp_loss, randn, relative_error
 
 
@@ -347,3 +349,13 @@ def test_a_clipping_function_of_the_users_own_resumes():
     engine((1.0,)).load_state_dict(state)
     with pytest.raises(CheckpointError, match="clipping_fn"):
         engine((2.0,)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["automatic", "abadi", "global"])
+def test_a_plan_made_in_between_changes_no_factor(name):
+    """Fake tensors have no values, and what was computed with them must not be remembered."""
+    function, threshold, norm_B = parse_clipping_fn(name), 0.7310585786300049, torch.tensor([0.1, 0.7, 3.0])
+    with FakeTensorMode(), UnreadValues():
+        function.factor(torch.ones(3), threshold)
+    expected = function.factor(norm_B.double(), threshold)
+    torch.testing.assert_close(function.factor(norm_B, threshold).double(), expected, rtol=1e-6, atol=0)

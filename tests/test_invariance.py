@@ -12,7 +12,7 @@ from torch import nn
 
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules import records
+from dpshard.rules.records import offload
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -97,12 +97,12 @@ def test_records_may_wait_elsewhere(monkeypatch):
     away, returned = [], []
 
     def leave(record):
-        away.append(records._with(records.offloaded(record), torch.clone))
+        away.append(offload._with(offload.offloaded(record), torch.clone))
         return away[-1]
 
     def come_back(record, device):
         returned.append(record)
-        return records.fetched(record, device)
+        return offload.fetched(record, device)
 
     monkeypatch.setattr("dpshard.tape.offloaded", leave)
     monkeypatch.setattr("dpshard.tape.fetched", come_back)

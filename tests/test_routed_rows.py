@@ -385,3 +385,30 @@ def test_packed_sequences_of_unequal_lengths():
     model.zero_grad()
     with pytest.raises(UnsupportedParameterError, match=r"map.*a packed sequence of unequal lengths"):
         model(x, torch.tensor([3, 1]))
+
+
+def test_rows_in_two_orders_are_refused():
+    """Each is followed, but row n of the one is not of the sample of row n of the other."""
+
+    def use(m, x):
+        rows = chosen(x).flatten().nonzero()[:, 0]
+        return torch.addcmul(flat(x)[rows], m.w, flat(x)[rows.flip(0)])
+
+    refused(use, randn(B, T, D), match=r"its inputs hold rows of different samples side by side", w=randn(D))
+
+
+def test_routed_rows_within_a_compiled_region_are_refused():
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(D, 3).double()
+
+        def forward(self, x):
+            rows = (flat(x)[:, 0] > 0).nonzero()[:, 0]
+            return home(x, rows, self.map(flat(x)[rows]))
+
+    model = Routed()
+    compiled = torch.compile(model, backend="aot_eager")
+    noise_free_engine(compiled, batch_size=B, verify=False)
+    with pytest.raises(UnsupportedParameterError, match=r"torch\.compile would fix their number; leave it out"):
+        compiled(randn(B, T, D))

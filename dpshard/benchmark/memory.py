@@ -38,7 +38,8 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises what it raises, and OutOfMemoryError if the process was killed.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=return_what_is_freed) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
@@ -54,7 +55,6 @@ def peak_of(make: Make) -> int:
     if torch.cuda.is_available():
         return _peak_of_gpu(make)
     return_what_is_freed()
-    gc.collect()
     before = _status("VmRSS")
     step = make()
     step()
@@ -85,6 +85,7 @@ def return_what_is_freed() -> None:
     libc = ctypes.CDLL(None)
     for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
         libc.mallopt(parameter, 65536)
+    libc.malloc_trim(0)
 
 
 def _status(field: str) -> int:

@@ -83,7 +83,8 @@ def _checked(path: str, function: Callable[[], Any]) -> Subject:
         raise ConfigurationError(f"{path} could not be called without arguments ({error}). {USAGE}") from error
     if not isinstance(made, tuple) or len(made) != 4:
         raise ConfigurationError(f"{path} returned {_kind(made)}, not a tuple of four. {USAGE}")
-    model, x, y, loss_fn = made
+    parts: list[Any] = list(made)
+    model, x, y, loss_fn = parts
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{path}: the first of the four is {_kind(model)}, no torch.nn.Module. {USAGE}")
     if not any(p.requires_grad for p in model.parameters()):
@@ -98,7 +99,7 @@ def _checked(path: str, function: Callable[[], Any]) -> Subject:
         lengths |= {len(leaf) for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigurationError(f"{path}: tensors have {sorted(lengths)} rows; each needs one for every sample.")
-    return Subject(model.train(), x, y, loss_fn)
+    return Subject(model.train(), x, y, parts[3])
 
 
 def _kind(value: Any) -> str:

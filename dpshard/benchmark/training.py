@@ -109,7 +109,7 @@ class Private:
                 target_delta=1e-5,
                 noise_multiplier=privacy.noise_multiplier,
                 max_grad_norm=privacy.max_grad_norm,
-                clipping_style=privacy.clipping_style,  # type: ignore[arg-type]
+                clipping_style=privacy.clipping_style,
                 clipping_mode=privacy.clipping_mode,
             )
         self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
@@ -134,14 +134,14 @@ class Private:
 
     def step(self) -> Batch:
         """Take one step on the next logical batch."""
-        logical_batch = next(self._batches)
-        for leaves in logical_batch:
+        logical_batch, taken = next(self._batches), []
+        for leaves in logical_batch:  # once, since its size is capped
             x, y = tree_unflatten(list(leaves), self._tree)
             self.subject.loss(x, y).backward()
-            batch = Batch(x, y, logical_batch.is_padding)
+            taken.append(Batch(x, y, logical_batch.is_padding))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return batch
+        return taken[0]
 
 
 def _trainable(subject: Subject) -> list[torch.nn.Parameter]:

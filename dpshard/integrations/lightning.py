@@ -100,7 +100,7 @@ class PrivateTraining(L.Callback):
         """The output for the last micro-batch, of which Lightning does the backward; those before are done."""
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
-                "fit() was given another train loader, whose batches are no Poisson sample: fit(module, private.loader)."
+                "fit() was given a loader whose batches are no Poisson samples: call fit(module, private.loader)."
             )
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()

@@ -180,7 +180,7 @@ def test_a_module_with_a_loop_of_its_own_is_refused(tmp_path):
 def test_another_loader_is_refused(tmp_path):
     private = private_training()
     trainer = L.Trainer(callbacks=[private], max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu")
-    with pytest.raises(ConfigurationError, match=r"fit\(module, private\.loader\)"):
+    with pytest.raises(ConfigurationError, match=r"call fit\(module, private\.loader\)"):
         trainer.fit(Classifier(), DataLoader(DATA, batch_size=8))
 
 

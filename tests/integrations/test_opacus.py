@@ -13,11 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import dpshard
 from dpshard.errors import BudgetExceededError, ConfigurationError, EngineInUseError, LogicalBatchError
 from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine
+from dpshard.integrations.opacus.criterion import DPLoss
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpshard.integrations.opacus.validators import ModuleValidator
@@ -234,6 +243,23 @@ def test_the_budget_holds():
         a_round(private, optimizer, loader)
 
 
+def test_what_comes_before_make_private_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="Nothing is private yet: call make_private first"):
+        PrivacyEngine().save_checkpoint(path=tmp_path / "run.pt", module=mlp())
+
+
+def test_a_criterion_that_only_sums_is_refused():
+    criterion = nn.Module()
+    criterion.reduction = "mean"
+    criterion.forward = lambda scores, labels: F.cross_entropy(scores, labels)
+    with pytest.raises(ConfigurationError, match="Module has no loss for each sample under reduction='none'"):
+        DPLoss(criterion, "mean")(torch.randn(3, C), torch.zeros(3, dtype=torch.long))
+
+
+class Pairs(BatchSampler):
+    pass
+
+
 REFUSED = {
     "shuffled batches": ({"poisson_sampling": False}, "the true one may be many times larger"),
     "time first": ({"batch_first": False}, "transpose in the model's forward"),
@@ -256,6 +282,14 @@ REFUSED = {
         "WeightedRandomSampler",
     ),
     "no loader": ({"loader": [1]}, "DataLoader"),
+    "batches of its own": (
+        {"loader": DataLoader(DATA, batch_sampler=Pairs(SequentialSampler(DATA), 2, drop_last=False))},
+        "batch sampler Pairs, which Poisson sampling would replace: give batch_size=",
+    ),
+    "another way to start workers": (
+        {"loader": DataLoader(DATA, batch_size=4, num_workers=1, multiprocessing_context="spawn")},
+        "multiprocessing_context, which engine.batches does not pass on",
+    ),
 }
 
 

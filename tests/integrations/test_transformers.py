@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
-from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer  # noqa: E402
+from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer, _token_losses  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
@@ -403,6 +403,14 @@ def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
         trainer_of(Pooled(), tmp_path, max_steps=1, compute_loss_func=token_mean).train()
 
 
+def test_labels_that_do_not_fit_the_logits_ask_for_a_loss(tmp_path):
+    """Of an image's patches, say, while logits are of the whole."""
+    with pytest.raises(
+        ConfigurationError, match=r"do not name a class for every position of the logits.*compute_loss_func"
+    ):
+        _token_losses({"logits": torch.randn(2, V)}, torch.zeros(2, 3, dtype=torch.long), shift=False)
+
+
 class TokenMean(PrivateTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(inputs["input_ids"])
@@ -427,7 +435,8 @@ class Labelled(torch.utils.data.Dataset):
 
 def test_labels_that_count_for_nothing_are_refused(tmp_path):
     """They change by what the losses of the others are divided; the first samples need not show it."""
-    trainer = PrivateTrainer(bert(), arguments(tmp_path), train_dataset=Labelled(), privacy={"noise_multiplier": 1.0})
+    model = transformers.BertForSequenceClassification(bert().config).double()
+    trainer = PrivateTrainer(model, arguments(tmp_path), train_dataset=Labelled(), privacy={"noise_multiplier": 1.0})
     with pytest.raises(ConfigurationError, match=r"label -100.*Leave them out"):
         trainer.train()
 

@@ -1,0 +1,185 @@
+"""What has no exact rule is refused, and the error says which parameter, which function, why, and what to do.
+
+PITFALLS row: 8 (a trainable parameter that no rule covers must raise).
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
+from tests.oracle import Use, noise_free_engine, randn
+
+pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+
+B, T, D, P = 4, 5, 3, 2
+
+
+def rows(x):
+    return x.flatten(0, 1)
+
+
+def rows_time_first(x):
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def picked(x):
+    """Rows [N, D] of about half of the positions of every sample."""
+    return rows(x)[(rows(x)[:, 0] > 0).nonzero()[:, 0]]
+
+
+def turned(x):
+    return rows(x)[(rows(x)[:, 0] > 0).nonzero()[:, 0].flip(0)]
+
+
+def written_into(m, x):
+    total = torch.zeros(D, dtype=x.dtype)
+    total += m.w
+    return x + total
+
+
+def both_orders(m, x):
+    return F.linear(rows(x), m.w).view(len(x), -1).sum(1) + F.linear(rows_time_first(x), m.w).view(T, -1).sum(1).sum()
+
+
+def by_samples(m, x):
+    return torch.stack([F.linear(sample, m.w) for sample in x])
+
+
+UNSUPPORTED = {
+    "no rule": (lambda m, x: torch.special.xlog1py(x, m.w), (D,), r"xlog1py: no rule gives its per-sample gradient"),
+    "repeated twice": (
+        lambda m, x: rows(x.new_zeros(len(x), 2, 1) + x[:, :1]) * m.w.repeat(2 * len(x), 1),
+        (1, D),
+        r"repeat: it is repeated 6 times along the samples, which are 3",
+    ),
+    "masked": (
+        lambda m, x: x + torch.masked_fill(m.w, x > 0, 0.0),
+        (D,),
+        r"masked_fill: its output would be a parameter masked by the data; use torch\.where",
+    ),
+    "summed over samples": (
+        lambda m, x: x + torch.einsum("btd,de->e", x, m.w),
+        (D, D),
+        r"einsum: its output carries no samples of the micro-batch",
+    ),
+    "samples last": (
+        lambda m, x: F.group_norm(x.permute(1, 2, 0), 1, m.w).permute(2, 0, 1),
+        (D,),
+        r"group_norm: the samples of the micro-batch must lie along dimension 0 of its input",
+    ),
+    "no batch dimension": (
+        lambda m, x: F.conv1d(x[:, 0].T, m.w).T,
+        (P, D, 1),
+        r"conv1d: its input has no batch dimension; pass \[B, C, \.\.\.\]",
+    ),
+    "written into": (written_into, (D,), r"it writes into a tensor that no sample has met.*out of place"),
+    "routed cubes": (
+        lambda m, x: F.linear(picked(x).unsqueeze(1), m.w).sum(),
+        (P, D),
+        r"linear: its first argument is not \[N, D\] with the rows that were routed",
+    ),
+    "routed vectors": (lambda m, x: F.linear(picked(x), m.w).sum(), (D,), r"linear: only a matrix maps rows \[N, D\]"),
+    "beside routed rows": (
+        lambda m, x: torch.addcmul(picked(x), torch.ones(len(picked(x)), 1).double(), m.w).sum(),
+        (D,),
+        r"addcmul: an argument has a dimension where the others have routed rows",
+    ),
+    "rows of others": (
+        lambda m, x: torch.addcmul(picked(x), m.w, turned(x)).sum(),
+        (D,),
+        r"addcmul: .*its inputs hold rows of different samples side by side",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_has_no_rule_is_refused(case):
+    use, shape, message = UNSUPPORTED[case]
+    torch.manual_seed(0)
+    model = Use(use, w=randn(*shape))
+    noise_free_engine(model, batch_size=B)
+    x = randn(B, T, D)
+    x[0, :, 0], x[1, :, 0] = 1, torch.tensor([1, -1, -1, 1, -1])  # so that unequal numbers of rows are picked
+    with pytest.raises(UnsupportedParameterError, match=rf"^w in the model \(Use\), function .*{message}"):
+        model(x)
+
+
+counter = itertools.count()
+LAYOUTS = {
+    "no samples": (
+        lambda m, x: F.linear(torch.ones(T, D).double(), x[:, 0], m.w.expand(1)).T,
+        (1,),
+        r"linear: its data input carries no samples",
+    ),
+    "orders": (both_orders, (P, D), r"linear with w is called with the rows of the samples in different orders"),
+    "loop over samples": (
+        by_samples,
+        (P, D),
+        r"runs other functions on 3 samples than on 2 .*Python loop over samples",
+    ),
+    "rank": (
+        lambda m, x: F.linear(x.view(*[1] * len(x), *x.shape), m.w),
+        (P, D),
+        r"linear with w: the rank of a tensor depends on the batch size",
+    ),
+    "a fixed size": (
+        lambda m, x: F.linear(x.view(B, T, D), m.w),
+        (P, D),
+        r"Use failed on 2 or 3 of its 4 samples .*were cut along \(shape, dimension\) \[\(\(4, 5, 3\), 0\)\]",
+    ),
+    "another course every time": (
+        lambda m, x: x * m.w[next(counter) % 1000],
+        (1000,),
+        r"takes another course in every forward.*Remove control flow",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_what_carries_no_evidence_of_samples_is_refused(case):
+    use, shape, message = LAYOUTS[case]
+    model = Use(use, w=randn(*shape))
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(BatchLayoutError, match=message):
+        model(randn(B, T, D))
+
+
+def test_inputs_of_different_lengths_are_refused():
+    class Two(nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x) + super().forward(y).sum(0)
+
+    model = Two(D, P).double()
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(
+        BatchLayoutError, match=r"inputs of Two have different first dimensions \[4, 5\].*samples first"
+    ):
+        model(randn(B, D), randn(T, D))
+
+
+def needs_two(m, x):
+    if len(x) < 2:
+        raise ValueError("I need two")
+    return F.linear(x, m.w)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (needs_two, r"fails on 1 sample\(s\) of the micro-batch taken alone \(I need two\)"),
+        (
+            lambda m, x: F.linear(x, m.w).sum((1, 2))[:, None] - x.sum((1, 2)),
+            r"An output has shape \(3, 3\) for 3 samples",
+        ),
+    ],
+    ids=["alone", "output"],
+)
+def test_what_samples_cannot_do_alone_is_refused(use, message):
+    model = Use(use, w=randn(P, D))
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(VerificationError, match=message):
+        model(randn(B, T, D))
