@@ -401,5 +401,6 @@ class PrivacyEngine:
             self._compare(run, None)
 
     def _compare(self, run: Run, loss: Loss | None) -> None:
+        self._backend.refuse_changed_parameters()
         mean = self.mechanism.loss_reduction == "mean"
         compare(self._interception, self._backend, self._clipper, run, loss, mean=mean)
