@@ -326,6 +326,8 @@ class Interception:
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
+            if not self.sharding.gathers(run.module):  # other ranks need not have failed, and would not take part
+                self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
                 f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
@@ -334,6 +336,11 @@ class Interception:
             ) from error
         merge(into, found)
         return into
+
+    def _try_whole(self, run: Run) -> None:
+        """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
+        with self.undisturbed(run.module), torch.no_grad():
+            self.run_plain(run, list(range(run.batch_size)))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
         """A block in which forwards of `module` are ordinary ones and leave RNG state and buffers as they were."""

@@ -177,6 +177,14 @@ def test_bags_of_flat_ids_from_outside_are_refused():
         break
 
 
+def test_an_error_of_the_model_itself_stays_what_it_is():
+    """A token beyond the vocabulary, say: where the samples lie has nothing to do with it."""
+    model = nn.Embedding(7, D)
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(IndexError, match="index out of range"):
+        model(torch.full((B, T), 7))
+
+
 def needs_two(m, x):
     if len(x) < 2:
         raise ValueError("I need two")
