@@ -318,11 +318,19 @@ class Interception:
         try:
             with self.undisturbed(run.module) as state, self.sharding.probing(), torch.enable_grad():
 
-                def first(n: int) -> Any:
+                def first(n: int, rows: int) -> Any:
                     state.rewind()
-                    return run.first(n)
+                    return run.first(n, rows)
 
-                found = find_layout(first, self._trainable)
+                # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+                alike = functools.partial(first, rows=min(2, run.rows))
+                if self.sharding.gathers(run.module):  # where all ranks have to run as often
+                    found = find_layout(alike, self._trainable)
+                else:
+                    try:
+                        found = find_layout(functools.partial(first, rows=run.rows), self._trainable)
+                    except BatchLayoutError:
+                        found = find_layout(alike, self._trainable)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
