@@ -56,10 +56,9 @@ class Convolution:
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = self._rows()
-        gram_r, gram_c = rows_BGTR @ rows_BGTR.mT, self._gram_of_windows()
-        scale = (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2))
-        norm_sq = (gram_r.flatten(1)[:, None] @ gram_c.flatten(1)[:, :, None])[:, 0, 0]
-        return torch.maximum(norm_sq, gram_floor(scale.square()))
+        product = self._gram_of_windows().mul_(rows_BGTR @ rows_BGTR.mT)
+        scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
+        return torch.maximum(product.sum((1, 2, 3)), gram_floor(scale.square()))
 
     def _gram_of_windows(self) -> Tensor:
         """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
