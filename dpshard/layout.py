@@ -30,7 +30,7 @@ from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of,
 from dpshard.derivation import derive
 from dpshard.determinism import Undropped
 from dpshard.errors import BatchLayoutError
-from dpshard.routing import ADDING, Routing, picks
+from dpshard.routing import ADDING, PAD, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 
@@ -76,9 +76,10 @@ class CallLayout:
 Layout = dict[CallKey, CallLayout]
 
 
-def rows_key(x: Tensor) -> CallKey:
-    """The key under which a layout holds whether dimension 0 of tensors like `x` carries the samples, for routes."""
-    return ("rows", x.dim(), x.shape[-1] if x.dim() > 1 else 0)
+def rows_key(x: Tensor, dim: int) -> CallKey:
+    """The key under which a layout holds whether `dim` of tensors like `x` carries the samples, for routes."""
+    features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # of ids it would be their length
+    return ("rows", dim, x.dim(), features)
 
 
 def merge(into: Layout, found: Layout) -> None:
@@ -131,7 +132,7 @@ class _Compared(Undropped):
         outputs = outputs_of(result)
         if not off and _counts(result):
             self.count += 1
-        if off or picks(func, args):
+        if (off and func is not PAD) or picks(func, args):  # padded, all samples are there again, whatever was packed
             # What is written into on the common course stays on it; experts add their rows so.
             kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
             if kept is None or self.off_course([kept]):
@@ -252,13 +253,13 @@ class _SecondRun(_Compared):
                 flattened = fits and old[grown[0]] != self.sizes[0]
                 self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
 
-    def _holds_samples(self, x: Tensor, read: bool) -> bool:
+    def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         """Evidence for a route that starts, or ends, at `x`; it is kept in the layout, for the training's forwards."""
         made = self.made.get(x)
         if made is None:
             return False
-        holds = made.axis is not None and made.axis.dim == 0
-        merge(self.layout, {rows_key(x): CallLayout([BatchAxis(0) if holds else None], None)})
+        holds = made.axis is not None and made.axis.dim == dim and not (dim and made.flattened)
+        merge(self.layout, {rows_key(x, dim): CallLayout([BatchAxis(dim) if holds else None], None)})
         if read and holds and made.flattened:
             doubt = _Doubt(_ROWS, 0, 0, x.detach().clone(), made.seen_at)
             self.doubts.setdefault(made.position, []).append(doubt)

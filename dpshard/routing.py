@@ -6,6 +6,12 @@ followed by its values. A route starts where a tensor of all samples' rows is in
 through functions of which row n of the output is made of row n of the input alone; and it ends where the rows are added
 to rows of their own samples, or where they lie in the order of the samples again (an index that undoes the first) and
 meet any other function. Rows that meet one in another order are lost: the parameter that they meet next is refused.
+
+[Note: Packed sequences]
+Packing makes rows of [B, T, ...] or [T, B, ...]: those of step 0 of all samples, then those of step 1 of all that last
+so long. So row (t, b) is of the sample of row b, sorted by length or not, and padding brings the rows back into columns
+that belong to one sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1; out of order they
+may be permuted, packed, or read one step at a time, and are as good as lost to anything else.
 """
 
 from __future__ import annotations
@@ -35,7 +41,8 @@ _ACTIVATIONS = _named(
     (F, torch, Tensor),
     "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
     "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
-    "erf nan_to_num clone contiguous detach to float double half bfloat16 type type_as dropout alpha_dropout",
+    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as dropout "
+    "alpha_dropout",
 )
 _ELEMENTWISE = (
     ELEMENTWISE
@@ -56,6 +63,11 @@ _ALONG = {
 }
 """Functions along a dimension, and at which place they take it."""
 
+PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
+_CUTTING = _named((torch, Tensor), "split split_with_sizes chunk")
+_JOINING = _named((torch,), "cat concat concatenate")
+_TRANSPOSING = _named((torch, Tensor), "transpose swapaxes swapdims")
+
 ADDING = _named((torch, Tensor), "index_add index_add_ index_copy index_copy_")
 """Functions that write rows into their first argument, at numbers that they are given."""
 _SELECTING = _named((torch, Tensor), "index_select")
@@ -63,10 +75,8 @@ _SELECTING = _named((torch, Tensor), "index_select")
 
 def picks(func: Function, args: Any) -> bool:
     """Whether values of the data decide how many rows `func` returns."""
-    if func in PICKING or (func is torch.where and len(args) == 1):
+    if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
         return True
-    if func is torch._pack_padded_sequence:
-        return bool((args[1] != args[1][0]).any())  # rows of equal lengths lie one batch apart, as [T, B] does
     index = args[1] if func is Tensor.__getitem__ else ()
     indices = index if isinstance(index, tuple) else (index,)
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
@@ -89,22 +99,27 @@ def _row_numbers(index: Any) -> Tensor | None:
     return first if first.dim() == 1 and beside and not masks else None
 
 
-def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """What `func` picks rows of along dimension 0, and their numbers [N]."""
+def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor] | None:
+    """What `func` picks rows or columns of, along which of dimensions 0 and 1, and their numbers [N]."""
     if func is Tensor.__getitem__:
-        x, rows = args[0], _row_numbers(args[1])
-    elif func in _SELECTING and _argument(args, kwargs, 1, "dim") == 0:
-        x, rows = args[0], _argument(args, kwargs, 2, "index")
+        x, index, dim = args[0], args[1], 0
+        if isinstance(index, tuple) and len(index) == 2 and isinstance(index[0], slice) and index[0] == slice(None):
+            dim, rows = 1, index[1]
+        else:
+            rows = _row_numbers(index)
+    elif func in _SELECTING:
+        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
     else:
         return None
-    return None if rows is None or rows.dim() != 1 else (x, rows)
+    whole = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype not in (torch.bool, torch.uint8)
+    return (x, dim, rows) if whole and dim in (0, 1) else None
 
 
 class Routing:
     """Follows routed rows through one forward."""
 
-    def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, bool], bool]) -> None:
-        """`holds_samples(x, read)`: whether evidence says that dimension 0 of `x` holds the rows of all samples.
+    def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, int, bool], bool]) -> None:
+        """`holds_samples(x, dim, read)`: whether evidence says that dimension 0 or 1 of `x` holds all samples.
 
         `read`: rows are read from it, so that their order counts, rather than added to it.
         """
@@ -112,6 +127,8 @@ class Routing:
         self.holds_samples = holds_samples
         # Weak: what a forward has dropped is not kept alive.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # The sample of each column, along dimension 1, and whether they are in order.
+        self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._idle = True
 
@@ -121,7 +138,9 @@ class Routing:
 
     def lost(self, x: Tensor) -> bool:
         """Whether nobody can tell any more which sample a row of `x` belongs to."""
-        return not self._idle and x.dim() > 0 and x in self._lost
+        if self._idle or x.dim() == 0:
+            return False
+        return x in self._lost or (x in self._columns and not self._columns[x][1])
 
     def in_order(self, sample_N: Tensor) -> bool:
         """Whether the rows lie as if they had never been routed: every sample has equally many, one after the other."""
@@ -129,22 +148,39 @@ class Routing:
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Note where the rows of the arguments of a call have gone."""
-        if self._idle and not (func is Tensor.__getitem__ or func in _SELECTING or picks(func, args)):
+        starts = func is Tensor.__getitem__ or func in _SELECTING or func is PAD
+        if self._idle and not (starts or picks(func, args)):
             return
         with torch.no_grad():
             self._follow(func, args, kwargs, result)
 
     def _follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         outputs, indexed = outputs_of(result), _indexed(func, args, kwargs)
-        if indexed is not None and not self.lost(indexed[0]):
-            x, rows = indexed
-            sample_N = self._of(x, read=True)
+        if func is PACK:
+            self._pack(args, kwargs, *outputs)
+            return
+        if func is PAD:
+            self._pad(args, kwargs, *outputs)
+            return
+        if indexed is not None:
+            x, dim, rows = indexed
+            sample_N = self._of(x, dim, read=True)
             if sample_N is not None:
-                self._put(outputs, sample_N[rows])
+                self._put(outputs, sample_N[rows], dim)
                 return
+        if func in _TRANSPOSING and args[0].dim() > 1 and sorted(d % args[0].dim() for d in args[1:]) == [0, 1]:
+            self._transpose(args[0], *outputs)
+            return
+        moved = self._moved(func, args, kwargs)
+        if moved is not None:
+            for x, sample_N in zip(outputs, moved, strict=True):
+                self._put([x], sample_N)
+            return
         tensors = list(tensors_of((args, kwargs)))
         routed = [x for x in tensors if self.samples(x) is not None]
         lost = picks(func, args) or any(self.lost(x) for x in tensors)
+        if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):
+            return  # a number moves no rows
         if func in ADDING or func is Tensor.__setitem__:
             if lost or routed:
                 self._add(func, args, kwargs, outputs or [args[0]])
@@ -156,6 +192,54 @@ class Routing:
                 self._put(outputs, sample_N)
             elif sample_N is None or not self.in_order(sample_N):
                 self._lose(outputs)
+
+    def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
+        """Row b of step t belongs to the sample of row b: see [Note: Packed sequences]."""
+        sample_B = self._of(args[0], 0 if _argument(args, kwargs, 2, "batch_first") else 1, read=True)
+        self._lose([batch_sizes])
+        if sample_B is None:
+            self._lose([data])
+        else:
+            self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
+
+    def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
+        """Columns of one sample each; rows that were not packed so are lost."""
+        sample_N, sizes = self.samples(args[0]), _argument(args, kwargs, 1, "batch_sizes").tolist()
+        if sample_N is not None:
+            sample_B = sample_N[: sizes[0]]
+            if torch.equal(sample_N, torch.cat([sample_B[:rows] for rows in sizes])):
+                self._put([padded], sample_B, 0 if _argument(args, kwargs, 2, "batch_first") else 1)
+                self._put([lengths], sample_B)
+                return
+        self._lose([padded, lengths])
+
+    def _transpose(self, x: Tensor, output: Tensor) -> None:
+        """Rows become columns, and columns rows; what is neither stays what it is."""
+        rows, columns = self.samples(x), self._along_columns(x)
+        if rows is not None or columns is not None:
+            self._put([output], columns if rows is None else rows, 0 if rows is None else 1)
+        elif self.lost(x):
+            self._lose([output])
+
+    def _moved(self, func: Function, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
+        if func in _JOINING:
+            parts = [self.samples(x) for x in _argument(args, kwargs, 0, "tensors")]
+            along_rows = _argument(args, kwargs, 1, "dim") in (0, None)
+            known = [part for part in parts if part is not None]
+            return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
+        sample_N = self.samples(args[0]) if args and isinstance(args[0], Tensor) else None
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            columns = self._along_columns(args[0])
+            if columns is not None and len(index) == 1 and type(index[0]) is int:
+                return [columns]
+            plain = all(type(i) is int or isinstance(i, slice) or i is Ellipsis for i in index)
+            if sample_N is not None and plain and isinstance(index[0], slice):
+                return [sample_N[index[0]]]
+        elif sample_N is not None and func in _CUTTING and _argument(args, kwargs, 2, "dim") in (0, None):
+            return list(func(sample_N, *args[1:], **kwargs))
+        return None
 
     def agreed(self, routed: list[Tensor]) -> Tensor | None:
         """The samples of the rows of all tensors of `routed`, if they are the same."""
@@ -170,35 +254,46 @@ class Routing:
             along_rows = _argument(args, kwargs, 1, "dim") == 0
             base, rows, source = args[0], _argument(args, kwargs, 2, "index"), _argument(args, kwargs, 3, "source")
             rows = rows if along_rows else None
-        home = None if self.lost(base) or rows is None else self._of(base, read=False)
+        home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
         if home is None or own is None or rows is None or not torch.equal(home[rows], own):
             self._lose(outputs)
         else:
             self._put(outputs, self.samples(base))
 
-    def _of(self, x: Tensor, *, read: bool) -> Tensor | None:
-        known = self.samples(x)
-        if known is not None:
-            return known
-        whole = x.dim() > 0 and len(x) > 0 and len(x) % self.batch_size == 0
-        return self._numbers(x) if self.holds_samples(x, read) and whole else None
+    def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
+        """The samples along dimension `dim` of `x`; None if it holds none there, or nobody can tell."""
+        if x in self._lost:
+            return None
+        rows, columns = self.samples(x), self._along_columns(x)
+        if rows is not None or columns is not None:
+            return columns if dim else rows
+        whole = x.dim() > dim and x.shape[dim] > 0 and x.shape[dim] % self.batch_size == 0
+        return self._numbers(x, dim) if self.holds_samples(x, dim, read) and whole else None
 
-    def _numbers(self, x: Tensor) -> Tensor:
-        return torch.arange(len(x), device=x.device) // max(1, len(x) // self.batch_size)
+    def _along_columns(self, x: Tensor) -> Tensor | None:
+        return self._columns[x][0] if x in self._columns else None
 
-    def _put(self, outputs: list[Tensor], sample_N: Tensor | None) -> None:
+    def _numbers(self, x: Tensor, dim: int = 0) -> Tensor:
+        rows = x.shape[dim]
+        return torch.arange(rows, device=x.device) // max(1, rows // self.batch_size)
+
+    def _put(self, outputs: list[Tensor], sample_N: Tensor | None, dim: int = 0) -> None:
         for x in outputs:
-            self._lost.pop(x, None)
+            for known in (self._lost, self._samples, self._columns):
+                known.pop(x, None)
             if sample_N is not None:
-                self._samples[x] = sample_N
+                sample_N = sample_N.to(x.device)
+                if dim == 0:
+                    self._samples[x] = sample_N
+                else:
+                    self._columns[x] = (sample_N, self.in_order(sample_N))
                 self._idle = False
-            else:
-                self._samples.pop(x, None)
 
     def _lose(self, outputs: list[Tensor]) -> None:
         for x in outputs:
             self._samples.pop(x, None)
+            self._columns.pop(x, None)
             self._lost[x] = True
             self._idle = False
 

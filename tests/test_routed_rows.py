@@ -4,16 +4,34 @@ PITFALLS rows: 8 (a use that cannot be told apart by sample raises, and names pa
 9 test_an_idle_expert_gets_noise; 12 test_a_balancing_loss_is_refused.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
 from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
-from tests.oracle import Use, assert_exact, gradients_of, noise_free_engine, private_step, ramp_loss, randn
+from dpshard.routing import Routing
+from dpshard.rules import COMPOSITES
+from tests.oracle import (
+    MODES,
+    TOLERANCE,
+    Use,
+    assert_exact,
+    clipped_mean,
+    gradients_of,
+    noise_free_engine,
+    per_sample_gradients,
+    private_step,
+    ramp_loss,
+    randn,
+    relative_error,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 
@@ -363,28 +381,187 @@ def test_a_balancing_loss_is_refused():
         model(randn(B, T, D))
 
 
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
 class Packed(nn.Module):
-    """A map of the rows of a packed sequence, x [B, T, D] with the length of each in sizes [B]."""
+    """A map and a recurrent layer on packed rows, then heads; x [B, T, D + 1], whose last feature is the length."""
 
     def __init__(self):
         super().__init__()
-        self.map = nn.Linear(D, 3).double()
+        self.map, self.rnn = nn.Linear(D, 3), nn.GRU(3, 2, batch_first=True, bidirectional=True)
+        self.head, self.last, self.scale = nn.Linear(4, 2), nn.Linear(4, 2), nn.Parameter(randn(3))
+        self.double()
 
-    def forward(self, x, sizes):
-        packed = pack_padded_sequence(x, sizes, batch_first=True)
-        rows = packed._replace(data=self.map(packed.data).tanh())
-        return pad_packed_sequence(rows, batch_first=True, total_length=x.shape[1])[0]
+    def forward(self, x):
+        rows = packed(x)
+        y, h = self.rnn(rows._replace(data=self.map(rows.data).tanh() * self.scale))
+        y = self.head(padded(y, x.shape[1]))
+        return torch.cat([y.flatten(1), self.last(torch.cat([h[-2], h[-1]], 1).tanh())], 1)
 
 
-def test_packed_sequences_of_unequal_lengths():
-    """Equal lengths lie as [T, B] does; a later batch of unequal ones may have as many rows, of other samples."""
-    model, x = Packed(), randn(2, 3, D)
-    engine = noise_free_engine(model, batch_size=2, steps=2)
-    ramp_loss(model(x, torch.tensor([3, 3]))).backward()
-    engine.privatize()
-    model.zero_grad()
-    with pytest.raises(UnsupportedParameterError, match=r"map.*a packed sequence of unequal lengths"):
-        model(x, torch.tensor([3, 1]))
+def sequences(*lengths, T=T):
+    """Data of sequences that long, padded with numbers that count for nothing."""
+    sizes = torch.tensor(lengths, dtype=torch.float64)
+    return torch.cat([randn(len(sizes), T, D), sizes[:, None, None].expand(-1, T, 1)], 2)
+
+
+def packed(x):
+    return pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True, enforce_sorted=False)
+
+
+def padded(rows, length=T):
+    return pad_packed_sequence(rows, batch_first=True, total_length=length)[0]
+
+
+def grouped(names, style):
+    """The names of the parameters of each clipping group."""
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    layer_wise = [[name for name in names if name.rpartition(".")[0] == layer] for layer in layers]
+    return {"all-layer": [list(names)], "layer-wise": layer_wise, "param-wise": [[name] for name in names]}[style]
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise", "param-wise"])
+def test_packed_sequences_of_unequal_lengths(style):
+    model, x = Packed(), sequences(2, 5, 1, 4)
+    per_sample = per_sample_gradients(model, (x,))
+    options = {"max_grad_norm": 1.0, "batch_size": B}
+    expected = clipped_mean(per_sample, groups=grouped(list(per_sample[0]), style), **options)
+    for mode in MODES:
+        update = private_step(model, (x,), clipping_style=style, clipping_mode=mode, **options)
+        assert relative_error(update, expected) <= TOLERANCE
+    assert relative_error(update, clipped_mean(per_sample, max_grad_norm=1e9, batch_size=B)) > 0.01
+
+
+def test_packed_sequences_that_a_checkpoint_repeats():
+    def use(m, x):
+        return m.after(checkpoint(m.inner, x, use_reentrant=False).tanh())
+
+    assert_exact(Use(use, inner=Packed(), after=nn.Linear(2 * T + 2, 2)), sequences(2, 5, 1, 4))
+
+
+def test_every_packed_batch_has_an_order_of_its_own():
+    """The layout is found with the first; a later one may have as many rows, of other samples, or another T."""
+    model = Packed()
+    oracle = copy.deepcopy(model)
+    lengths = [(5, 5, 5, 5), (5, 4, 2, 1), (1, 3, 3, 5), (4, 1, 2, 5), (5, 1, 2, 4)]
+    batches = [sequences(*sizes) for sizes in lengths] + [sequences(3, 7, 1, 6, T=7), sequences(1, 1, 1, 1, T=2)]
+    engine = noise_free_engine(model, batch_size=B, steps=len(batches), max_grad_norm=0.5)
+    for x in batches:
+        expected = clipped_mean(per_sample_gradients(oracle, (x,)), max_grad_norm=0.5, batch_size=B)
+        ramp_loss(model(x)).backward()
+        engine.privatize()
+        assert relative_error(gradients_of(model), expected) <= TOLERANCE
+        model.zero_grad()
+
+
+def test_packed_sequences_of_poisson_batches():
+    """Several logical batches; the padding rows of a micro-batch are packed with the others, and count for nothing."""
+    model, x = Packed(), sequences(2, 5, 1, 4, 3, 3, 5, 1, 2)
+    oracle = copy.deepcopy(model)
+    engine = noise_free_engine(model, batch_size=5, sample_size=len(x), max_grad_norm=0.5, steps=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sizes = []
+    for logical_batch in engine.batches(TensorDataset(torch.arange(len(x)), x), micro_batch_size=4):
+        drawn = []
+        for rows, data in logical_batch:
+            drawn += rows[~logical_batch.is_padding].tolist()
+            ramp_loss(model(data)).backward()
+        optimizer.step()
+        sizes.append(len(drawn))
+        if drawn:
+            per_sample = per_sample_gradients(oracle, (x[drawn],))
+            expected = clipped_mean(per_sample, max_grad_norm=0.5, batch_size=5)
+            assert relative_error(gradients_of(model), expected) <= TOLERANCE
+        optimizer.zero_grad()
+    assert any(size % 4 for size in sizes)
+
+
+def test_dropout_between_packed_layers():
+    """Of the same draws, the sum over all samples is plain autograd's, if nothing is clipped."""
+    rnn = nn.LSTM(D, 2, 2, dropout=0.5, batch_first=True)
+    model, x = Use(lambda m, x: padded(m.rnn(packed(x))[0]), rnn=rnn).double(), sequences(2, 5, 1, 4)
+
+    class Composed(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return COMPOSITES.get(func, func)(*args, **(kwargs or {}))
+
+    def call(x):
+        torch.manual_seed(1)
+        return model(x)
+
+    update = private_step(model, (x,), call=call, max_grad_norm=1e9)
+    with Composed():
+        ramp_loss(call(x)).backward()
+    assert relative_error(update, gradients_of(model)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("plant", ["flipped", "as if all were as long"])
+def test_a_wrong_assignment_of_packed_rows_is_caught(plant, monkeypatch):
+    """The fault that refusing them was for: a row belongs to another sample than it is said to."""
+    pack = Routing._pack
+
+    def planted(self, args, kwargs, data, batch_sizes):
+        pack(self, args, kwargs, data, batch_sizes)
+        known, rows = self.samples(data), torch.arange(len(data))
+        self._put([data], known.flip(0) if plant == "flipped" else rows % self.batch_size)
+
+    monkeypatch.setattr(Routing, "_pack", planted)
+
+    def use(m, x):
+        rows = packed(x)
+        return padded(rows._replace(data=m.map(rows.data)))
+
+    model = Use(use, map=nn.Linear(D, 4)).double()
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(VerificationError, match=r"map"):
+        model(sequences(2, 5, 1, 4))
+
+
+def test_columns_that_were_not_put_in_order_again_are_refused():
+    def use(m, x):
+        rows = pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True, enforce_sorted=False)
+        y, _ = pad_packed_sequence(rows._replace(unsorted_indices=None, sorted_indices=None))
+        return m.map(y).transpose(0, 1)
+
+    rows = {"map": nn.Linear(D, 4)}
+    refused(use, sequences(2, 5, 1, 4), match=r"map.*not put in its first order again", before=False, **rows)
+
+
+def test_packed_rows_in_another_order_than_they_are_padded_in_are_refused():
+    def use(m, x):
+        rows = packed(x)
+        return m.map(padded(rows._replace(data=rows.data[torch.arange(len(rows.data)).flip(0)])))
+
+    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+
+
+def test_packed_rows_that_met_each_other_are_refused():
+    def use(m, x):
+        rows = packed(x)
+        return padded(rows._replace(data=m.map(rows.data.cumsum(0))))
+
+    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+
+
+def test_packed_rows_of_samples_that_nobody_counted_are_refused():
+    """A tensor with a row for each position, in no order of samples: packing it starts no route."""
+
+    def use(m, x):
+        rows = x[..., :D].transpose(0, 1).reshape(-1, D)  # [T * B, D]
+        steps = rows.cumsum(0).reshape(-1, 2, D)
+        packed = pack_padded_sequence(steps.repeat(1, 1, 1), torch.full((2,), len(steps)))
+        return m.map(packed.data).reshape(len(x), -1)
+
+    refused(use, sequences(4, 4, 4, 4, T=4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+
+
+def test_a_norm_of_packed_rows_has_no_rule():
+    def use(m, x):
+        rows = packed(x)
+        return padded(rows._replace(data=m.norm(rows.data)))
+
+    refused(use, sequences(2, 5, 1, 4), match=r"norm.*no rule for such rows", before=False, norm=nn.LayerNorm(D))
 
 
 def test_rows_in_two_orders_are_refused():

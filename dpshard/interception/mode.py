@@ -32,7 +32,8 @@ Refusal = Callable[..., Exception]
 
 _LOST = (
     "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
-    "function that mixes rows; a packed sequence of unequal lengths), so nobody can tell which sample a row belongs "
+    "function that mixes rows; a packed sequence that was not made by pack_padded_sequence from a tensor with a row a "
+    "sample, or that was padded and not put in its first order again), so nobody can tell which sample a row belongs "
     "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
 )
 _ROUTED = (
@@ -73,8 +74,8 @@ class InterceptionMode(TorchFunctionMode):
             return result
         return self._redirect(func, args, kwargs)
 
-    def _holds_samples(self, x: Tensor, _: bool) -> bool:
-        known = self.layout.get(rows_key(x))
+    def _holds_samples(self, x: Tensor, dim: int, _: bool) -> bool:
+        known = self.layout.get(rows_key(x, dim))
         return known is not None and known.inputs[0] is not None
 
     def _uses(self, args: Any) -> bool:

@@ -87,6 +87,8 @@ def _layers(
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     last: list[State] = []
+    begun = [state.unbind() if sizes is None else _packed(state, x[: sizes[0]]) for state in states]
+    starts = list(zip(*begun, strict=True))
     for layer in range(num_layers):
         if layer > 0 and train:
             x = F.dropout(x, dropout, True)
@@ -97,17 +99,30 @@ def _layers(
             b_ih, b_hh = more[:2] if biased else (None, None)
             gates_x = F.linear(x, w_ih, b_ih)
             steps = gates_x.unbind() if sizes is None else gates_x.split(sizes)
-            start = tuple(state[place] for state in states)
-            if sizes is not None:
-                # Zeros that torch makes know of no samples; these rows know theirs.
-                start = tuple(x + torch.zeros_like(steps[0][:, :1]) for x in start)
             taken = steps[::-1] if direction else steps
-            found, end = _run(cell, taken, start, w_hh, b_hh, more[-1] if len(more) % 2 else None)
+            found, end = _run(cell, taken, starts[place], w_hh, b_hh, more[-1] if len(more) % 2 else None)
             found = found[::-1] if direction else found
             outputs.append(torch.stack(found) if sizes is None else torch.cat(found))
             last.append(end)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-    return (x, *(torch.stack(parts) for parts in zip(*last, strict=True)))
+    return (x, *((torch.stack if sizes is None else _padded)(parts) for parts in zip(*last, strict=True)))
+
+
+def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """The states [B, H] of all layers from [L, B, H], as sequences of length L: their rows then know their samples.
+
+    `rows` [B, D]: the first rows of the input, which know theirs; zeros that torch makes know of none.
+    """
+    if not state.requires_grad and not state.any():
+        return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)
+    packed, _ = torch._pack_padded_sequence(state, torch.full((len(rows),), len(state), device="cpu"), False)
+    return packed.split(len(rows))
+
+
+def _padded(states: Sequence[Tensor]) -> Tensor:
+    """The inverse: [L, B, H] from states [B, H]."""
+    sizes = torch.full((len(states),), len(states[0]), device="cpu")
+    return torch._pad_packed_sequence(torch.cat(list(states)), sizes, False, 0.0, len(states))[0]
 
 
 def _layer_of(cell: Cell) -> Callable[..., tuple[Tensor, ...]]:

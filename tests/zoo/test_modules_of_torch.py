@@ -115,23 +115,132 @@ def test_cells(kind):
     assert_exact(use, cell=kind(D, H))
 
 
-LENGTHS = {"equal": [4, 4, 4]}
+LENGTHS = {"equal": [4, 4, 4], "sorted": [4, 2, 1], "not sorted": [1, 4, 2], "two alike": [2, 4, 2]}
+
+
+def with_lengths(lengths):
+    """Inputs [B, T, D + 1], of which the last feature is the length of the sequence."""
+    sizes = torch.tensor(lengths, dtype=torch.float32)[:, None, None].expand(B, T, 1)
+    return {"x": torch.cat([torch.randn(B, T, D), sizes], 2)}
+
+
+def apart(x):
+    """Features [B, T, D] and lengths [B]."""
+    return x[..., :D], x[:, 0, D].long()
+
+
+def last(state):
+    """What was left of h, and of c where there is one, [B, ...]."""
+    return torch.cat([x.transpose(0, 1).flatten(1) for x in (state if isinstance(state, tuple) else (state,))], 1)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences(kind, lengths):
     def use(m, x):
-        x, sizes = x[..., :D], x[:, 0, D].long()
+        x, sizes = apart(x)
         packed = pack_padded_sequence(m.map(x), sizes, batch_first=True, enforce_sorted=False)
         y, state = m.rnn(packed)
         y = pad_packed_sequence(y, batch_first=True, total_length=T)[0]
-        return torch.cat([y.flatten(1), (state[0] if kind == "LSTM" else state).transpose(0, 1).flatten(1)], 1)
+        return torch.cat([m.after(y).flatten(1), last(state)], 1)
 
-    sizes = torch.tensor(LENGTHS[lengths], dtype=torch.float32)[:, None, None].expand(B, T, 1)
-    x = torch.cat([torch.randn(B, T, D), sizes], 2)
     rnn = KINDS[kind](D, H, 2, batch_first=True, bidirectional=kind == "LSTM")
-    assert_exact(use, 0, {"x": x}, rnn=rnn, map=nn.Linear(D, D))
+    after = nn.Linear(H * (1 + (kind == "LSTM")), 2)
+    assert_exact(use, 0, with_lengths(LENGTHS[lengths]), rnn=rnn, map=nn.Linear(D, D), after=after)
+
+
+@pytest.mark.parametrize("used", ["outputs", "last states", "both"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("order", ["found by torch", "sorted already", "sorted by the model"])
+def test_packed_sequences_in_any_order(order, batch_first, used):
+    """Inputs as they come (no map before), and heads that are no linear map, after rows and columns are home."""
+
+    def use(m, x):
+        x, sizes = apart(x)
+        ranks = sizes.argsort(descending=True, stable=True)
+        back = ranks.argsort()
+        x = x if batch_first else x.transpose(0, 1)
+        if order == "sorted by the model":
+            x, sizes = (x[ranks] if batch_first else x[:, ranks]), sizes[ranks]
+        packed = pack_padded_sequence(x, sizes, batch_first=batch_first, enforce_sorted=order != "found by torch")
+        y, (h, c) = m.rnn(packed)
+        y, _ = pad_packed_sequence(y, batch_first=batch_first, total_length=T)
+        h = torch.cat([h[-2], h[-1], c[0]], 1)
+        if order == "sorted by the model":
+            y, h = (y[back] if batch_first else y[:, back]), h[back]
+        y = y if batch_first else y.transpose(0, 1)
+        read = []
+        if used != "last states":
+            read.append(m.conv(m.norm(y).transpose(1, 2)).flatten(1))
+        if used != "outputs":
+            read.append(m.after(m.norm2(h).tanh()))
+        return torch.cat(read, 1)
+
+    parts = {"rnn": nn.LSTM(D, H, 2, batch_first=batch_first, bidirectional=True, proj_size=3, bias=batch_first)}
+    if used != "last states":
+        parts |= {"norm": nn.LayerNorm(6), "conv": nn.Conv1d(6, 2, 2)}
+    if used != "outputs":
+        parts |= {"norm2": nn.LayerNorm(6 + H), "after": nn.Linear(6 + H, 2)}
+    lengths = LENGTHS["sorted" if order == "sorted already" else "not sorted"]
+    assert_exact(use, 0, with_lengths(lengths), **parts)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences_from_learned_states(kind, enforce_sorted):
+    def use(m, x):
+        x, sizes = apart(x)
+        states = [p.expand(-1, len(x), -1).contiguous() for p in ((m.h, m.c) if kind == "LSTM" else (m.h,))]
+        packed = pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=enforce_sorted)
+        y, state = m.rnn(packed, tuple(states) if kind == "LSTM" else states[0])
+        y = pad_packed_sequence(y, batch_first=True, total_length=T)[0]
+        return torch.cat([y.flatten(1), last(state)], 1)
+
+    states = {name: torch.randn(2, 1, H) for name in ("hc" if kind == "LSTM" else "h")}
+    inputs = with_lengths(LENGTHS["sorted" if enforce_sorted else "not sorted"])
+    assert_exact(use, 0, inputs, rnn=KINDS[kind](D, H, 2, batch_first=True), **states)
+
+
+@pytest.mark.parametrize("transposed", ["after sorting", "before"])
+def test_what_is_read_of_packed_sequences(transposed):
+    """Last outputs by their numbers, a mean over what is no padding, an attention; sorted and transposed by hand."""
+
+    def use(m, x):
+        x, sizes = apart(x)
+        ranks = sizes.argsort(descending=True, stable=True)
+        x = x[ranks].transpose(0, 1) if transposed == "after sorting" else x.transpose(0, 1)[:, ranks]
+        y, h = m.rnn(pack_padded_sequence(x, sizes[ranks]))
+        back = ranks.argsort()
+        y = pad_packed_sequence(y, total_length=T)[0].transpose(0, 1)[back]
+        h = h.transpose(0, 1)[back].flatten(1)
+        padding = torch.arange(T) >= sizes[:, None]
+        y[padding] = 0
+        last = m.first(y[torch.arange(len(y)), sizes - 1])
+        mean = m.second(y.sum(1) / sizes[:, None])
+        seen = m.attention(y, y, y, key_padding_mask=padding)[0].masked_fill(padding[..., None], 0)
+        return torch.cat([last, mean, h, seen.flatten(1)], 1)
+
+    parts = {
+        "first": nn.Linear(H, 2),
+        "second": nn.Linear(H, 2),
+        "attention": nn.MultiheadAttention(H, 2, batch_first=True),
+    }
+    assert_exact(use, 0, with_lengths(LENGTHS["not sorted"]), rnn=nn.GRU(D, H), **parts)
+
+
+def test_a_packed_encoder_and_decoder():
+    """States of one go on into another, of which the sequences have other lengths and another order."""
+
+    def use(m, x):
+        x, sizes = apart(x)
+        packed = pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
+        _, state = m.encoder(packed)
+        packed = pack_padded_sequence(m.map(x), 5 - sizes, batch_first=True, enforce_sorted=False)
+        y, state = m.decoder(packed, state)
+        return torch.cat([pad_packed_sequence(y, batch_first=True, total_length=T)[0].flatten(1), last(state)], 1)
+
+    parts = {"encoder": nn.GRU(D, H), "decoder": nn.GRU(D, H), "map": nn.Linear(D, D)}
+    assert_exact(use, 0, with_lengths(LENGTHS["not sorted"]), **parts)
 
 
 # --- weights that are functions of parameters -----------------------------------------------------------------------
