@@ -30,7 +30,7 @@ from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of,
 from dpshard.derivation import derive
 from dpshard.determinism import Undropped
 from dpshard.errors import BatchLayoutError
-from dpshard.routing import ADDING, PAD, Routing, picks
+from dpshard.routing import ADDING, PACK, PAD, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 
@@ -203,6 +203,8 @@ class _SecondRun(_Compared):
         self.layout: Layout = {}
         self.doubts: dict[int, list[_Doubt]] = {}
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.apart = False
+        """Whether a call had other arguments than in the first run, such as one for each sample, in any order."""
         self.routing = Routing(sizes[1], self._holds_samples)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,6 +242,9 @@ class _SecondRun(_Compared):
             self.routing.follow(func, args, kwargs, result)
         if not off:
             self._note_made(position, func, tensors, outputs)
+            self.apart |= _counts(result) and self._at(position, func, tensors, outputs) is None
+        if func is PACK and self.apart:
+            self.routing.lose(outputs)
         return result
 
     def _note_made(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,11 +100,17 @@ def _row_numbers(index: Any) -> Tensor | None:
     return first if first.dim() == 1 and beside and not masks else None
 
 
+def _numbers_in(index: Any) -> Any:
+    """A list or array that indexes a tensor, as a tensor; anything else as it is."""
+    numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
+    return torch.as_tensor(index) if numbers else index
+
+
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor] | None:
     """What `func` picks rows or columns of, along which of dimensions 0 and 1, and their numbers [N]."""
     if func is Tensor.__getitem__:
-        x, index, dim = args[0], args[1], 0
-        if isinstance(index, tuple) and len(index) == 2 and isinstance(index[0], slice) and index[0] == slice(None):
+        x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
+        if len(index) == 2 and isinstance(index[0], slice) and index[0] == slice(None):
             dim, rows = 1, index[1]
         else:
             rows = _row_numbers(index)
@@ -111,8 +118,9 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
         x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
     else:
         return None
-    whole = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype not in (torch.bool, torch.uint8)
-    return (x, dim, rows) if whole and dim in (0, 1) else None
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
+        return None
+    return (x, dim, rows) if dim in (0, 1) else None
 
 
 class Routing:
@@ -166,7 +174,7 @@ class Routing:
             x, dim, rows = indexed
             sample_N = self._of(x, dim, read=True)
             if sample_N is not None:
-                self._put(outputs, sample_N[rows], dim)
+                self._put(outputs, sample_N[rows.to(sample_N.device)], dim)
                 return
         if func in _TRANSPOSING and args[0].dim() > 1 and sorted(d % args[0].dim() for d in args[1:]) == [0, 1]:
             self._transpose(args[0], *outputs)
@@ -185,20 +193,20 @@ class Routing:
             if lost or routed:
                 self._add(func, args, kwargs, outputs or [args[0]])
         elif lost:
-            self._lose(outputs)
+            self.lose(outputs)
         elif routed:
             sample_N = self.agreed(routed)
             if sample_N is not None and _by_row(func, args, kwargs, tensors, routed, outputs, len(sample_N)):
                 self._put(outputs, sample_N)
             elif sample_N is None or not self.in_order(sample_N):
-                self._lose(outputs)
+                self.lose(outputs)
 
     def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
         """Row b of step t belongs to the sample of row b: see [Note: Packed sequences]."""
         sample_B = self._of(args[0], 0 if _argument(args, kwargs, 2, "batch_first") else 1, read=True)
-        self._lose([batch_sizes])
+        self.lose([batch_sizes])
         if sample_B is None:
-            self._lose([data])
+            self.lose([data])
         else:
             self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
 
@@ -211,7 +219,7 @@ class Routing:
                 self._put([padded], sample_B, 0 if _argument(args, kwargs, 2, "batch_first") else 1)
                 self._put([lengths], sample_B)
                 return
-        self._lose([padded, lengths])
+        self.lose([padded, lengths])
 
     def _transpose(self, x: Tensor, output: Tensor) -> None:
         """Rows become columns, and columns rows; what is neither stays what it is."""
@@ -219,7 +227,7 @@ class Routing:
         if rows is not None or columns is not None:
             self._put([output], columns if rows is None else rows, 0 if rows is None else 1)
         elif self.lost(x):
-            self._lose([output])
+            self.lose([output])
 
     def _moved(self, func: Function, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
@@ -257,7 +265,7 @@ class Routing:
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
         if home is None or own is None or rows is None or not torch.equal(home[rows], own):
-            self._lose(outputs)
+            self.lose(outputs)
         else:
             self._put(outputs, self.samples(base))
 
@@ -290,7 +298,8 @@ class Routing:
                     self._columns[x] = (sample_N, self.in_order(sample_N))
                 self._idle = False
 
-    def _lose(self, outputs: list[Tensor]) -> None:
+    def lose(self, outputs: list[Tensor]) -> None:
+        """Note that nobody can tell any more which sample a row of these belongs to."""
         for x in outputs:
             self._samples.pop(x, None)
             self._columns.pop(x, None)

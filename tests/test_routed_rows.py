@@ -6,6 +6,7 @@ PITFALLS rows: 8 (a use that cannot be told apart by sample raises, and names pa
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -516,6 +517,32 @@ def test_a_wrong_assignment_of_packed_rows_is_caught(plant, monkeypatch):
     noise_free_engine(model, batch_size=B)
     with pytest.raises(VerificationError, match=r"map"):
         model(sequences(2, 5, 1, 4))
+
+
+@pytest.mark.parametrize("by", ["a list", "an array"])
+def test_packed_sequences_sorted_by_what_is_no_tensor(by):
+    def use(m, x):
+        order = sorted(range(len(x)), key=lambda i: -float(x[i, 0, D]))
+        back = [order.index(i) for i in range(len(x))]
+        order, back = (np.array(order), np.array(back)) if by == "an array" else (order, back)
+        x = x[order]
+        rows = pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True)
+        return padded(rows._replace(data=m.map(rows.data)))[back]
+
+    assert_exact(Use(use, map=nn.Linear(D, 4)), sequences(2, 5, 1, 4))
+
+
+def test_packed_sequences_that_were_collected_one_by_one_are_refused():
+    """The order of a list of samples is nobody's knowledge, though the shape of what is made of it looks right."""
+
+    def use(m, x):
+        order = x[:, 0, D].argsort(descending=True).tolist()
+        samples = x.unbind(0)
+        x = torch.stack([samples[i] for i in order]) * 1.0
+        rows = pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True)
+        return padded(rows._replace(data=m.map(rows.data)))
+
+    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
 
 
 def test_columns_that_were_not_put_in_order_again_are_refused():

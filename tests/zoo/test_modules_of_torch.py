@@ -228,6 +228,21 @@ def test_what_is_read_of_packed_sequences(transposed):
     assert_exact(use, 0, with_lengths(LENGTHS["not sorted"]), rnn=nn.GRU(D, H), **parts)
 
 
+def test_packed_sequences_of_which_a_sample_has_several():
+    """Sentences of a document, [B * K, T, D]; and a micro-batch is padded to its own longest."""
+
+    def use(m, x):
+        K, x = 2, torch.stack([x, x.flip(1)], 1)
+        sizes = torch.stack([x[:, 0, 0, D], 5 - x[:, 0, 0, D]], 1).long().flatten()
+        packed = pack_padded_sequence(x[..., :D].flatten(0, 1), sizes, batch_first=True, enforce_sorted=False)
+        y, h = m.rnn(packed)
+        y = pad_packed_sequence(y, batch_first=True)[0].unflatten(0, (-1, K))
+        return torch.cat([m.first(y).sum((1, 2)), m.second(h[-1].unflatten(0, (-1, K))).flatten(1)], 1)
+
+    parts = {"first": nn.Linear(H, 2, bias=False), "second": nn.Linear(H, 2)}
+    assert_exact(use, 0, with_lengths(LENGTHS["not sorted"]), rnn=nn.GRU(D, H, batch_first=True), **parts)
+
+
 def test_a_packed_encoder_and_decoder():
     """States of one go on into another, of which the sequences have other lengths and another order."""
 
