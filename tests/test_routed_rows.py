@@ -522,7 +522,7 @@ def test_a_wrong_assignment_of_packed_rows_is_caught(plant, monkeypatch):
 @pytest.mark.parametrize("by", ["a list", "an array"])
 def test_packed_sequences_sorted_by_what_is_no_tensor(by):
     def use(m, x):
-        order = sorted(range(len(x)), key=lambda i: -float(x[i, 0, D]))
+        order = x[:, 0, D].argsort(descending=True).tolist()
         back = [order.index(i) for i in range(len(x))]
         order, back = (np.array(order), np.array(back)) if by == "an array" else (order, back)
         x = x[order]
