@@ -23,6 +23,8 @@ from scipy import optimize, stats
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
+REFUTED_BEYOND = 1 - 1e-6
+"""Confidence beyond which a bound above what was accounted is called a refutation, not bad luck."""
 MAX_EPSILON = 64.0
 """The largest epsilon that a bound is sought up to."""
 GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)

@@ -30,14 +30,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import compute_epsilon
-from dpshard.audit.bounds import Trials, gdp_epsilon
+from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
 from dpshard.config import Mechanism, is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
-REFUTED_BEYOND = 1 - 1e-6
-"""Confidence beyond which a bound above what was accounted is called a refutation, not bad luck."""
 DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
 """Where on the curve of epsilon over delta a guarantee is held against the trials."""
 

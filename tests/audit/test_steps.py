@@ -1,8 +1,13 @@
 """The two-distribution audit refutes an engine with a planted fault, and passes the sound one.
 
-Every fault is put into the real engine (tests/audit/faults.py). PITFALLS rows 5, 7, 8, 14, 20 and 26 are attacked here
-from outside, by what they let an adversary see. Two of the faults the engine notices by itself at the first
-micro-batch (`verify`); that is switched off for them, so that the audit has to find them alone.
+Every fault is put into the real engine (tests/audit/faults.py) and found from outside, by what an adversary sees.
+PITFALLS rows: 1 test_halved_noise_is_refuted; 5 test_counted_padding_is_refuted;
+7 test_tied_weights_that_are_clipped_apart_are_refuted; 8 test_a_layer_that_is_not_clipped_is_refuted;
+12 test_a_sample_that_moves_the_gradients_of_others_is_refuted;
+20 test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted; 26 test_noise_that_is_used_again_is_refuted.
+
+Two of the faults the engine notices by itself at the first micro-batch (`verify`); that is switched off for them, so
+that the audit has to find them alone.
 
 The run secret is fixed, so the tests pass or fail for good; under a random one a sound engine would be refuted with
 probability 1e-6 at most (`REFUTED_BEYOND`).

@@ -1,6 +1,8 @@
 """The two-distribution audit of a sharded engine: sound it passes, with noise divided by the ranks it is refuted.
 
-PITFALLS row 14. The run secret is fixed; under a random one a sound engine would be refuted with probability 1e-6.
+PITFALLS rows: 14.
+
+The run secret is fixed; under a random one a sound engine would be refuted with probability 1e-6.
 """
 
 import pytest
