@@ -10,6 +10,18 @@ meet it, no others. By construction then
 The last holds on one kind of device. The CPU, a GPU, and GPUs with different numbers of multiprocessors (PyTorch lays
 its random numbers out by them) draw different normals from one key; `secure` noise is drawn on the CPU and is the
 same everywhere. (Between CPUs the last bit of a logarithm or a cosine may differ.)
+
+[Note: Secure noise]
+Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
+of the least significant bits for differential privacy"; Jin et al. 2022, "Are we there yet? Timing and floating-point
+attacks on differential privacy systems", arXiv:2112.05307, who do it to Box and Muller's method and to DP-SGD. Holohan
+and Braghin 2021, "Secure random sampling in differential privacy", arXiv:2107.10138, make the noise a sum of n
+independent normals over sqrt(n): it has the same distribution, but to find out whether a float can be such a sum one
+has to search the random bits of all n, of which the cost grows exponentially with n. (The cosine and the sine of one
+draw must not be two of them: their sum is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each
+under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
+what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
+protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
 """
 
 from __future__ import annotations
@@ -21,6 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
@@ -28,6 +41,9 @@ from dpshard.randomness import RandomSource, derive_key
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+
+SUMMANDS = 4
+"""Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -39,7 +55,7 @@ class KeyedGaussian:
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     secure: bool = False
-    """Draw on the CPU for every device, and in float64."""
+    """Draw on the CPU for every device, as [Note: Secure noise] says."""
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; std = 0 draws and adds nothing.
@@ -52,8 +68,8 @@ class KeyedGaussian:
         if std == 0 or target.numel() == 0:
             return target
         if not target.is_contiguous():
-            noise = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
-            target.detach().add_(self.add_(noise, step=step, name=name, std=std, start=start))
+            dense = target.detach().contiguous()
+            target.detach().copy_(self.add_(dense, step=step, name=name, std=std, start=start))
             return target
         flat, stop = target.detach().view(-1), start + target.numel()
 
@@ -63,7 +79,9 @@ class KeyedGaussian:
             key = derive_key(self.secret, "noise", step, name, block)
             part = flat[lo - start : hi - start]
             for at, noise in self._draw(key, lo - origin, hi - origin, target.dtype, target.device):
-                part[at : at + len(noise)].add_(noise, alpha=std)
+                place = part[at : at + len(noise)]
+                # Rounded once, behind the addition: secure noise is wider than the sum may be.
+                place.copy_(noise.mul_(std).add_(place)) if self.secure else place.add_(noise, alpha=std)
 
         blocks = range(start // BLOCK, -(-stop // BLOCK))
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -104,11 +122,20 @@ class KeyedGaussian:
             return
         at = 0
         # Nothing is drawn past `hi`.
-        for normals in RandomSource(key).normals(hi, np.float64 if self.secure else _NUMPY_DTYPE[dtype]):
+        for normals in _sums(key, hi) if self.secure else RandomSource(key).normals(hi, _NUMPY_DTYPE[dtype]):
             if at + len(normals) > lo:
-                piece = torch.from_numpy(normals[max(0, lo - at) :])
-                yield max(0, at - lo), piece.to(device, dtype)
+                yield max(0, at - lo), torch.from_numpy(normals[max(0, lo - at) :]).to(device)
             at += len(normals)
+
+
+def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
+    """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
+    sources = [RandomSource(derive_key(key, "summand", i)).normals(n, np.float64) for i in range(SUMMANDS)]
+    for first, *others in zip(*sources, strict=True):
+        for other in others:
+            first += other
+        first *= SUMMANDS**-0.5
+        yield first
 
 
 def _check(target: Tensor, name: str, std: float, start: int) -> None:
