@@ -103,7 +103,7 @@ class TrainSettings:
     secure_mode: bool = _setting(
         PRIVACY,
         False,
-        "Draw the noise on the CPU for every device, from a cryptographic stream, such that its last bits tell nothing.",
+        "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
     )
 
     batch_size: int | None = _setting(
