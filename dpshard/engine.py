@@ -304,14 +304,14 @@ class PrivacyEngine:
         step, mechanism = self.step, self.mechanism
         std = mechanism.noise_multiplier * mechanism.max_grad_norm
         noise = KeyedGaussian(self._noise_secret(), secure=mechanism.secure)
-        elements = sum(math.prod(shape) for shape in backend.shapes.values())
-        collector.metrics.observe_sum(backend.signal_norm(), std * math.sqrt(elements))
+        backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)
-        backend.privatize(
-            lambda total, name, start: noise.add_(total, step=step, name=name, std=std, start=start),
-            mechanism.schedule[step],
+        signal_norm = backend.privatize(
+            lambda shards: noise.release_(shards, step=step, std=std, divisor=mechanism.schedule[step])
         )
+        elements = sum(math.prod(shape) for shape in backend.shapes.values())
+        collector.metrics.observe_sum(signal_norm, std * math.sqrt(elements))
         self._metrics = collector.end_release()
         self._interception.forget()
 

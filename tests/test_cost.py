@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches"
 B, T, D, LAYERS = 4, 96, 48, 3
 PRODUCT = 2 * B * T * D * D
 """FLOPs of one product of a layer: its output, the gradient of its input, or that of its weight."""
-GHOST = B * (ghost_flops(T, D, D) + 2 * T * T)
+GHOST = B * ghost_flops(T, D, D + 1, torch.device("cpu"))
 """FLOPs of the ghost norm of a layer, with the product of the two Gram matrices."""
 WEIGHTED = 2 * B * D * D
 """FLOPs of a clipped sum of per-sample gradients that are there."""

@@ -10,20 +10,22 @@ from dpshard.noise import KeyedGaussian
 from dpshard.sampling import PoissonSampler
 from dpshard.tape import Tape
 
-ADD, DRAW, SUM = KeyedGaussian.add_, PoissonSampler.draw, Tape._sum
+RELEASE, SUM = KeyedGaussian.release_, Tape._sum
 MEASURE, PLAN = dpshard.tape.measure, dpshard.engine.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
     """The noise has one `by`-th of its deviation."""
     monkeypatch.setattr(
-        KeyedGaussian, "add_", lambda self, target, *, std, **rest: ADD(self, target, std=std / by, **rest)
+        KeyedGaussian, "release_", lambda self, shards, *, std, **rest: RELEASE(self, shards, std=std / by, **rest)
     )
 
 
 def reuse_noise(monkeypatch):
     """Every step has the noise of the first."""
-    monkeypatch.setattr(KeyedGaussian, "add_", lambda self, target, *, step, **rest: ADD(self, target, step=0, **rest))
+    monkeypatch.setattr(
+        KeyedGaussian, "release_", lambda self, shards, *, step, **rest: RELEASE(self, shards, step=0, **rest)
+    )
 
 
 def drop_clipping(monkeypatch, of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,18 +83,14 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
     """
     T = rows.shape[2]
-    size = max(1, -(-T // blocks(T)))
-    norm_sq, scale = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    for start in range(0, T, size):
-        r, c = (x[:, :, start : start + size] for x in (rows, cols))
-        gram_r, gram_c = r @ r.mT, c @ c.mT
-        norm_sq = norm_sq + _inner(gram_r, gram_c)
-        scale = scale + (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2))
+    size = max(1, -(-T // blocks(T, rows.device)))
+    terms, squares = [], []
+    for start in range(0, max(1, T), size):
+        stop = min(T, start + size)
+        gram_r, gram_c = (x[:, :, start:stop] @ x[:, :, :stop].mT for x in (rows, cols))
+        squares.append(gram_r.diagonal(start, 2, 3) * gram_c.diagonal(start, 2, 3))
         if start:
-            norm_sq = norm_sq + 2 * _inner(r @ rows[:, :, :start].mT, c @ cols[:, :, :start].mT)
-    return norm_sq, scale
-
-
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """Inner products [B] of two tensors [B, ...], in one pass."""
-    return (x.flatten(1)[:, None] @ y.flatten(1)[:, :, None])[:, 0, 0]
+            gram_c[..., :start].mul_(2)
+        terms.append((gram_r.flatten(1)[:, None] @ gram_c.flatten(1)[:, :, None])[:, 0, 0])
+    norm_sq = functools.reduce(torch.add, terms)
+    return norm_sq, torch.cat(squares, 2).sqrt().sum((1, 2))
