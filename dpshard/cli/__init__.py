@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dpshard import __version__
-from dpshard.cli import account, audit, bench, plan, plot, train
+from dpshard.cli import account, audit, bench, plan, plot, privacy_report, train
 from dpshard.cli.console import OneLineErrors
 
 app = typer.Typer(
@@ -40,5 +40,6 @@ app.command("audit")(audit.command)
 app.command("plan")(plan.command)
 app.command("bench")(bench.command)
 app.command("plot")(plot.command)
+app.command("report")(privacy_report.command)
 
 __all__ = ["app"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.panel import Panel
@@ -142,41 +144,56 @@ def _progress(stack: ExitStack, ranks: Ranks) -> Any:
 
 def _print(figures: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
-    for name, value in rows(figures):
-        table.add_row(f"[bold]{name}[/]", value)
+    for attack in attacks(figures):
+        table.add_row(f"[bold]{attack.name}[/]", attack.how)
+        table.add_row("  proved", f"epsilon >= {attack.proved} with confidence {attack.confidence}")
+        table.add_row("  accounted", f"epsilon <= {attack.accounted} at delta = {attack.delta}")
+        table.add_row("  verdict", attack.verdict)
     console.out.print(Panel(table, title=f"audit · {figures['task']}", title_align="left", expand=False))
 
 
-def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """What an audit found, as lines of a table; also those of the privacy report."""
+class Attack(NamedTuple):
+    """What one attack found, in words."""
+
+    name: str
+    how: str
+    proved: str
+    accounted: str
+    confidence: str
+    delta: str
+    refuted: bool
+
+    @property
+    def verdict(self) -> str:
+        """What follows."""
+        if self.refuted:
+            return "REFUTED: the attack proves more than was accounted (chance of a false alarm: 1e-6)"
+        return "consistent: the attack proves no more than was accounted"
+
+
+def attacks(figures: Mapping[str, Any]) -> list[Attack]:
+    """The attacks of audit.json."""
     from dpshard.accounting import rounded_up
 
     found = []
-    for attack, name in (("step", "one step"), ("run", "whole run")):
-        if attack not in figures:
+    for key, name in (("step", "one step"), ("run", "whole run")):
+        if key not in figures:
             continue
-        result = figures[attack]
+        result = figures[key]
         how = (
             f"{result['trials']} trials that count, with and without one odd sample, in equal parts"
-            if attack == "step"
+            if key == "step"
             else f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
         )
-        bound = rounded_down(result["lower_bound"])
-        found += [
-            (name, f"sigma = {result['noise_multiplier']:.4g}, {how}"),
-            ("  proved", f"epsilon >= {bound} with confidence {result['confidence']:g}"),
-            ("  accounted", f"epsilon <= {rounded_up(result['accounted'])} at delta = {result['delta']:g}"),
-            ("  verdict", _VERDICTS[bool(result["refuted"])]),
-        ]
+        found.append(
+            Attack(
+                name,
+                f"sigma = {result['noise_multiplier']:.4g}, {how}",
+                f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # rounded down: no more than was proved
+                rounded_up(math.inf if result["accounted"] is None else result["accounted"]),
+                f"{result['confidence']:g}",
+                f"{result['delta']:g}",
+                bool(result["refuted"]),
+            )
+        )
     return found
-
-
-def rounded_down(value: float) -> str:
-    """`value` to four decimals, rounded down: a lower bound must not prove more than it does."""
-    return f"{int(value * 1e4) / 1e4:.4f}"
-
-
-_VERDICTS = {
-    False: "consistent: the attack proves no more than was accounted",
-    True: "REFUTED: the attack proves more than was accounted (chance of a false alarm: 1e-6)",
-}
