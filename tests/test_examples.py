@@ -93,3 +93,9 @@ def test_transformers_are_fine_tuned_in_shards(tmp_path):
         assert run["steps"] == 2
         assert all(0 < loss < 10 for loss in run["loss"].values())
         assert trained == "all weights" or run["parameters"] < runs[model, "all weights"]["parameters"]
+
+
+def test_the_page_shows_what_fine_tuning_has_measured():
+    results = json.loads((ROOT / "benchmarks/results/finetuning.json").read_text())
+    assert load("finetune_transformers").table(results) in (ROOT / "docs/integrations.md").read_text()
+    assert len(results["runs"]) == 4

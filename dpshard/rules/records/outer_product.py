@@ -58,7 +58,7 @@ class OuterProduct:
         else:
             cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
         rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
-        return (rows_GNR.mT @ cols_GNC).view(self.shape)
+        return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 
     def without(self, dead_B: Tensor) -> OuterProduct:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
@@ -82,15 +82,17 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
     """
-    T = rows.shape[2]
+    B, G, T, _ = rows.shape
+    rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)
     size = max(1, -(-T // blocks(T, rows.device)))
-    terms, squares = [], []
+    terms, scales = [], []
     for start in range(0, max(1, T), size):
         stop = min(T, start + size)
-        gram_r, gram_c = (x[:, :, start:stop] @ x[:, :, :stop].mT for x in (rows, cols))
-        squares.append(gram_r.diagonal(start, 2, 3) * gram_c.diagonal(start, 2, 3))
+        gram_r, gram_c = (torch.bmm(x[:, start:stop], x[:, :stop].mT) for x in (rows, cols))
+        product = gram_c.mul_(gram_r)
+        scales.append(product.diagonal(start, 1, 2).sqrt())
         if start:
-            gram_c[..., :start].mul_(2)
-        terms.append((gram_r.flatten(1)[:, None] @ gram_c.flatten(1)[:, :, None])[:, 0, 0])
-    norm_sq = functools.reduce(torch.add, terms)
-    return norm_sq, torch.cat(squares, 2).sqrt().sum((1, 2))
+            product[..., :start].mul_(2)
+        terms.append(product.sum((1, 2)))
+    norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
+    return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)
