@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess
-from dpshard.audit.steps import SampleLoss, gradients, whole
+from dpshard.audit.steps import SampleLoss, gradients, named_parameters, whole
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
-from dpshard.names import canonical_name
 from dpshard.randomness import RandomSource
 
 PULL = 1e4
@@ -131,10 +130,10 @@ class InputCanaries:
         if reference is None:
             raise ConfigurationError("Input canaries differentiate a copy of the model: call wrap(model) beforehand.")
         mechanism = engine.mechanism
-        own = {canonical_name(name): p for name, p in reference.named_parameters()}
+        own = named_parameters(reference)
         with torch.no_grad():
-            for name, p in engine.model.named_parameters():
-                own[canonical_name(name).removeprefix("module.")].copy_(whole(p))
+            for name, p in named_parameters(engine.model).items():
+                own[name].copy_(whole(p))
         released = {name: whole(g) for name, g in gradients(engine.model).items()}
         parameters, device = [own[name] for name in released], next(reference.parameters()).device
         z_m = np.zeros(len(self.scores))

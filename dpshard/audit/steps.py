@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import compute_epsilon
@@ -126,7 +127,7 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
     n = len(x)
-    direction = _direction(model, x[-1:], y[-1:], loss)
+    gradient = _gradient(model, x[-1:], y[-1:], loss)
     prepared = prepare(model)
     engine = PrivacyEngine(
         prepared,
@@ -137,6 +138,7 @@ def audit_steps(
         **options,
     )
     try:
+        direction = _direction(gradient, engine.mechanism)
         live = 1.0 if engine.mechanism.schedule[0] == n else 0.0
         scores = {}
         optimizer = torch.optim.SGD(prepared.parameters(), lr=0.0)
@@ -153,11 +155,11 @@ def audit_steps(
     return StepsAudit(trials=_play(scores[0.0], scores[1.0], engine.mechanism), steps=steps, mechanism=engine.mechanism)
 
 
-def _direction(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
-    """The gradient of one sample by plain autograd, of norm 1 over all parameters; by parameter name."""
+def _gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
+    """The gradient of one sample by plain autograd, by parameter name."""
     model = copy.deepcopy(model).train()
     device = next(model.parameters()).device
-    parameters = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     total = loss(model(x.to(device)), y.to(device)).sum()
     gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     found = {name: g.double() for name, g in zip(parameters, gradients, strict=True) if g is not None}
@@ -166,7 +168,19 @@ def _direction(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict
         raise ConfigurationError(
             f"The gradient of the canary has norm {norm}: choose a sample that the model can learn."
         )
-    return {name: g / norm for name, g in found.items()}
+    return found
+
+
+def _direction(gradient: dict[str, Tensor], mechanism: Mechanism) -> dict[str, Tensor]:
+    """Where clipping takes a long gradient: every group has one norm, all of them together 1."""
+    direction: dict[str, Tensor] = {}
+    for names in mechanism.clipping_groups:
+        group = {name: gradient[name] for name in names if name in gradient}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in group.values()))
+        if norm > 0:
+            direction |= {name: g / norm for name, g in group.items()}
+    total = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
+    return {name: g / total for name, g in direction.items()}
 
 
 def _projections(
@@ -196,9 +210,14 @@ def _projections(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the trainable parameters by name, without what wrappers add to names."""
-    named = {canonical_name(name).removeprefix("module."): p for name, p in model.named_parameters()}
-    return {name: p.grad for name, p in named.items() if p.requires_grad and p.grad is not None}
+    """The gradients of the trainable parameters by name."""
+    return {name: p.grad for name, p in named_parameters(model).items() if p.requires_grad and p.grad is not None}
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by name, without what wrappers add to names."""
+    core = model.module if isinstance(model, DistributedDataParallel) else model
+    return {canonical_name(name): p for name, p in core.named_parameters()}
 
 
 def whole(x: Tensor) -> Tensor:

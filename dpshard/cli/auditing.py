@@ -30,7 +30,7 @@ CANDIDATES = 32
 def audit_step(settings: TrainSettings, data: Data, trials: int, confidence: float) -> dict[str, Any]:
     """Many noisy releases of one step with and without an odd sample, as the figures of audit.json."""
     settings, device = fitting.fit(settings, data), pick_device(settings.device)
-    model = _model(settings, data, device)
+    model = _awake(_model(settings, data, device))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
     first = [data.train[i] for i in range(min(ROWS - 1, size(data.train)))]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
@@ -151,6 +151,15 @@ def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         norms.append(sum(float(g.square().sum()) for g in found))
     best = max(range(len(norms)), key=norms.__getitem__)
     return x[best], y[best]
+
+
+def _awake(model: nn.Module) -> nn.Module:
+    """`model`, with small values in the place of parameters that are zero: a head of zeros passes no gradient on."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.any():
+                p.normal_(std=0.05)
+    return model
 
 
 def _model(settings: TrainSettings, data: Data, device: torch.device) -> nn.Module:

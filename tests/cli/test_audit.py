@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from dpshard.cli import auditing, models
 from tests.audit import faults
 from tests.cli.conftest import QUICK
 
@@ -74,3 +76,9 @@ def test_the_audit_of_a_sharded_configuration(dpshard, spawn, tmp_path, written)
 def test_what_cannot_be_audited_is_refused(dpshard):
     assert "fsdp2" in dpshard("audit", "--shard", "deepspeed-2", "--nproc", 2, exit_code=2).stderr
     assert "confidence" in dpshard("audit", "--confidence", 2, "--trials", 20, *SETTINGS, exit_code=2).stderr
+
+
+def test_a_head_of_zeros_does_not_hide_the_layers_below():
+    model = auditing._awake(models.MLP(4, 3, normalize=False))
+    model(torch.ones(1, 4)).sin().sum().backward()
+    assert all(p.any() and p.grad.any() for p in model.parameters())
