@@ -168,6 +168,7 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
         self._metrics = BatchMetrics()  # of the last logical batch
+        self._gradient_noise_std = 0.0
         self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
         self._clipper = self._collector.clipper
         sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
@@ -199,6 +200,11 @@ class PrivacyEngine:
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over the sensitivity (sigma)."""
         return self.mechanism.noise_multiplier
+
+    @property
+    def gradient_noise_std(self) -> float:
+        """Standard deviation of the noise in the private gradient of the last release; 0 before the first one."""
+        return self._gradient_noise_std
 
     @property
     def steps(self) -> int:
@@ -311,6 +317,7 @@ class PrivacyEngine:
             lambda total, name, start: noise.add_(total, step=step, name=name, std=std, start=start),
             mechanism.schedule[step],
         )
+        self._gradient_noise_std = std / mechanism.schedule[step]
         self._metrics = collector.end_release()
         self._interception.forget()
 
