@@ -70,8 +70,8 @@ class AdamBC(Optimizer):
         state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
         assert gradient is not None  # see step
         if not state:
-            # Tensors: a checkpoint knows how to save and to load those.
-            state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=torch.float64)
+            # As torch saves and loads them: all but the step in the dtype of the parameter.
+            state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=parameter.dtype)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         state["noise_sq"].mul_(beta2).add_((1 - beta2) * noise_sq)

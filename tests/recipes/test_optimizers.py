@@ -86,7 +86,8 @@ def test_adam_bc_learns_the_noise_of_each_release_from_the_engine():
         optimizer.step()
         optimizer.zero_grad()
     first, second = (1.5 * 0.1 / 4) ** 2, (1.5 * 0.1 / 8) ** 2
-    assert_close(float(optimizer.state[model.weight]["noise_sq"]), 0.9 * 0.1 * first + 0.1 * second)
+    noise_sq = float(optimizer.state[model.weight]["noise_sq"])
+    assert noise_sq == pytest.approx(0.9 * 0.1 * first + 0.1 * second, rel=1e-6)
 
 
 @pytest.mark.parametrize(
