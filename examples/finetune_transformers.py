@@ -447,7 +447,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.nproc > 1 and "RANK" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
-        sys.exit(subprocess.call([*torchrun, "--", __file__, *sys.argv[1:]]))  # -- lest torchrun take --nproc for its own
+        sys.exit(
+            subprocess.call([*torchrun, "--", __file__, *sys.argv[1:]])
+        )  # -- lest torchrun take --nproc for its own
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
