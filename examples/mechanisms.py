@@ -2,13 +2,14 @@
 
     python mechanisms.py snr                  # gradient-SNR grows with the batch, and shrinks over the training
     python mechanisms.py schedule             # growing batches against a fixed one: fewer samples
-    python mechanisms.py decay                # weights under LayerNorm grow without a large decay, and gradients die
+    python mechanisms.py decay                # weights under LayerNorm grow without a large decay; do gradients die?
     python mechanisms.py thresholds           # automatic, vanilla and adaptive clipping over thresholds
     python mechanisms.py styles               # all-layer, block-wise and layer-wise clipping at equal epsilon
     python mechanisms.py parameters           # all weights, LoRA and biases (BiTFiT) at equal epsilon
 
-Each takes a minute or two and writes NAME.json and NAME.png to --out. A sample is a piece of 16 characters of the text
-that ships with Python: its language reference, and for `parameters` the docstrings of its standard library.
+Each takes a minute or two, if two cores are free, and writes NAME.json and NAME.png to --out. A sample is a piece of 16
+characters of the text that ships with Python: its language reference, and for `parameters` the docstrings of its
+standard library.
 """
 
 from __future__ import annotations
@@ -241,21 +242,20 @@ def schedule(scale: Scale) -> Experiment:
 
 def decay(scale: Scale) -> Experiment:
     """Decay over the run: the sum of learning rate times lambda is 4.8 for DP-BERT, and for the last of these."""
-    data, lr = pieces(reference()), 1e-2
+    data, phases, lr = pieces(reference()), [(scale.batch // 8, 5 * scale.steps)], 1e-2
     invariant = ["symbols.weight", "positions.weight"]
     rest = [name for name, _ in MaskedLanguageModel().named_parameters() if name not in invariant]
 
     def norm(model: nn.Module) -> float:
         return float(torch.cat([model.get_parameter(name).detach().flatten() for name in invariant]).norm())
 
-    settings: dict[str, Any] = {"clipping_style": [invariant, rest], "watch": norm, "lr": lr}
-    found = {
-        f"decay {total:g}": averaged(
-            scale.seeds, MaskedLanguageModel, data, [(scale.batch, scale.steps)], weight_decay=total / lr / scale.steps,
-            **settings,
+    settings: dict[str, Any] = {"clipping_style": [invariant, rest], "watch": norm, "lr": lr, "epsilon": 2.0}
+    found = {}
+    for total in (0.0, 1.5, 4.8):
+        weight_decay = total / lr / phases[0][1]
+        found[f"decay {total:g}"] = averaged(
+            1, MaskedLanguageModel, data, phases, weight_decay=weight_decay, **settings
         )
-        for total in (0.0, 0.48, 4.8)
-    }  # fmt: skip
     panels = [Panel(title="norm of the embeddings", key="watched"), Panel(title="their gradient", key="gradient norm")]
     return found, [*panels, SCORE]
 
@@ -264,7 +264,7 @@ def thresholds(scale: Scale) -> Experiment:
     data, steps = pieces(reference()), -(-2 * scale.steps // 3)
     tracking = QuantileTracking(learning_rate=0.5)
     found = {}
-    for R in (0.01, 1.0, 100.0, 10_000.0):
+    for R in (0.01, 1.0, 100.0):
         for name, settings in {
             "automatic": {"clipping_fn": "automatic"},
             "vanilla": {"clipping_fn": "abadi"},

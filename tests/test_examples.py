@@ -86,3 +86,27 @@ def test_transformers_are_fine_tuned_in_shards(tmp_path):
         assert run["steps"] == 2
         assert all(0 < loss < 10 for loss in run["loss"].values())
         assert trained == "all weights" or run["parameters"] < runs[model, "all weights"]["parameters"]
+
+
+@pytest.mark.slow
+def test_the_mechanisms_are_drawn_and_told(tmp_path, capsys):
+    """A few steps of small batches: that every experiment runs to its end, at the epsilon that it says."""
+    mechanisms = load("mechanisms")
+    mechanisms.main(["all", "--quick", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for name in mechanisms.EXPERIMENTS:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert mechanisms.table(found) in printed
+        budget = {"decay": 2.0, "parameters": 1.0}.get(name, 8.0)
+        for run in found.values():
+            assert 0.98 * budget < run["epsilon"] <= budget
+            assert 0 <= run["accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_the_increasing_schedule_draws_fewer_samples():
+    mechanisms = load("mechanisms")
+    found, _ = mechanisms.schedule(mechanisms.QUICK)
+    small, growing, large = (run["samples"] for run in found.values())
+    assert small < growing < 0.9 * large
