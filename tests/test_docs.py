@@ -78,6 +78,8 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
         if program == "dpshard":
             name, *options = arguments
             commands.commands[name].make_context(name, options)  # raises for what it does not know
+        elif program == "python":
+            assert (ROOT / arguments[0]).exists()
         else:
             assert program == "make"
             assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text("utf-8")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -102,6 +103,25 @@ def test_the_mechanisms_are_drawn_and_told(tmp_path, capsys):
         for run in found.values():
             assert 0.98 * budget < run["epsilon"] <= budget
             assert 0 <= run["accuracy"] <= 1
+
+
+def test_embeddings_under_a_norm_are_scale_invariant():
+    """Twice the embeddings: the same output, and half of their gradient."""
+    mechanisms = load("mechanisms")
+    torch.manual_seed(0)
+    model = mechanisms.MaskedLanguageModel().double()
+    model.norm.eps = 0.0
+    embeddings = [model.symbols.weight, model.positions.weight]
+    ids = torch.randint(0, mechanisms.SYMBOLS, (5, mechanisms.T))
+    outputs, gradients = [], []
+    for _ in range(2):
+        outputs.append(model(ids))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), embeddings))
+        for weight in embeddings:
+            weight.data.mul_(2)
+    assert torch.allclose(*outputs)
+    for first, second in zip(*gradients, strict=True):
+        assert torch.allclose(first, 2 * second)
 
 
 @pytest.mark.slow

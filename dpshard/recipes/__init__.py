@@ -6,6 +6,16 @@ it what they like.
 
 from dpshard.recipes.adam_bc import AdamBC
 from dpshard.recipes.pretraining import DP_BERT, PretrainingRecipe
+from dpshard.recipes.scaled_adam import ScaledAdam, scale_parameters, unscale_parameters
 from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 
-__all__ = ["DP_BERT", "AdamBC", "PretrainingRecipe", "stepped_batches", "warmup_quadratic_decay"]
+__all__ = [
+    "DP_BERT",
+    "AdamBC",
+    "PretrainingRecipe",
+    "ScaledAdam",
+    "scale_parameters",
+    "stepped_batches",
+    "unscale_parameters",
+    "warmup_quadratic_decay",
+]
