@@ -331,14 +331,12 @@ class PrivacyEngine:
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
         noise = KeyedGaussian(self._noise_secret(), secure=mechanism.secure)
-        elements = sum(math.prod(shape) for shape in backend.shapes.values())
-        collector.metrics.observe_sum(backend.signal_norm(), std * math.sqrt(elements))
+        backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)
-        backend.privatize(
-            lambda total, name, start: noise.add_(total, step=step, name=name, std=std, start=start),
-            batch_size,
-        )
+        signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
+        elements = sum(math.prod(shape) for shape in backend.shapes.values())
+        collector.metrics.observe_sum(signal_norm, std * math.sqrt(elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)

@@ -15,7 +15,7 @@ same everywhere. (Between CPUs the last bit of a logarithm or a cosine may diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -24,12 +24,41 @@ import torch
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import RandomSource, derive_key
+from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
 
+_TOGETHER = 32
+"""Short parts of which noise is drawn at once."""
+
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank holds of a sum of the shape of a parameter."""
+
+    name: str
+    """Of the parameter."""
+    local: Tensor
+    """Of any shape and strides, float32 or float64; its noise has its dtype."""
+    start: int = 0
+    """Read row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
+
+    def check(self) -> None:
+        """Raise ConfigurationError if no noise can be added."""
+        if self.local.dtype not in _NUMPY_DTYPE:
+            raise ConfigurationError(
+                f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "
+                f"guarantee. Accumulate the clipped sum in float32 and add the noise there."
+            )
+        if hasattr(self.local, "to_local"):
+            raise ConfigurationError(
+                f"{self.name}: noise is added to the local shard: pass target.to_local(), and its start."
+            )
+        if self.start < 0:
+            raise ConfigurationError(f"{self.name}: start={self.start} is the first element of the shard, at least 0.")
 
 
 @dataclass(frozen=True)
@@ -41,40 +70,57 @@ class KeyedGaussian:
     secure: bool = False
     """Draw on the CPU for every device, and in float64."""
 
-    def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
-        """Add N(0, std**2) noise to `target` in place and return it; std = 0 draws and adds nothing.
+    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+        """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
 
-        `target` is a rank's local shard, of any shape and strides, float32 or float64. Read row by row it holds the
-        elements [start, start + target.numel()) of the flattened whole parameter `name`; its noise has its dtype.
-        Raises ConfigurationError for another dtype, a sharded tensor, or a std that is negative or not finite.
+        Returns the L2 norm of all shards as they were, [], float64, on the device of the first.
+        Raises ConfigurationError for a tensor of half precision, a sharded one, or a std that is negative or not
+        finite; no shard is changed then.
         """
-        _check(target, name, std, start)
-        if std == 0 or target.numel() == 0:
-            return target
-        if not target.is_contiguous():
-            noise = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
-            target.detach().add_(self.add_(noise, step=step, name=name, std=std, start=start))
-            return target
-        flat, stop = target.detach().view(-1), start + target.numel()
+        if not math.isfinite(std) or std < 0:
+            raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
+        for shard in shards:
+            shard.check()
+        dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
+        blocks = [block for shard, flat in zip(shards, dense, strict=True) for block in _blocks(shard, flat)]
+        if not blocks:
+            return torch.zeros((), dtype=torch.float64)
+        if std > 0 and all(flat.device.type == "cpu" for flat in dense):
+            norms = self._release_in_pieces(blocks, step, std, divisor)
+        else:
+            norms = torch._foreach_norm([block.part for block in blocks])
+            for batch in self._batches(blocks) if std > 0 else ():
+                for piece, noise in self._noise(batch, step):
+                    piece.add_(noise, alpha=std)
+            torch._foreach_div_(dense, divisor)
+        for shard, flat in zip(shards, dense, strict=True):
+            if not shard.local.is_contiguous():
+                shard.local.detach().copy_(flat.view(shard.local.shape))
+        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+        return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
 
-        def add_block(block: int) -> None:
-            origin = block * BLOCK
-            lo, hi = max(start, origin), min(stop, origin + BLOCK)
-            key = derive_key(self.secret, "noise", step, name, block)
-            part = flat[lo - start : hi - start]
-            for at, noise in self._draw(key, lo - origin, hi - origin, target.dtype, target.device):
-                part[at : at + len(noise)].add_(noise, alpha=std)
+    def _release_in_pieces(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> list[Tensor]:
+        """See release_; in one pass over memory, for a piece stays in the cache. Returns the norms of the pieces."""
 
-        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        def release(batch: Sequence[_Block]) -> list[Tensor]:
+            norms = []
+            for piece, noise in self._noise(batch, step):
+                norms.append(torch.linalg.vector_norm(piece))
+                piece.add_(noise, alpha=std).div_(divisor)
+            return norms
+
+        batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
         # this rank was given (torchrun sets it to 1).
-        threads = min(len(blocks), torch.get_num_threads()) if target.device.type == "cpu" else 1
+        threads = min(len(batches), torch.get_num_threads())
         if threads == 1:
-            for block in blocks:
-                add_block(block)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(add_block, blocks))  # list(): an exception in a thread is raised here
+            return [norm for batch in batches for norm in release(batch)]
+        with ThreadPoolExecutor(threads) as pool:
+            return [norm for norms in pool.map(release, batches) for norm in norms]
+
+    def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
+        """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
+        self.release_([Shard(name, target, start)], step=step, std=std)
         return target
 
     def sample(
@@ -93,11 +139,41 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
+    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
+        """`blocks` one by one, but short parts of one dtype together: each alone would be mostly overhead."""
+        batches: list[list[_Block]] = []
+        short: dict[torch.dtype, list[_Block]] = {}
+        for block in blocks:
+            if block.lo + len(block.part) > SHORTEST or not self._draws_on_cpu(block.part.device):
+                batches.append([block])
+            else:
+                batch = short.setdefault(block.part.dtype, [])
+                batch.append(block)
+                if len(batch) == _TOGETHER:
+                    batches.append(short.pop(block.part.dtype))
+        return [*batches, *short.values()]
+
+    def _draws_on_cpu(self, device: torch.device) -> bool:
+        return self.secure or device.type == "cpu"
+
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
+        keys = [derive_key(self.secret, "noise", step, block.name, block.number) for block in batch]
+        first, dtype = batch[0], batch[0].part.dtype
+        if len(batch) == 1:
+            hi = first.lo + len(first.part)
+            for at, noise in self._draw(keys[0], first.lo, hi, dtype, first.part.device):
+                yield first.part[at : at + len(noise)], noise
+            return
+        normals = torch.from_numpy(first_normals(keys, np.float64 if self.secure else _NUMPY_DTYPE[dtype]))
+        for block, row in zip(batch, normals, strict=True):
+            yield block.part, row[block.lo : block.lo + len(block.part)].to(block.part.device, dtype)
+
     def _draw(
         self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
         """Elements [lo, hi) of the block under `key`, in pieces: where in the range a piece starts, and the piece."""
-        if not self.secure and device.type != "cpu":
+        if not self._draws_on_cpu(device):
             generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little"))
             # The whole block: the first values of a shorter draw on a GPU would be others.
             yield 0, torch.randn(BLOCK, generator=generator, dtype=dtype, device=device)[lo:hi]
@@ -111,15 +187,21 @@ class KeyedGaussian:
             at += len(normals)
 
 
-def _check(target: Tensor, name: str, std: float, start: int) -> None:
-    if target.dtype not in _NUMPY_DTYPE:
-        raise ConfigurationError(
-            f"{name}: noise for a tensor of {target.dtype} would lose its low bits, and with them the guarantee. "
-            f"Accumulate the clipped sum in float32 and add the noise there."
-        )
-    if hasattr(target, "to_local"):
-        raise ConfigurationError(f"{name}: noise is added to the local shard: pass target.to_local(), and its start.")
-    if not math.isfinite(std) or std < 0:
-        raise ConfigurationError(f"{name}: std={std!r} of the noise must be finite and at least 0.")
-    if start < 0:
-        raise ConfigurationError(f"{name}: start={start} is the first element of the shard, at least 0.")
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """The part of a shard that lies in one block of its parameter."""
+
+    name: str
+    number: int
+    lo: int
+    """Where in the block the part begins."""
+    part: Tensor
+
+
+def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:
+    """The blocks that meet `shard`, of which `flat` holds the elements in order."""
+    stop = shard.start + len(flat)
+    for number in range(shard.start // BLOCK, -(-stop // BLOCK) if len(flat) else 0):
+        origin = number * BLOCK
+        lo, hi = max(shard.start, origin), min(stop, origin + BLOCK)
+        yield _Block(shard.name, number, lo - origin, flat[lo - shard.start : hi - shard.start])

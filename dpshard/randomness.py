@@ -21,7 +21,7 @@ import hmac
 import math
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,14 +77,14 @@ class RandomSource:
         A piece is overwritten by the next one.
         """
         rows = 3 if dtype is np.float32 else 4
-        longest = _SHORTEST if n <= _SHORTEST else _LONGEST
+        longest = SHORTEST if n <= SHORTEST else _LONGEST
         octets = np.empty(2 * rows * longest + _ROOM, np.uint8)
         words, normals = np.empty(rows * longest // 2, dtype), np.empty(longest, dtype)
         drawn = 0
         while drawn < n:
-            size = min(max(7 * drawn, _SHORTEST), _LONGEST)
-            integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4")
-            _box_muller(integers, words[: len(integers)].reshape(rows, -1), normals[:size].reshape(2, -1), dtype)
+            size = min(max(7 * drawn, SHORTEST), _LONGEST)
+            integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(rows, -1)
+            _box_muller(integers, words[: integers.size].reshape(rows, -1), normals[:size].reshape(2, -1), dtype)
             yield normals[: min(size, n - drawn)]
             drawn += size
 
@@ -96,14 +96,25 @@ class RandomSource:
         return room[:n]
 
 
+def first_normals(keys: Sequence[bytes], dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
+    """The first normals under each of `keys`, [keys, SHORTEST], as from sources of their own, but drawn at once."""
+    rows, count = 3 if dtype is np.float32 else 4, len(keys)
+    octets = np.empty((count, 2 * rows * SHORTEST + _ROOM), np.uint8)
+    for key, room in zip(keys, octets, strict=True):
+        RandomSource(key)._octets(room)
+    integers = octets[:, :-_ROOM].view("<i4").reshape(count, rows, -1).swapaxes(0, 1)
+    normals = np.empty((count, 2, SHORTEST // 2), dtype)
+    _box_muller(integers, np.empty(integers.shape, dtype), normals.swapaxes(0, 1), dtype)
+    return normals.reshape(count, SHORTEST)
+
+
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
-    """Normals [2, n] of random `integers` [rows * n], by way of `words` [rows, n]; Box and Muller 1958.
+    """Normals [2, ...] of random `integers` [rows, ...], by way of `words` [rows, ...]; Box and Muller 1958.
 
     Integers are signed: processors convert those to floats at once.
     """
-    n = words.shape[1]
-    integers[: 2 * n] &= 2**31 - 1
-    words[...] = integers.reshape(words.shape)
+    integers[:2] &= 2**31 - 1
+    words[...] = integers
     radius, fine, angle, *finer = words
     # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
     fine *= dtype(2.0**-31)
@@ -122,10 +133,10 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     normals *= radius
 
 
-_SHORTEST, _LONGEST = 2**10, 2**17
-"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter, and longer ones
-leave the cache. Part of the meaning of a key."""
+SHORTEST, _LONGEST = 2**10, 2**15
+"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter; longer ones
+leave the cache, and torch would share each one among threads of its own. Part of the meaning of a key."""
 
 _ZEROS = memoryview(bytes(8 * _LONGEST))
-_ROOM = 15
-"""What a block cipher may write beyond its message."""
+_ROOM = 16
+"""What a block cipher may write beyond its message, and rows stay aligned."""

@@ -24,7 +24,7 @@ from dpshard.errors import LogicalBatchError
 from dpshard.nodes import Anchor, Slot, without_autocast
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
-from dpshard.rules.records import Record, fetched, measure, offloaded, wide_dtype
+from dpshard.rules.records import Bundle, PerSample, Record, fetched, measure, offloaded, wide_dtype
 
 
 class Pass(Enum):
@@ -57,11 +57,18 @@ class GroupTape:
     """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
     dead_B: Tensor | None = None
     """Whether a sample's norm is not finite; None if that is none's."""
+    small: dict[str, PerSample] = field(default_factory=dict)
+    """Of parameters of which all uses have arrived: they are measured and summed together when the group closes."""
+    bundle: Bundle | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def awaits_only(self, names: set[str]) -> bool:
         """Whether every use of other parameters has arrived."""
         return all(self.arrived.get(name, 0) == n for name, n in self.expected.items() if name not in names)
+
+    def add(self, norm_sq_B: Tensor) -> None:
+        """Add the squared norms of some parameters."""
+        self.norm_sq_B = norm_sq_B if self.norm_sq_B is None else self.norm_sq_B + norm_sq_B
 
 
 class Tape:
@@ -158,11 +165,13 @@ class Tape:
         if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
             # Uses through different derivations (slices, transposes) meet at the root.
             entries, source = self._common_root(name, entries), self.clipper.sources[name]
+        (first, *others) = (record for _, record in entries)
+        if not others and isinstance(first, PerSample) and first.is_small and source.label == name:
+            group.small[name] = first
+            return
         execution = self.clipper.execution
-        norm_sq_B, records = measure(
-            [record for _, record in entries], execution.norm, keep=execution.keep_per_sample, closing=closing
-        )
-        group.norm_sq_B = norm_sq_B if group.norm_sq_B is None else group.norm_sq_B + norm_sq_B
+        norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
+        group.add(norm_sq_B)
         if self.current is Pass.BOOK:
             waits = execution.offload_records and not closing
             group.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
@@ -184,6 +193,10 @@ class Tape:
         tape = self.groups[group.index]
         for name in [name for name, count in tape.expected.items() if tape.arrived.get(name, 0) < count]:
             self._measure(tape, name, closing=True)  # a use in a branch that backward never reached has no gradient
+        if tape.small:
+            tape.bundle = Bundle.of(tape.small)
+            tape.small.clear()
+            tape.add(tape.bundle.norm_sq())
         if tape.norm_sq_B is None:
             return
         norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
@@ -213,10 +226,17 @@ class Tape:
                 total = pull_back(source, total, self._blank(name))[name]
             group.sums[name] = group.sums[name] + total if name in group.sums else total
 
+    def _sum_bundle(self, group: GroupTape) -> None:
+        bundle, group.bundle = group.bundle, None
+        if bundle is not None and group.multiplier_B is not None:
+            bundle = bundle if group.dead_B is None else bundle.without(group.dead_B)
+            group.sums.update(bundle.clipped_sums(group.multiplier_B))
+
     def between_passes(self) -> None:
         """End the pass that took the norms; the next one sums."""
         for index, group in self.groups.items():
             self._settle(self.clipper.groups[index])
+            group.bundle = None
             group.arrived.clear()
         self.current = Pass.SUMS
 
@@ -230,6 +250,7 @@ class Tape:
         """The clipped sum of one parameter, once; its records are freed. None if no gradient arrived."""
         group = self._group(name)
         self._sum(group, name)
+        self._sum_bundle(group)
         return group.sums.pop(name, None)
 
 

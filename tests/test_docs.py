@@ -79,7 +79,8 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
             name, *options = arguments
             commands.commands[name].make_context(name, options)  # raises for what it does not know
         elif program == "python":
-            assert (ROOT / arguments[0]).exists()
+            script = (ROOT / arguments[0]).read_text("utf-8")
+            assert all(f'"{option}"' in script for option in arguments if option.startswith("--"))
         else:
             assert program == "make"
             assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text("utf-8")

@@ -12,6 +12,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def load(name):
@@ -54,9 +55,13 @@ def test_half_precision_needs_no_loss_scaling():
 
 def on_two_processes(name, *arguments):
     """What the example prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return succeeds(*TORCHRUN, str(EXAMPLES / f"{name}.py"), *arguments)
+
+
+def succeeds(*command):
+    """What the command prints."""
     run = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py"), *arguments],
+        command,
         capture_output=True,
         text=True,
         timeout=250,
@@ -75,7 +80,9 @@ def test_a_sharded_example_learns():
 def test_transformers_are_fine_tuned_in_shards(tmp_path):
     """A few steps of tiny models: that it runs to the end, and tells what was spent."""
     pytest.importorskip("peft")
-    printed = on_two_processes("finetune_transformers", "--quick", "--out", str(tmp_path))
+    # By itself, as its users start it: it launches the processes.
+    example = [sys.executable, str(EXAMPLES / "finetune_transformers.py"), "--nproc", "2", "--shard", "fsdp2"]
+    printed = succeeds(*example, "--quick", "--out", str(tmp_path))
     results = json.loads((tmp_path / "finetuning.json").read_text())
     assert load("finetune_transformers").table(results) in printed
     assert (results["processes"], results["shard"]) == (2, "fsdp2")
@@ -130,3 +137,9 @@ def test_the_increasing_schedule_draws_fewer_samples():
     found, _ = mechanisms.schedule(mechanisms.QUICK)
     small, growing, large = (run["samples"] for run in found.values())
     assert small < growing < 0.9 * large
+
+
+def test_the_page_shows_what_fine_tuning_has_measured():
+    results = json.loads((ROOT / "benchmarks/results/finetuning.json").read_text())
+    assert load("finetune_transformers").table(results) in (ROOT / "docs/integrations.md").read_text()
+    assert len(results["runs"]) == 4

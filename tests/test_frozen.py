@@ -142,6 +142,7 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
         measure(self, group, name, closing=closing)
         for entries in group.entries.values():
             kept.extend(record for _, record in entries)
+        kept.extend(group.small.values())
 
     monkeypatch.setattr(Tape, "arrive", arriving)
     monkeypatch.setattr(Tape, "_measure", measuring)

@@ -20,7 +20,7 @@ from scipy import stats
 
 from dpshard import noise
 from dpshard.errors import ConfigurationError
-from dpshard.noise import BLOCK, KeyedGaussian
+from dpshard.noise import BLOCK, KeyedGaussian, Shard
 
 SECRET = bytes(range(32))
 GAUSSIAN = KeyedGaussian(SECRET)
@@ -50,6 +50,19 @@ def test_noise_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@both_sources
+def test_noise_does_not_depend_on_what_else_is_released(secure):
+    """Short parts are drawn together, a piece of several in one go."""
+    gaussian, sizes = KeyedGaussian(SECRET, secure=secure), [3, 0, 1024, 40_000, 7, 1025, *[5] * 70]
+    shards = [Shard(f"w{i}", torch.full((n,), 2.0), start=i) for i, n in enumerate(sizes)]
+    shards.append(Shard("wide", torch.full((9,), 2.0, dtype=torch.float64)))
+    norm = gaussian.release_(shards, step=4, std=0.5, divisor=8.0)
+    assert norm.item() == pytest.approx(2 * (sum(sizes) + 9) ** 0.5)
+    for shard in shards:
+        alone = gaussian.sample(4, shard.name, shard.start, shard.start + shard.local.numel(), shard.local.dtype)
+        assert torch.equal(shard.local, (2.0 + 0.5 * alone) / 8.0)
 
 
 def test_noise_does_not_depend_on_the_layout():

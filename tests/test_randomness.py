@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import RandomSource, derive_key, new_run_secret
+from dpshard.randomness import _ROOM, RandomSource, derive_key, new_run_secret
 
 SECRET = bytes(range(32))
 KEY = derive_key(SECRET, "test")
@@ -28,7 +28,7 @@ contexts = st.lists(st.text(max_size=5) | st.integers(), max_size=4)
 
 
 def octets(source, n):
-    return source._octets(np.empty(n + 15, np.uint8))
+    return source._octets(np.empty(n + _ROOM, np.uint8))
 
 
 def normal(source, n, dtype):
@@ -119,7 +119,7 @@ def test_normals_are_those_of_box_and_muller():
 @pytest.mark.parametrize("word", [0, -(2**31), 2**31 - 1, -1, -64])
 def test_normals_are_finite_whatever_the_bits_and_reach_far_into_the_tails(dtype, word, monkeypatch):
     monkeypatch.setattr(
-        RandomSource, "_octets", lambda _, room: np.full((len(room) - 15) // 4, word, "<i4").view(np.uint8)
+        RandomSource, "_octets", lambda _, room: np.full((len(room) - _ROOM) // 4, word, "<i4").view(np.uint8)
     )
     drawn = normal(RandomSource(KEY), 1024, dtype)
     assert np.isfinite(drawn).all()
@@ -154,7 +154,7 @@ def test_a_source_is_uniform_and_normal():
 def test_uniform_never_is_zero_whatever_the_bits(monkeypatch):
     for octet in (0, 255):
         monkeypatch.setattr(
-            RandomSource, "_octets", lambda _, room, octet=octet: np.full(len(room) - 15, octet, np.uint8)
+            RandomSource, "_octets", lambda _, room, octet=octet: np.full(len(room) - _ROOM, octet, np.uint8)
         )
         uniform = RandomSource(KEY).uniform(4)
         assert np.all((uniform > 0) & (uniform <= 1))

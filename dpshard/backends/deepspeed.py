@@ -30,6 +30,7 @@ from dpshard.backends.zero3 import Zero3
 from dpshard.backends.zero_layout import read_layout
 from dpshard.backends.zero_state import ZeroState
 from dpshard.errors import ConfigurationError, LogicalBatchError
+from dpshard.noise import Shard
 
 
 class DeepSpeedBackend(LocalBackend):
@@ -139,22 +140,26 @@ class DeepSpeedBackend(LocalBackend):
         """See LocalBackend."""
         self._reducer.complete()
 
-    def signal_norm(self) -> Tensor:
+    def check_sums(self) -> None:
         """See LocalBackend; nobody but this back-end has hold of the sums."""
-        return self._reducer.norm()
 
-    def privatize(self, add_noise: Callable[[Tensor, str, int], object], divisor: float) -> None:
+    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """See LocalBackend; the result waits for DeepSpeed's step."""
         self._private = self._reducer.take()
+        shards: list[Shard] = []
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 fragment = self._reducer.fragment(name, self._private)
-                if not parameter.requires_grad:
+                if parameter.requires_grad:
+                    shards.append(Shard(name, fragment, self._reducer.layout.fragments[name].start))
+                else:
                     fragment.zero_()  # frozen since
-                    continue
-                add_noise(fragment, name, self._reducer.layout.fragments[name].start)
-                fragment.div_(divisor)
+            norm = release_(shards).double().cpu()
         self._reset()
+        return self._over_shards(norm.square()).sqrt()
+
+    def _over_shards(self, x: Tensor) -> Tensor:
+        return self.stack(x.view(1)).sum().cpu()
 
     def hand_over(self, held: set[Tensor]) -> None:
         """See LocalBackend."""

@@ -135,12 +135,15 @@ class Guard:
     def _rewritten(self, names: Collection[str]) -> str | None:
         """Name of a gradient that has other bits than backward has left."""
         noted = {name: self._noted[name] for name in names if name in self._noted}
-        differ = [checksum(self._local(x.gradient)) != x.checksum for x in noted.values()]
-        if not differ:
+        if not noted:
             return None
+        now = [checksum(self._local(x.gradient)) for x in noted.values()]
         # Read all at once: an accelerator is waited for once.
-        flags = torch.stack([x.to(differ[0].device) for x in differ]).cpu()
-        return next((name for name, changed in zip(noted, flags, strict=True) if bool(changed)), None)
+        then_N, now_N = (
+            torch.stack([x.to(now[0].device) for x in sums]) for sums in ([x.checksum for x in noted.values()], now)
+        )
+        changed = (then_N != now_N).tolist()
+        return next((name for name, is_changed in zip(noted, changed, strict=True) if is_changed), None)
 
     def _refuse_hooks(self, name: str) -> None:
         parameter = self._parameters[name]
@@ -184,6 +187,8 @@ class _Noted:
 
 def checksum(x: Tensor) -> Tensor:
     """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    if x.dim() and x.is_contiguous() and not (x.shape[-1] * x.itemsize % 8 or x.storage_offset() * x.itemsize % 8):
+        return x.detach().view(torch.int64).sum()
     flat = x.detach().contiguous().view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
         return flat.view(torch.int64).sum()

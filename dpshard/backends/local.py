@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from dpshard.backends.guard import Guard
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+from dpshard.noise import Shard
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
@@ -159,15 +160,6 @@ class LocalBackend:
     def complete_sums(self) -> None:
         """Called once per logical batch, before its sums are looked at: what is still to be summed over ranks, is."""
 
-    def signal_norm(self) -> Tensor:
-        """L2 norm of the clipped sum over all parameters; LogicalBatchError if somebody else has changed it."""
-        self._require_untouched(self.parameters)
-        sums = [self._sum_of(name) for name in self.parameters]
-        # Part by part: a long sum in float32 loses digits, and a copy in float64 costs more than its norm.
-        parts = [part for x in sums if x is not None for part in x.detach().reshape(-1).split(2**20)]
-        norm = torch.nn.utils.get_total_norm(parts).double().cpu()  # an accelerator is waited for once
-        return self._over_shards(norm.square()).sqrt()
-
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad
         return self._wide_sums.get(name, None if gradient is None else self._local(gradient))
@@ -219,14 +211,19 @@ class LocalBackend:
         """A block in which one micro-batch of a logical batch is worked on."""
         return nullcontext()
 
-    def privatize(self, add_noise: Callable[[Tensor, str, int], object], divisor: float) -> None:
-        """Turn every clipped sum into (sum + noise) / divisor; a parameter without a gradient gets its noise too.
+    def check_sums(self) -> None:
+        """Called once per logical batch, before its noise; LogicalBatchError if somebody else has changed a sum."""
+        self._require_untouched(self.parameters)
 
-        `add_noise` takes a rank's shard, the parameter's name, and the place of the shard in the flattened parameter.
+    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+        """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
+
+        `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had.
+        Returns the L2 norm of the clipped sum, [], on the CPU.
 
         A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
         """
-        noisy: dict[str, Tensor] = {}
+        shards: list[Shard] = []
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 total = self._sum_of(name)
@@ -236,16 +233,14 @@ class LocalBackend:
                     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                     shard = self._local(parameter)
                     total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
-                total = total if total.dtype in WIDE else total.float()
-                add_noise(total, name, self._start(name))
-                noisy[name] = total
-            if noisy:
-                torch._foreach_div_(list(noisy.values()), divisor)
-            for name, total in noisy.items():
-                parameter = self.parameters[name]
+                shards.append(Shard(name, total if total.dtype in WIDE else total.float(), self._start(name)))
+            norm = release_(shards).double().cpu()  # an accelerator is waited for once
+            for shard in shards:
+                parameter, total = self.parameters[shard.name], shard.local
                 if parameter.grad is None or total is not self._local(parameter.grad):
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
+        return self._over_shards(norm.square()).sqrt()
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""

@@ -130,14 +130,6 @@ class Reducer:
             totals[id(place.master)] = torch.zeros(place.master.shape, dtype=shape.dtype, device=shape.device)
         return totals[id(place.master)][place.offset : place.offset + place.length]
 
-    def norm(self) -> Tensor:
-        """L2 norm of the running sum, over all ranks; float64."""
-        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in self._totals.values()]
-        device = next(iter(self.shapes.values())).device
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt().cpu()
-
     @staticmethod
     def _add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
         sums[name] = sums[name] + x if name in sums else x

@@ -23,6 +23,10 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     axis, source = batch_axis(call, input), call.source(weight)
     input = call.hold(input) if source is not None else input
     output = _linear(input, call.plain(weight), call.plain(bias))
+    if not torch.compiler.is_compiling() and output._is_view():
+        # Of the matrix that addmm returns, and does not keep for backward. A tap on a view would have autograd copy the
+        # gradient of the whole base, twice.
+        output = torch.ops.aten._unsafe_view(output, output.shape)
     return record_linear(call, input, axis, output, source, call.source(bias), transposed=False)
 
 

@@ -4,6 +4,8 @@ PITFALLS rows: 4 test_dead_samples_contribute_exact_zeros; 6 test_gather_ignores
 7 test_a_sum_of_records_has_the_norm_of_the_sum; 10 test_half_precision_is_summed_in_float32.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard.config import NormMethod
-from dpshard.rules.records import Convolution, Gather, OuterProduct, PerSample, RoutedProduct
-from dpshard.rules.records.cost import ghost_flops
+from dpshard.rules.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.rules.records.cost import ProductSize, ghost_flops
 from dpshard.rules.records.measure import inner, join, measure
 from tests.oracle import randn
 
@@ -119,6 +121,21 @@ def test_convolution(B, k, groups, rank, kernel, stride, padding, dilation):
     record = convolution(B, k, 2 * groups, 3 * groups, space, kernel, stride, padding, dilation, groups)
     check(record)
     assert_close(record.outer().per_sample(), by_hand(record))
+    for by_pixels in (True, False):  # the Gram matrix of the windows
+        with mock.patch.object(ProductSize, "gram_by_pixels", by_pixels):
+            assert_close(record.norm_sq(NormMethod.GHOST), norms_sq(by_hand(record)))
+
+
+def test_small_images_with_many_channels_need_neither_windows_nor_gradients_for_their_norm():
+    record = convolution(2, 1, 64, 64, (8, 8), 3, padding=1)
+    T, pixels = 64, 10 * 10
+    with FlopCounterMode(display=False) as counter:
+        norm_sq = record.norm_sq(NormMethod.CHEAPEST)
+    assert_close(norm_sq, norms_sq(by_hand(record)))
+    assert counter.get_total_flops() == 2 * 2 * (T * T * 64 + pixels * pixels * 64)
+    assert counter.get_total_flops() < 2 * 2 * T * 64 * 64 * 9 / 2  # of the per-sample gradients
+    assert not convolution(2, 1, 64, 64, (8, 8), 3, padding=1, stride=2).size.gram_by_pixels
+    assert not convolution(2, 1, 4, 4, (8, 8), 3, padding=1).size.gram_by_pixels
 
 
 def test_convolutions_of_one_kernel_join():
@@ -262,7 +279,7 @@ def test_the_ghost_norm_costs_what_the_choice_assumes(T):
         norm_sq = record.norm_sq(NormMethod.GHOST)
     assert_close(norm_sq, norms_sq(record.per_sample()))
     if T > 1:
-        products = 2 * (ghost_flops(T, 5, 7) + 2 * T * T)  # and the product of the two Gram matrices
+        products = 2 * ghost_flops(T, 5, 7, torch.device("cpu"))
         assert counter.get_total_flops() <= 1.02 * products
         assert counter.get_total_flops() >= 2 * T * T * 12
 
@@ -333,3 +350,14 @@ def test_norms_of_long_samples_are_not_inflated():
     exact = (rows.double().mT @ cols.double()).square().sum((1, 2))
     assert_close(outer.norm_sq(NormMethod.CHEAPEST).double(), exact, rtol=1e-3, atol=0)
     assert_close(gather.norm_sq(NormMethod.CHEAPEST).double(), values.double().square().sum((1, 2)), rtol=1e-3, atol=0)
+
+
+def test_a_bundle_is_as_good_as_its_parts():
+    records = {name: PerSample(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}
+    bundle, factor_B, dead_B = Bundle.of(records), randn(4), torch.tensor([False, True, False, False])
+    assert_close(bundle.norm_sq(), sum(norms_sq(r.gradient) for r in records.values()))
+    sums, survivors = bundle.clipped_sums(factor_B), bundle.without(dead_B).clipped_sums(factor_B)
+    for name, record in records.items():
+        assert_close(sums[name], record.clipped_sum(factor_B))
+        assert_close(survivors[name], record.without(dead_B).clipped_sum(factor_B))
+        assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own

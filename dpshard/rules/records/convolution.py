@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize
-from dpshard.rules.records.numerics import blank, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, gram_floor, wide, wide_dtype
 from dpshard.rules.records.outer_product import OuterProduct, norm_sq_of
 
 
@@ -36,7 +38,9 @@ class Convolution:
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
         nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
-        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, unfolded=True)
+        pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
+        kernel = self.shape[2:].numel()
+        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, pixels, kernel)
 
     def is_whole(self) -> bool:
         """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
@@ -47,8 +51,36 @@ class Convolution:
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B]."""
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not self.size.instantiates(kept=False)):
-            return self.outer().norm_sq(NormMethod.GHOST)
+            return self._ghost_norm_sq() if self.size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
         return self.norm_sq_of(self.per_sample())
+
+    def _ghost_norm_sq(self) -> Tensor:
+        rows_BGTR = self._rows()
+        product = self._gram_of_windows().mul_(rows_BGTR @ rows_BGTR.mT)
+        scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
+        return torch.maximum(product.sum((1, 2, 3)), gram_floor(scale.square()))
+
+    def _gram_of_windows(self) -> Tensor:
+        """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
+        (B, k), G = self.input.shape[:2], self.groups
+        padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
+        space, positions = padded.shape[3:], self.gradient.shape[3:]
+        # [B, k, C, *space] -> [B, G, C / G, k * space]
+        x = padded.unflatten(2, (G, -1)).movedim(1, 3).flatten(3)
+        gram = (x.mT @ x).view(B, G, k, *space, k, *space)
+        total = gram.new_zeros(())
+        for place in itertools.product(*(range(n) for n in self.shape[2:])):
+            seen = tuple(
+                slice(d * at, d * at + s * (n - 1) + 1, s)
+                for at, n, s, d in zip(place, positions, self.stride, self.dilation, strict=True)
+            )
+            total = total + gram[(slice(None), slice(None), slice(None), *seen, slice(None), *seen)]
+        T = k * positions.numel()
+        return total.reshape(B, G, T, T)
+
+    def _rows(self) -> Tensor:
+        """Output gradients [B, G, T, R], as rows of a product."""
+        return wide(self.gradient).unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
@@ -57,23 +89,30 @@ class Convolution:
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
-        if self.input.device.type != "cpu":
-            return self.outer().per_sample()  # many small kernels would wait for one another
+        if self.input.device.type != "cpu" or self.stride == self.shape[2:]:
+            # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
+            return self.outer().per_sample()
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input.
-        return torch.stack([self._summed(x, g) for x, g in zip(wide(self.input), wide(self.gradient), strict=True)])
+        pairs = zip(wide(self.input).unbind(), wide(self.gradient).unbind(), strict=True)
+        kernel = self._blank()
+        return torch.stack([self._summed(x, g, kernel) for x, g in pairs])
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
-        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
+        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1), self._blank())
 
-    def _summed(self, input: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient [*shape], summed over images."""
-        *_, kernel, _ = torch.ops.aten.convolution_backward(
+    def _blank(self) -> Tensor:
+        """Stands in for the kernel where its shape counts alone."""
+        return torch.zeros((), dtype=wide_dtype(self.gradient), device=self.gradient.device).expand(self.shape)
+
+    def _summed(self, input: Tensor, gradient: Tensor, kernel: Tensor) -> Tensor:
+        """The gradient [*shape], summed over images; `kernel` is a blank one."""
+        *_, total, _ = torch.ops.aten.convolution_backward(
             gradient,
             input,
-            gradient.new_empty(()).expand(self.shape),  # whose shape counts alone
+            kernel,
             None,
             self.stride,
             self.padding,
@@ -83,7 +122,7 @@ class Convolution:
             self.groups,
             [False, True, False],
         )
-        return kernel
+        return total
 
     def outer(self) -> OuterProduct:
         """The same as rows and columns, with the windows of all positions."""

@@ -8,7 +8,9 @@ Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the 
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
 Numbers that are written and read cost as much as some FLOPs, for which the processor would have had time meanwhile;
-windows of a convolution three times as much, as they are gathered. The choice is made from sizes alone and never by the
+windows of a convolution three times as much, as they are gathered. Their Gram matrix needs no windows: two of them have
+the inner product of the elements at their first place, and so on, which the Gram matrix of the whole input holds; of
+small images with many channels it is the cheapest. The choice is made from sizes alone and never by the
 clock: a run that is resumed must round as the first one did.
 Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by 2 T^2 <= R C, the one that takes less memory.
 """
@@ -43,8 +45,10 @@ class ProductSize:
     device: torch.device
     nbytes: int
     """Of rows and columns."""
-    unfolded: bool = False
-    """Whether the columns are windows, which Gram matrices need and the gradient does not."""
+    pixels: int = 0
+    """If the columns are windows of an input: the elements of a channel of it, padded."""
+    kernel: int = 1
+    """And those of a channel of a window."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -71,10 +75,31 @@ class ProductSize:
             return True
         if self.T == 1:
             return False
-        number = self._flops_a_byte() * self.dtype.itemsize  # to write and read one
-        instantiated = number * self.R * self.C + (0 if kept else 2 * self.T * self.R * self.C)
-        ghost = ghost_flops(self.T, self.R, self.C) + (3 * number * self.T * self.C if self.unfolded else 0)
-        return instantiated < ghost
+        instantiated = self._flops_a_number() * self.R * self.C + (0 if kept else 2 * self.T * self.R * self.C)
+        return instantiated < self._ghost()
+
+    def _ghost(self) -> int:
+        if not self.pixels:
+            return ghost_flops(self.T, self.R, self.C, self.device)
+        return self._by_pixels() if self.gram_by_pixels else self._by_windows()
+
+    @property
+    def gram_by_pixels(self) -> bool:
+        """Whether the Gram matrix of the windows is best made of that of the input's elements, within their memory."""
+        return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
+
+    def _by_pixels(self) -> int:
+        positions = self.T * self.T
+        products = 2 * positions * self.R + 2 * self.pixels**2 * self.C // self.kernel
+        return products + self._flops_a_number() * self.kernel * positions
+
+    def _by_windows(self) -> int:
+        unfolding = 3 * self._flops_a_number() * self.T * self.C
+        return ghost_flops(self.T, self.R, self.C, self.device) + unfolding
+
+    def _flops_a_number(self) -> int:
+        """FLOPs in the time in which a number is written and read."""
+        return self._flops_a_byte() * self.dtype.itemsize
 
     def _flops_a_byte(self) -> int:
         """FLOPs that a processor does in the time of three passes over a byte."""
@@ -83,12 +108,12 @@ class ProductSize:
         return 10 if self.gradient_bytes <= _CACHE else 45  # measured on server CPUs, float32
 
 
-def blocks(T: int) -> int:
-    """Into how many blocks of positions Gram matrices are cut: products of small blocks are slow."""
-    return min(8, max(1, T // 64))
+def blocks(T: int, device: torch.device) -> int:
+    """Into how many blocks of positions Gram matrices are cut: products of small blocks are slow, above all on GPUs."""
+    return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 
-def ghost_flops(T: int, R: int, C: int) -> int:
+def ghost_flops(T: int, R: int, C: int, device: torch.device) -> int:
     """FLOPs of the ghost norm of one sample: a block meets itself and those before it, the others by symmetry."""
-    n = blocks(T)
+    n = blocks(T, device)
     return T * T * (R + C) * (n + 1) // n

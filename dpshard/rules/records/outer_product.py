@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,7 +58,7 @@ class OuterProduct:
         else:
             cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
         rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
-        return (rows_GNR.mT @ cols_GNC).view(self.shape)
+        return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 
     def without(self, dead_B: Tensor) -> OuterProduct:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
@@ -81,19 +82,17 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
     """
-    T = rows.shape[2]
-    size = max(1, -(-T // blocks(T)))
-    norm_sq, scale = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    for start in range(0, T, size):
-        r, c = (x[:, :, start : start + size] for x in (rows, cols))
-        gram_r, gram_c = r @ r.mT, c @ c.mT
-        norm_sq = norm_sq + _inner(gram_r, gram_c)
-        scale = scale + (gram_r.diagonal(0, 2, 3) * gram_c.diagonal(0, 2, 3)).sqrt().sum((1, 2))
+    B, G, T, _ = rows.shape
+    rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)
+    size = max(1, -(-T // blocks(T, rows.device)))
+    terms, scales = [], []
+    for start in range(0, max(1, T), size):
+        stop = min(T, start + size)
+        gram_r, gram_c = (torch.bmm(x[:, start:stop], x[:, :stop].mT) for x in (rows, cols))
+        product = gram_c.mul_(gram_r)
+        scales.append(product.diagonal(start, 1, 2).sqrt())
         if start:
-            norm_sq = norm_sq + 2 * _inner(r @ rows[:, :, :start].mT, c @ cols[:, :, :start].mT)
-    return norm_sq, scale
-
-
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """Inner products [B] of two tensors [B, ...], in one pass."""
-    return (x.flatten(1)[:, None] @ y.flatten(1)[:, :, None])[:, 0, 0]
+            product[..., :start].mul_(2)
+        terms.append(product.sum((1, 2)))
+    norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
+    return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)
