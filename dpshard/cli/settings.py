@@ -98,6 +98,11 @@ class TrainSettings:
         PRIVACY, "automatic", "How a gradient is clipped: R/(|g|+0.01), min(1, R/|g|), or dropped above R."
     )
     clipping_style: ClippingStyle = _setting(PRIVACY, "all-layer", "Which parameters share one norm.")
+    clipping_quantile: float | None = _setting(
+        PRIVACY,
+        None,
+        "Have each threshold follow this quantile of the gradient norms, 0 to 1, from max_grad_norm on; charged.",
+    )
     accountant: AccountantName = _setting(
         PRIVACY, "pld", "Who computes epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
     )
@@ -194,9 +199,12 @@ class TrainSettings:
 
     def mechanism(self) -> dict[str, Any]:
         """The arguments of PrivacyEngine that these settings decide: all but the model and the sample size."""
-        cap = self.max_batch_size
+        from dpshard.thresholds import QuantileTracking  # torch, for which `dpshard --help` does not wait
+
+        cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": parse_phases(self.phases) if self.phases else self.batch_size,
+            "adaptive_thresholds": None if quantile is None else QuantileTracking(quantile),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
 
@@ -330,6 +338,7 @@ _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         lambda x: x >= 1,
         "at least 1",
     ),
+    (("clipping_quantile",), lambda x: x is None or 0 < x < 1, "above 0 and below 1"),
     (("feature_scale",), lambda x: 0 < x < math.inf, "a finite number above 0"),
     (("learning_rate",), lambda x: x is None or 0 < x < math.inf, "a finite number above 0"),
     (("test_fraction", "validation_fraction", "momentum"), lambda x: 0 <= x < 1, "at least 0 and below 1"),

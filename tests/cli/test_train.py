@@ -135,7 +135,7 @@ def test_flags_override_the_file(tmp_path, dpshard):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--model", "vit", "--clipping-style", "layer-wise"],
+        ["--model", "vit", "--clipping-style", "layer-wise", "--clipping-quantile", 0.5],
         ["--model", "cnn", "--clipping-style", "block-wise", "--optimizer", "adamw", "--weight-decay", 0.01],
         ["--model", "mlp", "--clipping-style", "param-wise", "--max-batch-size", "auto", "--secure-mode"],
         ["--task", "pydoc", "--model", "gpt", "--max-length", 16, "--optimizer", "adam", "--num-workers", 2],
