@@ -84,7 +84,7 @@ class GradientCanaries:
         """Look at the release of `step`, which is in the gradients."""
         mechanism = engine.mechanism
         released = whole(gradients(engine.model)[_Probed.NAME])[:-1, 0].double().cpu().numpy()
-        z_m = released * mechanism.schedule[step] / mechanism.max_grad_norm
+        z_m = released * mechanism.schedule[step] / _norm(engine, step)
         q = mechanism.schedule[step] / mechanism.sample_size
         shift = len(mechanism.clipping_groups) ** -0.5  # the threshold of the group of the canaries' numbers
         gain_m = (shift * z_m - shift**2 / 2) / max(mechanism.noise_multiplier, 1e-3) ** 2
@@ -143,7 +143,7 @@ class InputCanaries:
             pairs = list(zip(found, released.values(), strict=True))
             norm = math.sqrt(sum(float(g.square().sum()) for g, _ in pairs))
             along = sum(float((g * release).sum()) for g, release in pairs)
-            z_m[i] = along / norm * mechanism.schedule[step] / mechanism.max_grad_norm if norm > 0 else 0.0
+            z_m[i] = along / norm * mechanism.schedule[step] / _norm(engine, step) if norm > 0 else 0.0
         self.scores += z_m
 
     def guesses(self) -> Guesses:
@@ -157,6 +157,14 @@ Canaries = GradientCanaries | InputCanaries
 def refuted(guesses: Guesses, engine: PrivacyEngine) -> bool:
     """Whether a run proves more than its accounted epsilon; of a sound engine with 1 - REFUTED_BEYOND at most."""
     return guesses.epsilon(SMALL_DELTA, REFUTED_BEYOND) > engine.epsilon(SMALL_DELTA)
+
+
+def _norm(engine: PrivacyEngine, step: int) -> float:
+    """What the noise of `step` is sigma times: the clipping norm, which adaptive thresholds move."""
+    mechanism = engine.mechanism
+    if mechanism.noise_multiplier == 0:
+        return mechanism.max_grad_norm
+    return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
 class _Probed(nn.Module):

@@ -15,7 +15,7 @@ from dpshard.backends.ranks import Ranks
 from dpshard.cli import fitting, models, sharding
 from dpshard.cli.data import BYTES, Data, Kind, size
 from dpshard.cli.settings import TrainSettings
-from dpshard.cli.training import draw_seed, make_optimizer, pick_device, sample_losses
+from dpshard.cli.training import draw_seed, make_optimizer, make_scheduler, pick_device, sample_losses
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import new_run_secret
 
@@ -91,6 +91,7 @@ def audit_run(
     sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
     dataset = canaries.among(data.train)
     engine = PrivacyEngine(sharded.model, sample_size=size(dataset), **settings.mechanism())
+    scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
     if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
         # It drops what is longer than the threshold of its group.
         canaries.pull = 0.99 * settings.max_grad_norm / math.sqrt(len(engine.mechanism.clipping_groups))
@@ -103,6 +104,7 @@ def audit_run(
         engine.privatize()
         canaries.observe(engine, logical_batch.step)
         sharded.step()
+        scheduler.step()
         if progress is not None:
             progress(engine.step, engine.steps)
     return _run_figures(canaries, engine, kind, confidence)
@@ -129,7 +131,7 @@ def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
     """Samples like no others: the values of a training sample in random order, for text random bytes; random labels."""
     generator = torch.Generator().manual_seed(0)
     like = [torch.as_tensor(data.train[i % size(data.train)][0]) for i in range(count)]
-    if data.kind is Kind.LANGUAGE:
+    if data.kind in (Kind.LANGUAGE, Kind.MASKED):
         ids = torch.randint(BYTES, (count, len(like[0]) + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]
     if data.kind is Kind.TEXT:
