@@ -34,7 +34,7 @@ def audit() -> list[tuple[bool, float]]:
         with pytest.MonkeyPatch.context() as monkeypatch:
             if faulty:
                 faults.weaken_noise(monkeypatch, dist.get_world_size())
-            found = audit_steps(*classifier(), trials=200, clipping_fn="abadi", prepare=sharded)
+            found = audit_steps(*classifier(), trials=400, clipping_fn="abadi", prepare=sharded)
         results.append((found.refuted_at() is not None, found.trials.mu(0.95)))
     return results
 
