@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.calls import functions_named
 from dpshard.rules.call import Call, Source
 from dpshard.rules.elementwise import ELEMENTWISE
 from dpshard.rules.records import PerSample, Record, RoutedProduct, wide_dtype
 from dpshard.rules.registry import routed_rule
 
-GROUPED = [getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)]
+GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
 """Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G] says where groups end."""
 
 _linear = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
