@@ -423,7 +423,7 @@ class Interception:
 
     # --- refusals -------------------------------------------------------------------------------------------------
 
-    def refusal(self, labels: str, func: Any, reason: str, *, fix: bool = True) -> UnsupportedParameterError:
+    def refusal(self, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
         """An error that names parameters, the module that owns the first of them, and the function."""
         owner = "the model"
         for name, _ in self.model.named_parameters():
@@ -437,7 +437,7 @@ class Interception:
         )
         name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
         return UnsupportedParameterError(
-            f"{labels} in {owner}, function {name}: {reason.rstrip('.')}.{advice if fix else ''}"
+            f"{labels} in {owner}, function {name}: {reason.rstrip('.')}.{advice if advise else ''}"
         )
 
     def refuse_batch_norm(self) -> None:

@@ -104,8 +104,8 @@ class Call(Protocol):
         """The values of the source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
         ...
 
-    def refuse(self, reason: str, *, fix: bool = True) -> Exception:
-        """The error to raise: names parameter, module and function; `fix` appends the general advice to `reason`."""
+    def refuse(self, reason: str, *, advise: bool = True) -> Exception:
+        """The error to raise: names parameter, module and function; `advise` appends the general advice to `reason`."""
         ...
 
 

@@ -69,7 +69,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     for x in tensors:
         rows = call.source(x) is None and call.axis(x) is not None
         if x.dim() == rank and len(x) != 1 and (not rows or len(x) != len(sample_N)):
-            raise call.refuse("an argument has a dimension where the others have routed rows", fix=False)
+            raise call.refuse("an argument has a dimension where the others have routed rows", advise=False)
 
     def enter(x: Tensor) -> Tensor:
         source = call.source(x)
@@ -86,7 +86,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 def _refuse_unless_rows(call: Call, x: Tensor) -> None:
     axis = None if call.source(x) is not None else call.axis(x)
     if axis is None or not axis.routed or x.dim() != 2:
-        raise call.refuse("its first argument is not [N, D] with the rows that were routed", fix=False)
+        raise call.refuse("its first argument is not [N, D] with the rows that were routed", advise=False)
 
 
 def _record(
