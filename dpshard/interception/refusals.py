@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
     """An error that names parameters, the module that owns the first of them, and the function."""
     owner = "the model"
     for name, _ in model.named_parameters():
-        if name in labels:
+        if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is no part of `10.weight`
             path = name.rpartition(".")[0]
             owner = f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
             break
