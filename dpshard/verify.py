@@ -94,17 +94,9 @@ def compare(
         outputs, precision = [], _Precision()
         for samples in (chosen, [0]):
             state.rewind()
-            try:
-                with precision:
-                    outputs.append(interception.run_plain(run, samples))
-            except (RuntimeError, ValueError, IndexError) as error:
-                if isinstance(error, DpshardError):
-                    raise
-                raise VerificationError(
-                    f"The model fails on {len(samples)} sample(s) of the micro-batch taken alone ({error}), so they "
-                    f"have no gradient of their own. Does it normalise over them (BatchNorm), or need a fixed size?"
-                ) from error
-        _refuse_memory(state, [lambda r=r, i=i: interception.run_plain(r, [i]) for r, i in _two_inputs(run, n)])
+            with precision:
+                outputs.append(_run_plain(interception, run, samples))
+        _refuse_memory(state, [lambda r=r, i=i: _run_plain(interception, r, [i]) for r, i in _two_inputs(run, n)])
         objectives = [loss.of] if loss is not None else _objectives(outputs[0], outputs[1], n, mean=mean)
         values, values_alone = _values(outputs[0]), list[list[Tensor]]()
         del outputs
@@ -128,7 +120,7 @@ def compare(
             singles = []
             for sample in chosen:
                 state.rewind()
-                output = interception.run_plain(run, [sample])
+                output = _run_plain(interception, run, [sample])
                 values_alone.append(_values(output))
                 value = objective(output, [sample])
                 plain = {name: backend.differentiated[name] for name in names}
@@ -149,6 +141,21 @@ def compare(
         if loss is None:
             for sample in chosen:
                 _refuse_mixed_outputs(values, values_alone[sample], sample, n, precision.half)
+
+
+def _run_plain(interception: Interception, run: Run, samples: list[int]) -> Any:
+    """The model's output for some samples alone; VerificationError if it has none."""
+    try:
+        return interception.run_plain(run, samples)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DpshardError):
+            raise
+        raise VerificationError(
+            f"{type(run.module).__name__} fails on {len(samples)} sample(s) of the micro-batch taken alone ({error}), "
+            f"so they have no gradient of their own. Does it normalise over them (BatchNorm), need a fixed size, or "
+            f"get what belongs to samples in a tensor without a dimension for them (flat ids with offsets: pass ids "
+            f"[B, T], and flatten them in forward)?"
+        ) from error
 
 
 def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:
@@ -323,9 +330,10 @@ def _failure(
     return VerificationError(
         f"{worst} (clipping group {group.label!r}): the gradients of {len(singles)} samples together are not those of "
         f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
-        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss); a loss "
-        f"whose reduction is not the loss_reduction given to the engine; a batch dimension that is not dimension 0 of "
-        f"the inputs; a parameter used outside of a module call, or inside of a torch.autograd.Function. Turn off with "
+        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; of tokens "
+        f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
+        f"given to the engine; a batch dimension that is not dimension 0 of the inputs; a parameter used outside of a "
+        f"module call, or inside of a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

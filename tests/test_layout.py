@@ -177,3 +177,26 @@ def test_a_part_that_is_called_time_first_is_refused(steps):
 
 def test_the_whole_model_may_turn_dimensions():
     assert_exact(TwoParts(), randn(B, B, D))
+
+
+class Masked(nn.Module):
+    """A mask where anything is masked, as transformers makes one for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        masked = x[..., 0] < -9
+        h = self.first(x)
+        if masked.any():
+            h = h.masked_fill(masked[..., None], 0)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("sample", range(B))
+def test_a_branch_that_any_sample_may_decide(sample):
+    """The third may be the first that takes it, when the layout is found from two samples and from three."""
+    x = randn(B, T, D)
+    x[sample, 1, 0] = -10
+    assert_exact(Masked(), x)

@@ -31,7 +31,7 @@ class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
     `local` gives the part of a gradient that this rank holds. `accumulated` is called with the name of a parameter
-    whenever autograd has added to its gradient.
+    whenever autograd has added to its gradient. `training` tells whether the model is in training mode.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class Guard:
         parameters: Mapping[str, nn.Parameter],
         local: Callable[[Tensor], Tensor],
         accumulated: Callable[[str], None],
+        training: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
         self._local = local
+        self._training = training
         self._watching = True
         # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
         self._expected: dict[str, Tensor] = {}
@@ -66,6 +68,12 @@ class Guard:
         if not self._watching or gradient is None:
             return
         if self._expected.pop(name, None) is not gradient:
+            if not self._training():
+                raise UnsupportedParameterError(
+                    f"{name}: a gradient of a model in eval mode reached it, which is not clipped: its forwards are "
+                    f"ordinary ones. Call model.train() before the training loop (from_pretrained returns models in "
+                    f"eval mode); to train without dropout, set its probability to 0."
+                )
             raise UnsupportedParameterError(
                 f"{name}: a gradient reached it on a way that dpshard does not see, so it is not clipped. Typical "
                 f"causes: a regularisation term on the parameter outside the model's forward (use the optimizer's "

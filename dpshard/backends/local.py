@@ -49,7 +49,7 @@ class LocalBackend:
         self._wide_sums: dict[str, Tensor] = {}
         self._backward = -1  # number of the backward pass that delivers, until it has come to its end
         self._failed = False  # whether a backward pass of this logical batch did not come to its end
-        self.guard = Guard(self.parameters, self._local, self._accumulated)
+        self.guard = Guard(self.parameters, self._local, self._accumulated, self._in_training)
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if the model holds a trainable parameter that the engine does not know."""
@@ -60,6 +60,9 @@ class LocalBackend:
                     f"clip its gradient. Unfreeze, add and load parameters before making the engine; or call "
                     f"engine.state_dict() and engine.detach(), and make a new engine."
                 )
+
+    def _in_training(self) -> bool:
+        return self.core.training or self.outermost.training
 
     def _knows(self, name: str, parameter: nn.Parameter) -> bool:
         return self.parameters.get(name) is parameter

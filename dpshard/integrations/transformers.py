@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,11 @@ class _Private(ShardsOnCPU):
 
     def get_train_dataloader(self) -> Any:
         """The logical batches of an epoch, each within a dict."""
+        trainer: Any = self
+        if isinstance(trainer.train_dataset, Sized):
+            check_dataset(
+                trainer.train_dataset, len(trainer.train_dataset)
+            )  # before the Trainer makes a sampler for it
         ordinary = super().get_train_dataloader()  # type: ignore[misc]
         return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
 
@@ -351,6 +356,8 @@ def _refuse(args: TrainingArguments) -> None:
         "changes the gradients of the others: leave it out.": bool(args.neftune_noise_alpha),
         "auto_find_batch_size begins again after an error within a logical batch: set "
         "per_device_train_batch_size.": args.auto_find_batch_size,
+        "gradient_accumulation_kwargs of accelerator_config would accumulate logical batches: set "
+        "gradient_accumulation_steps, of which they consist.": _accumulates_again(args),
         "DeepSpeed steps within its own backward: use FSDP2, or dpshard's loop with deepspeed.initialize().": bool(
             args.deepspeed
         ),
@@ -363,6 +370,11 @@ def _refuse(args: TrainingArguments) -> None:
     for reason, holds in refused.items():
         if holds:
             raise ConfigurationError(f"TrainingArguments: {reason}")
+
+
+def _accumulates_again(args: TrainingArguments) -> bool:
+    config: Any = args.accelerator_config
+    return "num_steps" in (getattr(config, "gradient_accumulation_kwargs", None) or {})
 
 
 def _neutral(args: TrainingArguments) -> TrainingArguments:

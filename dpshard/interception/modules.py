@@ -323,14 +323,24 @@ class Interception:
         try:
             with self.undisturbed(run.module) as state, self.sharding.probing(), torch.enable_grad():
 
-                def first(n: int) -> Any:
+                def first(n: int, rows: int) -> Any:
                     state.rewind()
-                    return run.first(n)
+                    return run.first(n, rows)
 
-                found = find_layout(first, self.trainable)
+                # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+                alike = functools.partial(first, rows=min(2, run.rows))
+                if self.sharding.gathers(run.module):  # where all ranks have to run as often
+                    found = find_layout(alike, self.trainable)
+                else:
+                    try:
+                        found = find_layout(functools.partial(first, rows=run.rows), self.trainable)
+                    except BatchLayoutError:
+                        found = find_layout(alike, self.trainable)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
+            if not self.sharding.gathers(run.module):  # other ranks need not have failed, and would not take part
+                self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
                 f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
@@ -339,6 +349,11 @@ class Interception:
             ) from error
         merge(into, found)
         return into
+
+    def _try_whole(self, run: Run) -> None:
+        """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
+        with self.undisturbed(run.module), torch.no_grad():
+            self.run_plain(run, list(range(run.batch_size)))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
         """A block in which forwards of `module` are ordinary ones and leave RNG state and buffers as they were."""

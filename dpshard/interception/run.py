@@ -33,9 +33,9 @@ class Run:
         args, kwargs = pytree.tree_unflatten([self._pick(i, samples) for i in range(len(self.leaves))], self.tree)
         return self.original(*args, **kwargs)
 
-    def first(self, n: int) -> Any:
-        """The output for the first n samples, repeated if there are fewer."""
-        return self.on([i % self.rows for i in range(n)])
+    def first(self, n: int, rows: int) -> Any:
+        """The output for the first n of `rows` samples, repeated if there are fewer."""
+        return self.on([i % rows for i in range(n)])
 
     def _pick(self, i: int, samples: list[int]) -> Any:
         leaf, dim = self.leaves[i], self.dims[i]

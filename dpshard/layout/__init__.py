@@ -7,6 +7,9 @@ sample that are flattened into the batch are told apart by their values: the fir
 runs. A function of parameters whose inputs and outputs keep their shapes has met no sample: it derives a tensor from
 parameters alone. What is found is keyed by function and parameter, not by order, and holds for every batch size.
 
+A branch that the values of all samples decide (is any token masked?) may be taken in one of the runs alone. Then the
+third sample is the first one again, so that whatever holds for any, or for all, of them holds in both.
+
 Calls that follow from what the data picked (a loop over the experts that were hit) have no place in the other run to
 be compared with. Of their arguments, those that were made on the common course are known from there, and routed rows
 are followed; see [Note: Routed rows] in routing.py.

@@ -130,6 +130,14 @@ def test_a_leaked_gradient_never_reaches_an_update(make, loss, verify):
     assert torch.equal(values(model), before)
 
 
+def test_a_model_that_was_never_put_into_training_mode_is_refused():
+    """As from_pretrained returns it."""
+    model = mlp().eval()
+    engine_on(model)
+    with pytest.raises(UnsupportedParameterError, match=r"2\.bias: .* in eval mode .* model\.train\(\) before"):
+        backward(model)
+
+
 def test_a_gradient_set_on_a_parameter_without_one_is_refused():
     model = mlp()
     engine_on(model)
@@ -226,6 +234,21 @@ def test_a_parameter_made_trainable_later_is_refused(change, own_optimizer, in_b
         backward(model)
         torch.optim.SGD(model[0].parameters() if own_optimizer else model.parameters(), lr=1.0).step()
     assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("in_between", [True, False])
+def test_adapters_that_come_after_the_engine_are_refused(in_between):
+    """As get_peft_model does it: all that the engine knows is frozen."""
+    model = mlp()
+    engine_on(model)
+    if in_between:
+        backward(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model.zero_grad()
+    model.requires_grad_(False)
+    model[2].register_module("adapter", nn.Linear(8, P).double())
+    with pytest.raises(UnsupportedParameterError, match=r"2\.adapter\.weight became trainable.* after the engine"):
+        backward(model)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError, VerificationError
+from dpshard.errors import CheckpointError, ConfigurationError, DataError, EngineInUseError, VerificationError
 from dpshard.sampling import PoissonSampler
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
 
@@ -460,6 +460,19 @@ def test_what_is_not_private_is_refused(case, tmp_path):
         setattr(args, name, value)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         PrivateTrainer(gpt2(), args, privacy={"noise_multiplier": 1.0})
+
+
+def test_accumulation_that_is_set_twice_is_refused(tmp_path):
+    args = arguments(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}})
+    with pytest.raises(ConfigurationError, match="set gradient_accumulation_steps"):
+        PrivateTrainer(gpt2(), args, privacy={"noise_multiplier": 1.0})
+
+
+def test_an_empty_data_set_is_refused(tmp_path):
+    args = arguments(tmp_path)
+    trainer = PrivateTrainer(gpt2(), args, train_dataset=[], privacy={"noise_multiplier": 1.0})
+    with pytest.raises(DataError, match="empty: check the path or the filter"):
+        trainer.train()
 
 
 def test_settings_that_follow_from_the_trainer_are_refused(tmp_path):

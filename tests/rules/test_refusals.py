@@ -161,6 +161,30 @@ def test_inputs_of_different_lengths_are_refused():
         model(randn(B, D), randn(T, D))
 
 
+def test_bags_of_flat_ids_from_outside_are_refused():
+    """They have no dimension for samples, so all of them go into the last bag of the samples that are checked."""
+
+    class Bags(nn.EmbeddingBag):
+        def forward(self, x, ids, offsets):
+            return x + super().forward(ids, offsets)
+
+    model = Bags(7, D, mode="sum").double()
+    engine = noise_free_engine(model, batch_size=B, sample_size=B)
+    for logical_batch in engine.batches(torch.utils.data.TensorDataset(randn(B, D)), micro_batch_size=B):
+        for (x,) in logical_batch:
+            with pytest.raises(VerificationError, match=r"Bags fails on 1 sample.*flat ids with offsets: pass ids"):
+                model(x, torch.arange(2 * B) % 7, torch.arange(0, 2 * B, 2))
+        break
+
+
+def test_an_error_of_the_model_itself_stays_what_it_is():
+    """A token beyond the vocabulary, say: where the samples lie has nothing to do with it."""
+    model = nn.Embedding(7, D)
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(IndexError, match="index out of range"):
+        model(torch.full((B, T), 7))
+
+
 def needs_two(m, x):
     if len(x) < 2:
         raise ValueError("I need two")
