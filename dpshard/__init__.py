@@ -10,15 +10,25 @@ if TYPE_CHECKING:
     from dpshard.engine import PrivacyEngine
     from dpshard.logical_batch import LogicalBatch
     from dpshard.replacements import replace_unsupported
+    from dpshard.thresholds import QuantileTracking
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpointer", "DpshardError", "LogicalBatch", "PrivacyEngine", "__version__", "replace_unsupported"]
+__all__ = [
+    "Checkpointer",
+    "DpshardError",
+    "LogicalBatch",
+    "PrivacyEngine",
+    "QuantileTracking",
+    "__version__",
+    "replace_unsupported",
+]
 
 _HOMES = {
     "Checkpointer": "dpshard.checkpoint.checkpointer",
     "LogicalBatch": "dpshard.logical_batch",
     "PrivacyEngine": "dpshard.engine",
+    "QuantileTracking": "dpshard.thresholds",
     "replace_unsupported": "dpshard.replacements",
 }
 

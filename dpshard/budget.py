@@ -31,6 +31,7 @@ class Budget:
             noise_multiplier=mechanism.noise_multiplier,
             sample_size=mechanism.sample_size,
             max_batch_size=mechanism.max_batch_size,
+            counted_groups=mechanism.counted_groups,
         )
 
     def statement(self) -> str:
@@ -45,6 +46,7 @@ class Budget:
             mechanism.schedule[step] / mechanism.sample_size,
             mechanism.sample_size,
             mechanism.max_batch_size,
+            mechanism.counted_groups,
         )
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):

@@ -43,7 +43,7 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
     return torch.minimum(factor_B, largest_B).clamp(min=0).nan_to_num(nan=0.0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # adaptive thresholds are others at every step
 def _at_most(x: float, dtype: torch.dtype) -> float:
     """The largest number of `dtype` (float32, float64) not above `x` > 0: most thresholds are no float32."""
     if dtype == torch.float64:

@@ -160,6 +160,7 @@ class Collector:
                         "they are not the next ones of the run. Call engine.batches(...) again."
                     )
                 batch = self.batch = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
+                self.metrics = BatchMetrics()  # of a backward that failed before it delivered anything, too
                 yield batch
                 batch.require_release()
         finally:

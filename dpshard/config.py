@@ -128,11 +128,15 @@ class Mechanism:
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0."""
     max_grad_norm: float
-    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups."""
+    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; at the
+    first step, if thresholds are adaptive."""
     clipping_fn: str
     """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
     clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M)."""
+    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M), or begins with
+    it."""
+    adaptive_thresholds: str | None
+    """`repr` of how thresholds follow the gradients; None if they are fixed."""
     sample_size: int
     """Number of samples of the data set; public."""
     schedule: BatchSchedule
@@ -142,13 +146,18 @@ class Mechanism:
     loss_reduction: LossReduction
     """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
     secure: bool
-    """Whether the noise is drawn on the CPU for every device, and in float64; a replay must draw it likewise."""
+    """Whether the noise is drawn as [Note: Secure noise] in noise.py says; a replay must draw it likewise."""
     accountant: AccountantName
     """Who turns the ledger into epsilon."""
     target_delta: float
     """The delta at which epsilon is reported."""
     target_epsilon: float | None
     """The budget at which a run stops, or None when noise_multiplier was given."""
+
+    @property
+    def counted_groups(self) -> int:
+        """Number of groups whose count of unclipped samples is part of every release."""
+        return 0 if self.adaptive_thresholds is None else len(self.clipping_groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

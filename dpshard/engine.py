@@ -43,6 +43,7 @@ from dpshard.sampling import (
     load,
     plan_micro_batches,
 )
+from dpshard.thresholds import QuantileTracking, Thresholds, TrackedThresholds
 from dpshard.verify import Loss, compare
 
 if TYPE_CHECKING:
@@ -74,10 +75,13 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: What the loss does over the rows of the micro-batch: "mean" or "sum".
+        adaptive_thresholds: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
+            `max_grad_norm` on, and the noise follows them. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
         offload_records: With one backward pass, keep what waits for the norms in the memory of the host rather than of
             the GPU: all-layer clipping of models whose records do not fit, at the price of the traffic.
-        secure_mode: Draw the noise on the CPU for every device, in float64; elsewhere the device's generator draws it.
+        secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
+            bits tell nothing; else the device's generator draws it.
         verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.
@@ -105,6 +109,7 @@ class PrivacyEngine:
         clipping_mode: str = "auto",
         accountant: AccountantName = "pld",
         loss_reduction: LossReduction = "mean",
+        adaptive_thresholds: QuantileTracking | None = None,
         max_batch_size: int | Literal["auto"] | None = None,
         offload_records: bool = False,
         secure_mode: bool = False,
@@ -121,6 +126,10 @@ class PrivacyEngine:
         check_choice("secure_mode", secure_mode, (False, True))
         check_choice("verify", verify, (False, True))
         check_positive("max_grad_norm", max_grad_norm)
+        if not isinstance(adaptive_thresholds, QuantileTracking | None):
+            raise ConfigurationError(
+                f"adaptive_thresholds={adaptive_thresholds!r}: pass a dpshard.QuantileTracking(...), or None."
+            )
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
@@ -154,6 +163,7 @@ class PrivacyEngine:
             max_grad_norm=float(max_grad_norm),
             clipping_fn=repr(function),
             clipping_groups=tuple(group.names for group in groups),
+            adaptive_thresholds=None if adaptive_thresholds is None else repr(adaptive_thresholds),
             sample_size=sample_size,
             schedule=schedule,
             max_batch_size=cap,
@@ -168,8 +178,11 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
         self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
         self._metrics = BatchMetrics()  # of the last logical batch
+        self._gradient_noise_std = 0.0
         self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
-        self._clipper = self._collector.clipper
+        self._clipper = clipper = self._collector.clipper
+        tracked = adaptive_thresholds
+        self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
         sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
         self._interception = Interception(model, sources, self._collector, self._backend, self._first_forward)
         try:
@@ -201,6 +214,11 @@ class PrivacyEngine:
         return self.mechanism.noise_multiplier
 
     @property
+    def gradient_noise_std(self) -> float:
+        """Standard deviation of the noise in the private gradient of the last release; 0 before the first one."""
+        return self._gradient_noise_std
+
+    @property
     def steps(self) -> int:
         """Number of steps of the planned run."""
         return self.mechanism.schedule.steps
@@ -209,6 +227,14 @@ class PrivacyEngine:
     def step(self) -> int:
         """Number of steps released so far."""
         return self._budget.ledger.steps
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The threshold R_m of each clipping group, by its label; adaptive ones are those of the next step.
+
+        Epsilon covers them: they are computed from counts that were noised, and charged.
+        """
+        return {group.label: group.threshold for group in self._clipper.groups}
 
     def epsilon(self, delta: float | None = None) -> float:
         """Epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
@@ -298,20 +324,23 @@ class PrivacyEngine:
         collector, backend = self._collector, self._backend
         if not collector.begin_release():
             return
+        if collector.batch is None:
+            self._thresholds.refuse_own_loop()
         release = self._budget.next_release()
         backend.complete_sums()
         step, mechanism = self.step, self.mechanism
-        std = mechanism.noise_multiplier * mechanism.max_grad_norm
+        sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
+        std = self._thresholds.gradient_noise(sigma)
         noise = KeyedGaussian(self._noise_secret(), secure=mechanism.secure)
         backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)
-        signal_norm = backend.privatize(
-            lambda shards: noise.release_(shards, step=step, std=std, divisor=mechanism.schedule[step])
-        )
+        signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
         elements = sum(math.prod(shape) for shape in backend.shapes.values())
         collector.metrics.observe_sum(signal_norm, std * math.sqrt(elements))
+        self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
+        self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
 
     def _noise_secret(self) -> bytes:
@@ -351,7 +380,9 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, step, run secret and mechanism, as plain Python values. Keep it as secret as the data."""
-        return checkpoint.pack(self.mechanism, self._secret, self._budget.ledger.state_dict())
+        return checkpoint.pack(
+            self.mechanism, self._secret, self._budget.ledger.state_dict(), self._thresholds.state_dict()
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that `state` was saved from: same batches, same noise, nothing forgotten.
@@ -360,12 +391,13 @@ class PrivacyEngine:
         of another mechanism, or not that of the other ranks; LogicalBatchError in the middle of a logical batch.
         """
         self.require_rest()
-        secret, ledger_state = checkpoint.unpack(state, self.mechanism)
-        if self._backend.differing({"secret": secret, "ledger": ledger_state}):
+        secret, ledger_state, thresholds = checkpoint.unpack(state, self.mechanism)
+        if self._backend.differing({"secret": secret, "ledger": ledger_state, "thresholds": thresholds}):
             raise CheckpointError(
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."
             )
+        self._thresholds.load_state_dict(thresholds)
         self._budget.ledger.load_state_dict(ledger_state)
         self._secret = secret
         self._nonce = self._backend.share(new_run_secret())

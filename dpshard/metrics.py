@@ -103,6 +103,18 @@ class BatchMetrics:
         total, count = ranks_WX[:, -2:].sum(0)
         self._losses = [(total, float(count))] if count else []
 
+    def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
+        """Sum over the samples of b - 1/2 for each group of `labels`, float64 [M] on the CPU.
+
+        b is 1 for a norm up to the threshold, 0 for one above it or not finite. One sample changes each entry by 1/2;
+        a group that a sample did not reach, by nothing.
+        """
+        self._take_stock()
+        nothing = [torch.zeros(len(FIGURES), dtype=torch.float64)]
+        totals_MF = torch.stack([torch.stack(self._groups.get(label, nothing)).sum(0).cpu() for label in labels])
+        samples_M, nonfinite_M, above_M = totals_MF[:, :3].unbind(1)
+        return samples_M / 2 - nonfinite_M - above_M
+
     def summary(self) -> dict[str, float]:
         """See PrivacyEngine.metrics."""
         self._take_stock()

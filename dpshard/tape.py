@@ -282,6 +282,7 @@ class Clipper:
         self.anchored = anchored
         """What the anchors differentiate: the parameters, or what stands in for them where they are sharded."""
         self.groups = groups
+        """With the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
         self.anchors = [group.names for group in groups]
         """The parameters whose sums an anchor delivers: in one pass they become known a group at a time."""
@@ -304,6 +305,11 @@ class Clipper:
         """A clipper of the same groups, in one pass, that delivers elsewhere: for a comparison beside the training."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.shapes, self.groups, self.function, execution, deliver, observe, self.anchored, self.values)
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Clip by these from now on, one a group; between logical batches, so that a sum has one sensitivity."""
+        self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
+        self.group_of = {name: group for group in self.groups for name in group.names}
 
     def differentiated(self) -> list[Tensor]:
         """What the anchors that are open now differentiate."""

@@ -15,16 +15,18 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import Checkpointer, PrivacyEngine
+from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard.checkpoint import folders
 from dpshard.checkpoint.storage import pack
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
+from dpshard.recipes import AdamBC
 from tests.test_resume import Run, X, Y
 
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
     "plain": lambda p: torch.optim.SGD(p, 0.1),
+    "adam-bc": lambda p: AdamBC(p, lr=0.1, noise_std=lambda: 0.1, floor=1e-4),
 }
 
 
@@ -71,6 +73,20 @@ def test_a_training_goes_on_bit_for_bit(folder, optimizer, after, wait):
     assert torch.equal(resumed.weights, whole.weights)
     assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
     assert resumed.engine.epsilon() == whole.engine.epsilon()
+
+
+def test_adaptive_thresholds_are_saved(folder):
+    options = {"clipping_style": "layer-wise", "adaptive_thresholds": QuantileTracking()}
+    whole = Training(folder, **options)
+    whole.train(3)
+    whole.checkpoints.save()
+    whole.train(4)
+    resumed = Training(folder, **options)
+    assert resumed.checkpoints.load()
+    assert resumed.engine.thresholds != whole.engine.thresholds
+    resumed.train(4)
+    assert torch.equal(resumed.weights, whole.weights)
+    assert resumed.engine.thresholds == whole.engine.thresholds
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -93,6 +94,49 @@ def test_transformers_are_fine_tuned_in_shards(tmp_path):
         assert run["steps"] == 2
         assert all(0 < loss < 10 for loss in run["loss"].values())
         assert trained == "all weights" or run["parameters"] < runs[model, "all weights"]["parameters"]
+
+
+@pytest.mark.slow
+def test_the_mechanisms_are_drawn_and_told(tmp_path, capsys):
+    """A few steps of small batches: that every experiment runs to its end, at the epsilon that it says."""
+    mechanisms = load("mechanisms")
+    mechanisms.main(["all", "--quick", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for name in mechanisms.EXPERIMENTS:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert mechanisms.table(found) in printed
+        budget = {"decay": 2.0, "parameters": 1.0}.get(name, 8.0)
+        for run in found.values():
+            assert 0.98 * budget < run["epsilon"] <= budget
+            assert 0 <= run["accuracy"] <= 1
+
+
+def test_embeddings_under_a_norm_are_scale_invariant():
+    """Twice the embeddings: the same output, and half of their gradient."""
+    mechanisms = load("mechanisms")
+    torch.manual_seed(0)
+    model = mechanisms.MaskedLanguageModel().double()
+    model.norm.eps = 0.0
+    embeddings = [model.symbols.weight, model.positions.weight]
+    ids = torch.randint(0, mechanisms.SYMBOLS, (5, mechanisms.T))
+    outputs, gradients = [], []
+    for _ in range(2):
+        outputs.append(model(ids))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), embeddings))
+        for weight in embeddings:
+            weight.data.mul_(2)
+    assert torch.allclose(*outputs)
+    for first, second in zip(*gradients, strict=True):
+        assert torch.allclose(first, 2 * second)
+
+
+@pytest.mark.slow
+def test_the_increasing_schedule_draws_fewer_samples():
+    mechanisms = load("mechanisms")
+    found, _ = mechanisms.schedule(mechanisms.QUICK)
+    small, growing, large = (run["samples"] for run in found.values())
+    assert small < growing < 0.9 * large
 
 
 def test_the_page_shows_what_fine_tuning_has_measured():

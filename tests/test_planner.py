@@ -83,13 +83,12 @@ def test_flops_of_an_ordinary_step_are_those_of_its_products() -> None:
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_flops_of_clipping_are_those_of_ghost_norms(style: str) -> None:
-    """Beyond ordinary training lie Gram products, 2 T^2 (D + P + 1) a sample and linear layer, and weighted sums."""
+    """Beyond ordinary training lie Gram products, 2 T^2 (D + P) a sample and linear layer, and weighted sums."""
     B, T, D, V = 2, TINY.seq, TINY.width, TINY.vocabulary
     with simulated(SETUP) as simulation:
         ordinary = simulation.count(None, B).flops
         private = simulation.count(Clipping(style), B).flops
     sides = TINY.layers * ((D + 3 * D) + (D + D) + (D + 4 * D) + (4 * D + D)) + (D + V)
-    sides += 4 * TINY.layers + 1  # the product of the two Gram matrices
     # Biases, norms and positions have a gradient a sample, which is weighted by its factor.
     small = TINY.layers * ((3 + 1 + 4 + 1) + 2 * 2) * D + 2 * D + T * D
     assert private - ordinary == 2 * B * T * T * sides + 2 * B * small

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine, checkpoint
+from dpshard import PrivacyEngine, QuantileTracking, checkpoint
 from dpshard.errors import BudgetExceededError, CheckpointError, LogicalBatchError
 
 N = 40
@@ -83,8 +83,9 @@ def through_json(state):
         {"max_batch_size": 9},
         {"secure_mode": True},
         {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
+        {"clipping_style": "layer-wise", "adaptive_thresholds": QuantileTracking()},
     ],
-    ids=["plain", "schedule", "cap", "secure", "layer-wise"],
+    ids=["plain", "schedule", "cap", "secure", "layer-wise", "tracked"],
 )
 def test_a_resumed_run_continues_bit_for_bit(way, options):
     whole, part = Run(**options), Run(**options)
@@ -100,6 +101,7 @@ def test_a_resumed_run_continues_bit_for_bit(way, options):
     assert torch.equal(resumed.weights, whole.weights)
     assert resumed.engine.epsilon() == whole.engine.epsilon() > 0
     assert resumed.engine.statement() == whole.engine.statement()
+    assert resumed.engine.thresholds == whole.engine.thresholds
 
 
 def test_replaying_costs_nothing():
@@ -152,6 +154,15 @@ def test_other_noise_or_batches_at_a_replay_are_refused():
     run.train(1)
     with pytest.raises(CheckpointError, match="secure"):
         Run(secure_mode=False).engine.load_state_dict(run.engine.state_dict())
+
+
+def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):
+    """Versions before made it of one normal each: the same secret, other values."""
+    monkeypatch.setattr("dpshard.checkpoint.sealed.SECURE_NOISE", True)
+    state = Run(secure_mode=True).engine.state_dict()
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="secure: saved True, now 'sums of 4 normals'"):
+        Run(secure_mode=True).engine.load_state_dict(state)
 
 
 def test_a_replay_in_an_own_loop_draws_other_noise():
@@ -298,7 +309,7 @@ def test_packing_is_plain_data():
     run.train(2)
     state = run.engine.state_dict()
     assert json.loads(json.dumps(state)) == state
-    secret, ledger = checkpoint.unpack(state, run.engine.mechanism)
+    secret, ledger, _ = checkpoint.unpack(state, run.engine.mechanism)
     assert len(secret) == 32
     assert ledger["steps"] == 2
 

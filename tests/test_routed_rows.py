@@ -408,7 +408,8 @@ def sequences(*lengths, T=T):
 
 
 def packed(x):
-    return pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True, enforce_sorted=False)
+    sizes = x[:, 0, D].ceil().long()  # never 0, also of the half of an input that the verification tries
+    return pack_padded_sequence(x[..., :D], sizes, batch_first=True, enforce_sorted=False)
 
 
 def padded(rows, length=T):
@@ -460,7 +461,7 @@ def test_packed_sequences_of_poisson_batches():
     """Several logical batches; the padding rows of a micro-batch are packed with the others, and count for nothing."""
     model, x = Packed(), sequences(2, 5, 1, 4, 3, 3, 5, 1, 2)
     oracle = copy.deepcopy(model)
-    engine = noise_free_engine(model, batch_size=5, sample_size=len(x), max_grad_norm=0.5, steps=6)
+    engine = noise_free_engine(model, batch_size=5, sample_size=len(x), max_grad_norm=0.5, steps=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sizes = []
     for logical_batch in engine.batches(TensorDataset(torch.arange(len(x)), x), micro_batch_size=4):
@@ -476,6 +477,30 @@ def test_packed_sequences_of_poisson_batches():
             assert relative_error(gradients_of(model), expected) <= TOLERANCE
         optimizer.zero_grad()
     assert any(size % 4 for size in sizes)
+
+
+def test_lengths_as_an_input_of_their_own():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(D, 2, batch_first=True).double()
+
+        def forward(self, x, sizes):
+            rows = pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
+            y, (h, _) = self.rnn(rows)
+            return torch.cat([padded(y).flatten(1), h[-1]], 1)
+
+    model, x, sizes = Model(), randn(B, T, D), torch.tensor([2, 5, 1, 4])
+    oracle = copy.deepcopy(model)
+    per_sample = []
+    for i in range(B):
+        grads = torch.autograd.grad(ramp_loss(oracle(x[i : i + 1], sizes[i : i + 1])), list(oracle.parameters()))
+        per_sample.append(dict(zip([name for name, _ in oracle.named_parameters()], grads, strict=True)))
+    engine = noise_free_engine(model, batch_size=B, max_grad_norm=0.3)
+    ramp_loss(model(x, sizes)).backward()
+    engine.privatize()
+    expected = clipped_mean(per_sample, max_grad_norm=0.3, batch_size=B)
+    assert relative_error(gradients_of(model), expected) <= TOLERANCE
 
 
 def test_dropout_between_packed_layers():

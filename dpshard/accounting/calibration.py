@@ -12,6 +12,7 @@ from scipy import optimize
 
 from dpshard.accounting.composition import DRAFTS, check_accountant, epsilon_of
 from dpshard.accounting.releases import Release, planned_releases
+from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
 from dpshard.errors import AccountingError
 
@@ -31,14 +32,18 @@ def compute_epsilon(
     target_delta: float,
     max_batch_size: int | None = None,
     accountant: AccountantName = "pld",
+    search: Search | None = None,
 ) -> float:
-    """Epsilon at `target_delta` of a run of `phases` [(expected batch size, steps), ...]; inf without noise."""
+    """Epsilon at `target_delta` of a run of `phases` [(expected batch size, steps), ...]; inf without noise.
+
+    With `search`, epsilon of the outcome of a search over such runs (accountant "rdp" only).
+    """
     check_accountant(accountant)
     check_delta(target_delta, sample_size)
     plan = planned_releases(
         phases, noise_multiplier=noise_multiplier, sample_size=sample_size, max_batch_size=max_batch_size
     )
-    return epsilon_of(plan, target_delta, accountant)
+    return epsilon_of(plan, target_delta, accountant, search)
 
 
 def calibrate_noise_multiplier(
@@ -49,9 +54,11 @@ def calibrate_noise_multiplier(
     target_delta: float,
     max_batch_size: int | None = None,
     accountant: AccountantName = "pld",
+    search: Search | None = None,
 ) -> float:
     """The smallest noise multiplier, to SIGMA_TOLERANCE, at which a run of `phases` stays within the budget.
 
+    With `search`, it is the search over such runs that stays within it (accountant "rdp" only).
     Conservative: epsilon at the returned value was computed and does not exceed `target_epsilon`. At least MIN_SIGMA.
     Raises AccountingError if no amount of noise will do, by this accountant.
     """
@@ -69,7 +76,7 @@ def calibrate_noise_multiplier(
 
         def epsilon_at(sigma: float, method: str = method) -> float:
             counts = tuple((replace(release, noise_multiplier=sigma), steps) for release, steps in plan)
-            return epsilon_of(counts, target_delta, method)
+            return epsilon_of(counts, target_delta, method, search)
 
         sigma = _smallest_sigma(epsilon_at, target_epsilon, sigma)
     return sigma
@@ -115,9 +122,11 @@ def steps_for_epsilon(
     target_delta: float,
     max_batch_size: int | None = None,
     accountant: AccountantName = "pld",
+    search: Search | None = None,
 ) -> int:
     """The largest number of steps that stays within the budget; 0 if one step is too much.
 
+    With `search`, of each of its runs (accountant "rdp" only).
     Raises AccountingError if more than MAX_STEPS fit.
     """
     check_accountant(accountant)
@@ -126,7 +135,7 @@ def steps_for_epsilon(
     release = Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size)
 
     def fits(steps: int) -> bool:
-        return epsilon_of(((release, steps),), target_delta, accountant) <= target_epsilon
+        return epsilon_of(((release, steps),), target_delta, accountant, search) <= target_epsilon
 
     limit = 1024
     while (steps := largest_that_fits(fits, limit)) == limit:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, cast, get_args
 
-from dp_accounting import NeighboringRelation
+from dp_accounting import ComposedDpEvent, NeighboringRelation, SelfComposedDpEvent
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
@@ -24,6 +24,7 @@ from dp_accounting.rdp import compute_epsilon as compute_epsilon_of_rdp
 from scipy import optimize, special
 
 from dpshard.accounting.releases import Counts, Release, feature, relation_of
+from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_choice, is_number
 from dpshard.errors import AccountingError, ConfigurationError
 
@@ -57,6 +58,15 @@ def check_supported(release: Release, accountant: str) -> None:
         feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
 
 
+def check_search(accountant: str) -> None:
+    """AccountingError unless `accountant` can analyse the choice of the best of many runs."""
+    if accountant != "rdp":
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse a search over runs: its theorem is on Renyi divergences. "
+            f"Take accountant='rdp'."
+        )
+
+
 @cache
 def _warn_of_gdp() -> None:
     warnings.warn(
@@ -67,11 +77,12 @@ def _warn_of_gdp() -> None:
 
 
 @lru_cache(maxsize=512)
-def epsilon_of(counts: Counts, delta: float, accountant: str) -> float:
+def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> float:
     """Epsilon at `delta` of all `counts` together: 0 of nothing, inf without noise. Remembered by its arguments.
 
-    `accountant` is an AccountantName or a value of DRAFTS. ConfigurationError for an impossible delta, AccountingError
-    for a release that the accountant cannot analyse.
+    `accountant` is an AccountantName or a value of DRAFTS. With `search` the counts are those of one of its runs, and
+    epsilon is that of its outcome. ConfigurationError for an impossible delta, AccountingError for a release or a
+    search that the accountant cannot analyse.
     """
     if not (is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(f"delta={delta!r}: delta is a probability, strictly between 0 and 1.")
@@ -81,6 +92,9 @@ def epsilon_of(counts: Counts, delta: float, accountant: str) -> float:
         return 0.0
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return math.inf
+    if search is not None:
+        check_search(accountant)
+        return _searched_epsilon(counts, delta, search)
     return _ACCOUNTANTS[accountant](counts, delta)
 
 
@@ -102,6 +116,12 @@ def _rdp_epsilon(counts: Counts, delta: float) -> float:
     orders: Any = RdpAccountant().orders
     curve: Any = sum(count * _rdp_curve(release) for release, count in _merged(counts))
     return float(compute_epsilon_of_rdp(orders, curve, delta)[0])
+
+
+def _searched_epsilon(counts: Counts, delta: float, search: Search) -> float:
+    run = ComposedDpEvent([SelfComposedDpEvent(release.event(), count) for release, count in _merged(counts)])
+    with _quiet_about_orders():
+        return float(RdpAccountant().compose(search.event(run)).get_epsilon(delta))
 
 
 @lru_cache(maxsize=1024)

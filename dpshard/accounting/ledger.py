@@ -83,12 +83,14 @@ class PrivacyLedger:
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
         relation = relation_of(self._counts or [release for release, _ in plan])
         cap = " with a cap" if relation is NeighboringRelation.REPLACE_SPECIAL else ""
+        groups = max((release.counted_groups for release in self._counts), default=0)
+        counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
         trust = (
             f" ({self._on_trust} of them of batches that the script fed, if it drew them so)" if self._on_trust else ""
         )
         return (
             f"epsilon = {rounded_up(self.epsilon(delta))} at delta = {delta:g}, {relation_name(relation)} neighbours, "
-            f"{self.steps} releases under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
+            f"{self.steps} releases{counts} under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
         )
 
     def state_dict(self) -> dict[str, Any]:

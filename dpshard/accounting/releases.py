@@ -37,6 +37,9 @@ class Release:
     """Number of samples of the data set."""
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    counted_groups: int = 0
+    """Groups whose counts of unclipped samples, which thresholds follow, are released with the sum, as one Gaussian
+    mechanism of this noise multiplier: they take a part of its budget, and cost nothing on top."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -48,6 +51,8 @@ class Release:
         for name, value in (("sample_size", self.sample_size), ("max_batch_size", self.max_batch_size)):
             if not (is_count(value) or (name == "max_batch_size" and value is None)):
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
+        if not (is_count(self.counted_groups) or (type(self.counted_groups) is int and self.counted_groups == 0)):
+            raise ConfigurationError(f"counted_groups={self.counted_groups!r}: it must be an int, 0 or above.")
 
     @property
     def relation(self) -> NeighboringRelation:
@@ -80,14 +85,20 @@ class Release:
 
 
 def planned_releases(
-    phases: Iterable[tuple[int, int]], *, noise_multiplier: float, sample_size: int, max_batch_size: int | None = None
+    phases: Iterable[tuple[int, int]],
+    *,
+    noise_multiplier: float,
+    sample_size: int,
+    max_batch_size: int | None = None,
+    counted_groups: int = 0,
 ) -> Counts:
     """The releases of a whole run; `phases` are (expected batch size, steps), as of `BatchSchedule.phases()`."""
     counts: Counter[Release] = Counter()
     for batch_size, steps in phases:
         if not is_count(steps):
             raise ConfigurationError(f"A phase of {steps!r} steps: the number of steps is a positive int.")
-        counts[Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size)] += steps
+        release = Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size, counted_groups)
+        counts[release] += steps
     if not counts:
         raise ConfigurationError("A run without steps: give at least one phase (batch_size, steps).")
     return tuple(counts.items())

@@ -11,16 +11,22 @@ from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError
 
 FORMAT = 1
+SECURE_NOISE = "sums of 4 normals"
+"""How secure noise is made: a run that was begun with another kind would release its steps again with other noise."""
 
 
-def pack(mechanism: Mechanism, secret: bytes, ledger: dict[str, Any]) -> dict[str, Any]:
-    """A JSON-able state: format, mechanism, run secret (hex), ledger, and a digest over all of it."""
+def pack(
+    mechanism: Mechanism, secret: bytes, ledger: dict[str, Any], thresholds: list[float] | None = None
+) -> dict[str, Any]:
+    """A JSON-able state: format, mechanism, run secret (hex), ledger, adaptive thresholds, and a digest over all."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), "ledger": ledger}
+    if thresholds is not None:
+        state["thresholds"] = thresholds
     return {**state, "digest": _digest(state)}
 
 
-def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any]]:
-    """Run secret and ledger of a packed state; CheckpointError if it is damaged or of another mechanism."""
+def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any], Any]:
+    """Run secret, ledger and thresholds of a packed state; CheckpointError if it is damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:
@@ -45,12 +51,13 @@ def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any]]:
             f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the run "
             f"that is resumed, or start a new run with a budget of its own."
         )
-    return secret, ledger
+    return secret, ledger, state.get("thresholds")
 
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:
     plain = asdict(mechanism)
     plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
+    plain["secure"] = SECURE_NOISE if mechanism.secure else False
     plain["clipping_groups"] = [list(names) for names in mechanism.clipping_groups]
     return plain
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.table import Table
@@ -18,6 +18,9 @@ from dpshard.cli.formats import NEIGHBOURS, to_json
 from dpshard.cli.settings import parse_phases
 from dpshard.config import AccountantName, BatchSchedule
 from dpshard.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dpshard.accounting import Search
 
 Phases = list[tuple[int, int]]
 """[(expected batch size, steps), ...]."""
@@ -38,6 +41,8 @@ class Plan:
     target_epsilon: float | None
     target_delta: float
     max_batch_size: int | None
+    search: Search | None = None
+    """How many such runs there are, of which the best is kept; None for a single run. The budget is that of all."""
 
     @property
     def steps(self) -> int:
@@ -58,7 +63,20 @@ class Plan:
 
     def known(self) -> dict[str, Any]:
         """What is known, for JSON: a length that is asked for is null."""
-        return asdict(self) | {"phases": [(size, steps or None) for size, steps in self.phases]}
+        return asdict(self) | {
+            "phases": [(size, steps or None) for size, steps in self.phases],
+            "samples": self.samples,
+        }
+
+    @property
+    def samples(self) -> int:
+        """Expected number of samples that are drawn; 0 if the length is asked for."""
+        return sum(size * count for size, count in self.phases)
+
+    @property
+    def saved(self) -> float:
+        """Share of these samples that the schedule saves against its largest batch at every step."""
+        return 1 - self.samples / (max(size for size, _ in self.phases) * self.steps)
 
     def common(self, accountant: AccountantName) -> dict[str, Any]:
         """The arguments that all functions of dpshard.accounting share."""
@@ -67,6 +85,7 @@ class Plan:
             "target_delta": self.target_delta,
             "max_batch_size": self.max_batch_size,
             "accountant": accountant,
+            "search": self.search,
         }
 
 
@@ -113,6 +132,15 @@ def command(
         list[str] | None,
         typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
     ] = None,
+    search_runs: Annotated[
+        float | None,
+        typer.Option(
+            help="Expected number of such runs, of which the best is kept: epsilon is that of the search (rdp only)."
+        ),
+    ] = None,
+    search_distribution: Annotated[
+        str, typer.Option(help="Of the number of runs: geometric, logarithmic or poisson.")
+    ] = "geometric",
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
@@ -125,6 +153,7 @@ def command(
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
+    search = None if search_runs is None else _search(search_runs, search_distribution)
     plan = Plan(
         sample_size=sample_size,
         phases=_phases(sample_size, batch_size, epochs, steps, phases),
@@ -132,9 +161,10 @@ def command(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         max_batch_size=max_batch_size,
+        search=search,
     )
-    # Only "pld" can analyse a cap. What the warning about gdp says, the table says.
-    chosen = accountant or (ACCOUNTANTS if max_batch_size is None else ["pld"])
+    # What the warning about gdp says, the table says.
+    chosen = accountant or _able(plan)
     warnings.filterwarnings("ignore", message="accountant='gdp'")
     with console.err.status("computing ..."):
         answers = [work_out(plan, cast(AccountantName, name)) for name in chosen]
@@ -144,6 +174,19 @@ def command(
         typer.echo(to_json({"asked": plan.unknown, "plan": plan.known(), "answers": list(map(asdict, answers))}, 2))
     else:
         _print(plan, answers)
+
+
+def _search(mean_runs: float, distribution: Any) -> Search:
+    from dpshard.accounting import Search
+
+    return Search(mean_runs, distribution)
+
+
+def _able(plan: Plan) -> Sequence[str]:
+    """The accountants that can analyse `plan`."""
+    if plan.search is not None:
+        return ["rdp"]
+    return ACCOUNTANTS if plan.max_batch_size is None else ["pld"]
 
 
 def _phases(
@@ -211,6 +254,16 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
             CERTAINTY[answer.accountant],
         )
     console.out.print(table)
+    if len(plan.phases) > 1:
+        console.out.print(
+            f"Samples drawn, as expected: {plan.samples:,} ({plan.samples / plan.sample_size:.3g} epochs), "
+            f"{plan.saved:.1%} fewer than in {plan.steps:,} steps of {max(size for size, _ in plan.phases):,}."
+        )
+    if plan.search is not None:
+        console.out.print(
+            f"ε is that of the best of K such runs, K secret and {plan.search.distribution} with mean "
+            f"{plan.search.mean_runs:g}; choose it by a score that is public, or private itself and charged."
+        )
     name = answers[0].neighbouring_relation
     console.out.print(f"Neighbours: {name}: {NEIGHBOURS[name]}.")
     for answer in answers:

@@ -19,8 +19,12 @@ BYTES = 256
 """Token ids of text: the 256 bytes, a vocabulary that is nobody's secret; then BEGIN, and PAD."""
 BEGIN, PAD = BYTES, BYTES + 1
 VOCABULARY = BYTES + 2
+MASK = VOCABULARY
+"""What stands for a masked byte, where there are any."""
 IGNORED = -100
 """Target of a position that has no loss."""
+
+MASKED_SHARE = 0.15
 
 SPLIT_SEED = 0
 """The held-out samples are the same in every run, whatever its seed: nothing may be tuned on them."""
@@ -33,6 +37,7 @@ class Kind(Enum):
     FEATURES = auto()  # x float [D], y class
     TEXT = auto()  # x token ids [T], y class
     LANGUAGE = auto()  # x token ids [T], y next token ids [T], IGNORED after the end
+    MASKED = auto()  # x token ids [T], some of them MASK, y the true ids there, IGNORED elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ def _pydoc(settings: TrainSettings) -> Data:
 
     paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
     texts = [text for text in (" ".join(paragraph.split()) for paragraph in paragraphs) if text]
-    return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample="one paragraph of documentation")
+    return unlabelled(texts, settings, sample="one paragraph of documentation")
 
 
 def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
@@ -111,12 +116,33 @@ def tokens(text: str, length: int) -> Tensor:
     return torch.tensor(ids + [PAD] * (length + 1 - len(ids)))
 
 
+def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) -> Data:
+    """Texts that teach what the objective of the settings says, each a sample."""
+    if settings.objective == "masked":
+        return splits(masked(texts, settings), settings, kind=Kind.MASKED, sample=sample, classes=VOCABULARY + 1)
+    return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample=sample)
+
+
 def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
     """Each text and the same text shifted by one, so that the next byte is predicted at every position."""
+    ids = _all_tokens(texts, settings)
+    return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
+
+
+def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
+    """Each text, 15% of its bytes masked, at least one: chosen at random, but always the same ones; and those bytes."""
+    ids = _all_tokens(texts, settings)
+    own = ids < BYTES
+    lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)
+    count = (own.sum(1, keepdim=True) * MASKED_SHARE).round().clamp(min=1)
+    hidden = own & (lots.argsort(1).argsort(1) < count)  # of ranks from 0
+    return TensorDataset(ids.masked_fill(hidden, MASK), ids.masked_fill(~hidden, IGNORED))
+
+
+def _all_tokens(texts: Sequence[str], settings: TrainSettings) -> Tensor:
     if not texts:
         raise DataError("The data set is empty: it holds no text.")
-    ids = torch.stack([tokens(text, settings.max_length) for text in texts])
-    return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
+    return torch.stack([tokens(text, settings.max_length) for text in texts])
 
 
 def size(dataset: Any) -> int:

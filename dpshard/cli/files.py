@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from dpshard.cli.data import Data, Kind, language, splits, tokens
+from dpshard.cli.data import Data, Kind, splits, tokens, unlabelled
 from dpshard.cli.settings import TEXT_COLUMN, TrainSettings
 from dpshard.errors import ConfigurationError, DataError
 
@@ -153,7 +153,7 @@ def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
     if text in columns:
         texts = [str(cell) for cell in _column(rows, text, source)]
         if label not in columns:
-            return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample="one text")
+            return unlabelled(texts, settings, sample="one text")
         x = torch.stack([tokens(t, settings.max_length) for t in texts])
         facts: dict[str, Any] = {"kind": Kind.TEXT, "sample": "one labelled text"}
     elif label in columns and not named:

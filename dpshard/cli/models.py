@@ -20,6 +20,7 @@ FITTING: dict[Kind, list[str]] = {
     Kind.FEATURES: ["mlp"],
     Kind.TEXT: ["text"],
     Kind.LANGUAGE: ["gpt", "gpt2"],
+    Kind.MASKED: ["bert"],
 }
 """The models that can learn a kind of data."""
 
@@ -43,6 +44,8 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         return VisionTransformer(shape, data.classes)
     if name == "text":
         return TextClassifier(settings.max_length + 1, data.classes)
+    if name == "bert":
+        return BERT(settings.max_length + 1, data.classes)
     return GPT(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
 
 
@@ -226,6 +229,27 @@ class GPT2(nn.Module):
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Logits [B, T, VOCABULARY] of the next token at every position."""
         return self.lm(input_ids=ids_BT, use_cache=False).logits
+
+
+class BERT(nn.Module):
+    """BERT of transformers, untrained and small; token embedding and output head are one parameter."""
+
+    def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        try:
+            from transformers import BertConfig, BertForMaskedLM
+        except ImportError as error:
+            raise ConfigurationError("model='bert' needs transformers: pip install 'dpshard[hf]'.") from error
+        config = BertConfig(
+            vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, intermediate_size=4 * width,
+            num_hidden_layers=depth, num_attention_heads=heads, pad_token_id=PAD, type_vocab_size=1,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.lm = BertForMaskedLM(config)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of the token at every position."""
+        return self.lm(input_ids=ids_BT, attention_mask=(ids_BT != PAD).long()).logits
 
 
 class TextClassifier(nn.Module):

@@ -69,7 +69,7 @@ def _check_logits(name: str, model: nn.Module, data: Data) -> None:
     with torch.no_grad():
         logits = model(x)
     model.train()
-    expected = (2, *x.shape[1:], data.classes) if data.kind is Kind.LANGUAGE else (2, data.classes)
+    expected = (2, *x.shape[1:], data.classes) if data.kind in (Kind.LANGUAGE, Kind.MASKED) else (2, data.classes)
     found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if found != expected:
         raise ConfigurationError(

@@ -21,7 +21,7 @@ DATA, MODEL, PRIVACY, TRAINING, RANKS = "Data", "Model", "Privacy", "Training", 
 
 TEXT_COLUMN = "text"
 
-MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "text")
+MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
 """The pattern of package.module:function."""
 
@@ -55,6 +55,9 @@ class TrainSettings:
     )
     text_column: str = _setting(DATA, TEXT_COLUMN, "Name of the text column or field.")
     label_column: str = _setting(DATA, "label", "Name of the label column or field.")
+    objective: Literal["next", "masked"] = _setting(
+        DATA, "next", "What texts without labels teach: the next byte, or the 15% of their bytes that are masked."
+    )
     feature_scale: float = _setting(
         DATA, 1.0, "Number columns are divided by this. Choose it without looking at the data."
     )
@@ -71,7 +74,8 @@ class TrainSettings:
         MODEL,
         "auto",
         "Network: mlp (numbers; images, of which it does not see brightness and contrast), cnn or vit (images), gpt "
-        "(ours) or gpt2 (transformers' GPT-2, small) for a language model, text (a transformer) to classify text; auto "
+        "(ours) or gpt2 (transformers' GPT-2, small) for the next byte, bert (transformers' BERT, small) for masked "
+        "bytes, text (a transformer) to classify text; auto "
         "picks one that fits the data. Or one of your own, package.module:function: function(shape, classes) returns "
         "a module with logits for x of that shape.",
     )
@@ -94,6 +98,11 @@ class TrainSettings:
         PRIVACY, "automatic", "How a gradient is clipped: R/(|g|+0.01), min(1, R/|g|), or dropped above R."
     )
     clipping_style: ClippingStyle = _setting(PRIVACY, "all-layer", "Which parameters share one norm.")
+    clipping_quantile: float | None = _setting(
+        PRIVACY,
+        None,
+        "Have each threshold follow this quantile of the gradient norms, 0 to 1, from max_grad_norm on; charged.",
+    )
     accountant: AccountantName = _setting(
         PRIVACY, "pld", "Who computes epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
     )
@@ -101,9 +110,17 @@ class TrainSettings:
         PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
     secure_mode: bool = _setting(
-        PRIVACY, False, "Draw the noise on the CPU from a cryptographic stream, for every device, in float64."
+        PRIVACY,
+        False,
+        "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
     )
 
+    recipe: Literal["none", "dp-bert"] = _setting(
+        TRAINING,
+        "none",
+        "Settings that belong together, each overridden by its own option: dp-bert pre-trains a BERT from scratch as "
+        "Anil et al. 2021 did, with batches that grow (docs/recipes.md).",
+    )
     batch_size: int | None = _setting(
         TRAINING,
         650,
@@ -118,16 +135,21 @@ class TrainSettings:
     micro_batch_size: int = _setting(
         TRAINING, 256, "Samples that are computed at once; decides memory and speed, never the result."
     )
-    optimizer: Literal["auto", "sgd", "adam", "adamw"] = _setting(
-        TRAINING, "sgd", "Optimizer; auto is adam to classify text, else sgd."
+    optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
+        TRAINING,
+        "sgd",
+        "Optimizer; auto is adam to classify text, else sgd; dp-bert is adamw with the paper's moments.",
     )
     learning_rate: float | None = _setting(
         TRAINING, 0.5, "Learning rate at the first step; on your own data, one that suits the optimizer."
     )
     momentum: float = _setting(TRAINING, 0.9, "Momentum of sgd, 0 to 1.")
     weight_decay: float = _setting(TRAINING, 0.0, "Weight decay of the optimizer.")
-    lr_schedule: Literal["cosine", "constant"] = _setting(
-        TRAINING, "cosine", "Learning rate over the run: down to 0 along a cosine, or constant."
+    lr_schedule: Literal["cosine", "constant", "quadratic"] = _setting(
+        TRAINING,
+        "cosine",
+        "Learning rate over the run: down to 0 along a cosine, constant, or up for 3/8 of the steps and down to 0 "
+        "along a parabola.",
     )
     clipping_mode: str = _setting(
         TRAINING, "auto", "How norms are computed (see docs/guide.md); decides memory and speed, never the result."
@@ -179,9 +201,12 @@ class TrainSettings:
 
     def mechanism(self) -> dict[str, Any]:
         """The arguments of PrivacyEngine that these settings decide: all but the model and the sample size."""
-        cap = self.max_batch_size
+        from dpshard.thresholds import QuantileTracking  # torch, for which `dpshard --help` does not wait
+
+        cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": parse_phases(self.phases) if self.phases else self.batch_size,
+            "adaptive_thresholds": None if quantile is None else QuantileTracking(quantile),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
 
@@ -203,7 +228,7 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     given = _overlay(layers)
     if given.get("data") is not None:
         given.setdefault("task", "data")
-    merged = _overlay([RECIPES.get(str(given.get("task")), {}), given])
+    merged = _overlay([RECIPES.get(str(given.get("task")), {}), PRESETS.get(str(given.get("recipe")), {}), given])
     return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
 
 
@@ -315,6 +340,7 @@ _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         lambda x: x >= 1,
         "at least 1",
     ),
+    (("clipping_quantile",), lambda x: x is None or 0 < x < 1, "above 0 and below 1"),
     (("feature_scale",), lambda x: 0 < x < math.inf, "a finite number above 0"),
     (("learning_rate",), lambda x: x is None or 0 < x < math.inf, "a finite number above 0"),
     (("test_fraction", "validation_fraction", "momentum"), lambda x: 0 <= x < 1, "at least 0 and below 1"),
@@ -333,3 +359,18 @@ RECIPES: dict[str, dict[str, Any]] = {
     "data": {"batch_size": None, "epochs": 10.0, "optimizer": "auto", "learning_rate": None},
 }
 """Defaults of a task other than digits; tuned on validation splits only. None: see dpshard/cli/fitting.py."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dp-bert": {
+        "objective": "masked",
+        "clipping_fn": "abadi",
+        "max_grad_norm": 3.2429e-3,
+        "batch_size": None,
+        "steps": 400,
+        "optimizer": "dp-bert",
+        "learning_rate": 6.0902e-4,
+        "weight_decay": 1.0,
+        "lr_schedule": "quadratic",
+    },
+}
+"""Settings that --recipe brings: the numbers of dpshard.recipes, which imports torch. The batches fit the data."""

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from dpshard.cli.run_folder import RunFolder
 from dpshard.cli.settings import MAY_CHANGE, TrainSettings
 from dpshard.cli.sharding import Sharded
 from dpshard.errors import CheckpointError, ConfigurationError
+from dpshard.recipes import DP_BERT, warmup_quadratic_decay
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -74,9 +75,7 @@ class Run:
         own_model.require_equal(model, settings.model, ranks)
         sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
         engine = PrivacyEngine(sharded.model, sample_size=size(data.train), **settings.mechanism())
-        # A cosine from 1 to 0, or 1 throughout.
-        depth = 0.5 if settings.lr_schedule == "cosine" else 0.0
-        scheduler = LambdaLR(sharded.optimizer, lambda step: 1 - depth * (1 - math.cos(math.pi * step / engine.steps)))
+        scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
         return cls(settings, data, device, sharded, engine, scheduler, ranks)
 
     def checkpointer(self, folder: RunFolder) -> Checkpointer:
@@ -194,8 +193,19 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
     assert lr is not None  # see fitting
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
+    if settings.optimizer == "dp-bert":
+        return replace(DP_BERT, learning_rate=lr, weight_decay=decay).optimizer(parameters)
     adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
     return adam(parameters, lr, weight_decay=decay)
+
+
+def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) -> LambdaLR:
+    """The learning rate of the settings over a run of `steps` steps."""
+    if settings.lr_schedule == "quadratic":
+        return warmup_quadratic_decay(optimizer, warmup_steps=3 * steps // 8, steps=steps)
+    # A cosine from 1 to 0, or 1 throughout.
+    depth = 0.5 if settings.lr_schedule == "cosine" else 0.0
+    return LambdaLR(optimizer, lambda step: 1 - depth * (1 - math.cos(math.pi * step / steps)))
 
 
 def pick_device(name: str) -> torch.device:

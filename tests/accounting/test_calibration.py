@@ -5,6 +5,9 @@ Published figures: DP-BERT (Anil et al. 2021, Table 2 setting).
 """
 
 import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,3 +76,23 @@ def test_steps_for_epsilon_is_the_last_that_fits(accountant):
     assert steps_for_epsilon(10_000, **run, **target, accountant=accountant) == 0
     with pytest.raises(AccountingError, match="the noise is far more"):
         steps_for_epsilon(1, noise_multiplier=1e4, sample_size=10**4, **target, accountant="rdp")
+
+
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
+    """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
+    phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]
+    sigma = calibrate_noise_multiplier(phases, **BERT, accountant=accountant)
+    assert round(sigma, 4) == {"rdp": 0.7965, "pld": 0.7690}[accountant]
+    run = {"sample_size": BERT["sample_size"], "target_delta": BERT["target_delta"], "accountant": accountant}
+    theirs = {"rdp": RdpAccountant, "pld": PLDAccountant}[accountant]()
+    for batch_size, steps in phases:
+        gaussian = GaussianDpEvent(sigma)
+        theirs.compose(PoissonSampledDpEvent(batch_size / BERT["sample_size"], gaussian), steps)
+    epsilon = theirs.get_epsilon(BERT["target_delta"])
+    assert compute_epsilon(phases, noise_multiplier=sigma, **run) == pytest.approx(epsilon, rel=1e-3)
+    # No single batch size tells it: the smallest under-states, the largest over-states.
+    smallest, largest = (
+        compute_epsilon([(size, 20_000)], noise_multiplier=sigma, **run) for size in (262_144, 1_048_576)
+    )
+    assert smallest < 0.95 * epsilon < epsilon < 0.99 * largest

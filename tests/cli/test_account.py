@@ -117,3 +117,60 @@ def test_impossible_sizes_get_one_line(dpshard, sample_size, batch_size, word):
     sizes = ["--sample-size", sample_size, "--batch-size", batch_size]
     for rest in (["--steps", 1, "--sigma", 1], ["--epsilon", 1, "--sigma", 1]):
         assert word in dpshard("account", *sizes, *rest, exit_code=2).stderr
+
+
+BERT = "--sample-size 346000000 --steps 20000 --epsilon 5.36 --delta 2.89e-9".split()
+INCREASING = "262144x1500,458752x1500,655360x1500,851968x1500,1048576x14000"
+"""From 262K to 1M in steps of 196K over 7.5K steps."""
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accountant", "sigma"),
+    [
+        (65_536, "rdp", 0.5227),
+        (2_097_152, "rdp", 1.2151),
+        pytest.param(65_536, "pld", 0.4944, marks=pytest.mark.slow),
+        (2_097_152, "pld", 1.1752),
+    ],
+)
+def test_the_noise_of_dp_bert(dpshard, batch_size, accountant, sigma):
+    """The setting of Anil et al. 2021, arXiv:2108.01624, Sec. 5."""
+    question = ["account", *BERT, "--batch-size", batch_size, "--accountant", accountant, "--json"]
+    (answer,) = json.loads(dpshard(*question).stdout)["answers"]
+    assert round(answer["noise_multiplier"], 4) == sigma
+    assert answer["epsilon"] <= 5.36
+
+
+def test_the_schedule_of_dp_bert_saves_its_14_percent(dpshard):
+    question = ["account", "--sample-size", 346_000_000, "--phases", INCREASING, *BERT[4:], "--accountant", "rdp"]
+    assert "18,022,400,000 (52.1 epochs), 14.1% fewer than in 20,000 steps of 1,048,576" in dpshard(*question).stdout
+    result = json.loads(dpshard(*question, "--json").stdout)
+    assert result["plan"]["samples"] == 18_022_400_000
+    assert round(result["answers"][0]["noise_multiplier"], 4) == 0.7965
+
+
+def test_a_search_is_charged_by_rdp_alone(dpshard):
+    run = ["--steps", 1000, "--sigma", 1.1]
+    _, alone = ask(dpshard, *run)
+    _, searched = ask(dpshard, *run, "--search-runs", 10)
+    assert searched.keys() == {"rdp"}
+    assert searched["rdp"]["epsilon"] > alone["rdp"]["epsilon"]
+    assert "best of K such runs" in dpshard("account", *MNIST, *run, "--search-runs", 10).stdout
+    _, calibrated = ask(dpshard, "--steps", 1000, "--epsilon", alone["rdp"]["epsilon"], "--search-runs", 10)
+    assert calibrated["rdp"]["noise_multiplier"] > 1.3
+    assert 0.999 * alone["rdp"]["epsilon"] < calibrated["rdp"]["epsilon"] <= alone["rdp"]["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (["--search-runs", 10, "--accountant", "pld"], "accountant='rdp'"),
+        (["--search-runs", 0.5], "mean_runs"),
+        (["--search-runs", 10, "--search-distribution", "uniform"], "uniform"),
+        (["--search-runs", 10, "--max-batch-size", 300], "cap"),
+    ],
+)
+def test_a_bad_search_gets_one_line(dpshard, wrong, word):
+    error = dpshard("account", *MNIST, "--steps", 10, "--sigma", 1, *wrong, exit_code=2).stderr
+    assert error.startswith("error: ")
+    assert word in error

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dpshard.cli import data, models
-from dpshard.cli.data import BEGIN, IGNORED, PAD, Kind, load
+from dpshard.cli.data import BEGIN, IGNORED, MASK, PAD, Kind, load
 from dpshard.cli.settings import resolve
 from dpshard.errors import ConfigurationError, DataError
 
@@ -30,6 +30,17 @@ def test_texts_are_shifted_by_one_and_have_no_loss_after_their_end():
     x, y = data.language(["ab", "abcdef"], resolve({"max_length": 4})).tensors
     assert x.tolist() == [[BEGIN, 97, 98, PAD], [BEGIN, 97, 98, 99]]
     assert y.tolist() == [[97, 98, IGNORED, IGNORED], [97, 98, 99, 100]]
+
+
+def test_masked_bytes_are_the_targets_and_nothing_else():
+    texts = ["", "a", "abcdefghij" * 2, "é" * 30]
+    x, y = data.masked(texts, resolve({"max_length": 20})).tensors
+    hidden = x == MASK
+    assert hidden.sum(1).tolist() == [0, 1, 3, 3]  # 15% of 20 bytes
+    assert torch.equal(y != IGNORED, hidden)
+    plain = torch.stack([data.tokens(text, 20) for text in texts])
+    assert torch.equal(torch.where(hidden, y, x), plain)
+    assert torch.equal(x, data.masked(texts, resolve({"max_length": 20, "seed": 1})).tensors[0])
 
 
 def test_the_documentation_is_cut_into_paragraphs():

@@ -6,8 +6,10 @@ from torch.utils.data import TensorDataset
 
 from dpshard.cli.data import Data, Kind
 from dpshard.cli.fitting import fit
-from dpshard.cli.settings import resolve
+from dpshard.cli.settings import PRESETS, resolve
+from dpshard.cli.training import make_optimizer, make_scheduler
 from dpshard.errors import ConfigurationError
+from dpshard.recipes import DP_BERT
 
 
 def samples(n, kind=Kind.FEATURES):
@@ -52,3 +54,39 @@ def test_a_batch_larger_than_the_data_is_refused_before_a_model_is_built():
 def test_a_model_that_does_not_fit_is_refused_with_those_that_do():
     with pytest.raises(ConfigurationError, match=r"\['auto', 'mlp'\]"):
         fit(resolve(OWN, {"model": "gpt"}), samples(20))
+
+
+def test_the_preset_is_the_recipe():
+    preset, engine = PRESETS["dp-bert"], DP_BERT.engine_settings()
+    for name in ("max_grad_norm", "clipping_fn"):
+        assert preset[name] == engine[name]
+    for name in ("learning_rate", "weight_decay"):
+        assert preset[name] == getattr(DP_BERT, name)
+
+
+def test_the_batches_of_the_preset_grow_with_the_data():
+    fitted = fit(resolve({"recipe": "dp-bert"}), samples(2000, Kind.MASKED))
+    assert (fitted.model, fitted.phases) == ("bert", "125x30,219x30,312x30,406x30,500x280")
+    given = fit(resolve({"recipe": "dp-bert", "batch_size": 64, "weight_decay": 0.5}), samples(2000, Kind.MASKED))
+    assert (given.batch_size, given.steps, given.phases, given.weight_decay) == (64, 400, None, 0.5)
+    assert fit(resolve({"recipe": "dp-bert", "epochs": 2}), samples(2000, Kind.MASKED)).batch_size == 256
+
+
+def test_the_optimizer_and_learning_rates_of_the_preset():
+    settings = fit(resolve({"recipe": "dp-bert", "steps": 80}), samples(2000, Kind.MASKED))
+    optimizer = make_optimizer(torch.nn.Linear(2, 2), settings)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (6.0902e-4, (0.75, 0.9), 1e-11, 1.0)
+    scheduler, factors = make_scheduler(optimizer, settings, 80), []
+    for _ in range(80):
+        factors.append(scheduler.get_last_lr()[0] / 6.0902e-4)
+        optimizer.step()
+        scheduler.step()
+    assert factors[29] == factors[30] == max(factors) == 1
+    assert factors[55] == pytest.approx(1 / 4)
+
+
+def test_masks_are_for_texts_without_labels():
+    with pytest.raises(ConfigurationError, match="texts without labels"):
+        fit(resolve({"recipe": "dp-bert"}), samples(20, Kind.IMAGE))

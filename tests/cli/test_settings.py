@@ -62,6 +62,7 @@ def test_an_unknown_key_is_refused_with_the_list_of_known_ones():
         {"data": "x.csv", "task": "digits"},
         {"task": "data"},
         {"momentum": 1.0},
+        {"clipping_quantile": 1.0},
         {"learning_rate": float("nan")},
         {"test_fraction": 0.6, "validation_fraction": 0.5},
         {"max_batch_size": "few"},

@@ -3,10 +3,10 @@
 A case is STAGE:STYLE:MODE[+OPTION...].
 
 Options for both sides: adamw, groups (an explicit clipping style), rare (batches that are often empty), hf (GPT-2 of
-transformers). For DeepSpeed: checkpoint (non-reentrant), compile (every block), config (DeepSpeed makes the optimizer,
-AdamW), init (zero.Init), step (after every micro-batch, as DeepSpeed's scripts do), torch (loss.backward()), privatize
-(by hand), skip (no backward where all rows are padding), waiting (offload_records), bf16, and the features of
-`configuration`.
+transformers), tracked (adaptive thresholds). For DeepSpeed: checkpoint (non-reentrant), compile (every block), config
+(DeepSpeed makes the optimizer, AdamW), init (zero.Init), step (after every micro-batch, as DeepSpeed's scripts do),
+torch (loss.backward()), privatize (by hand), skip (no backward where all rows are padding), waiting (offload_records),
+bf16, and the features of `configuration`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import PrivacyEngine, QuantileTracking
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
 from tests.distributed.update_worker import GPT2, SAMPLES, Model, _with_secret, prepare
 
@@ -49,6 +49,7 @@ def private(model: nn.Module, style: object, mode: str, options: set[str]) -> Pr
         clipping_mode=mode,
         accountant="rdp",
         offload_records="waiting" in options,
+        adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
     )
     engine.load_state_dict(_with_secret(engine))  # type: ignore[arg-type]
     return engine

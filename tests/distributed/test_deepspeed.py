@@ -56,6 +56,7 @@ def noise(*stages: int) -> tuple[str, ...]:
                 *("2:all-layer:auto+privatize+waiting", "1:all-layer:auto+offload+skip", "2:layer-wise:auto+offload"),
                 *("3:all-layer:auto+offload+adamw", "1:all-layer:auto+unmanaged", "3:all-layer:auto+unmanaged"),
                 *("3:all-layer:auto+hf", "3:layer-wise:auto+hf+checkpoint", "2:layer-wise:auto+compile"),
+                *("2:layer-wise:auto+tracked", "3:all-layer:auto+tracked"),
                 *("2:all-layer:auto+robin+overlap", "1:param-wise:auto+predivide", "3:x:bk+groups+predivide+overlap"),
             ),
         ),

@@ -34,6 +34,9 @@ ONE_PASS = STYLES[:4]
         (2, "fsdp2-list", ("layer-wise:auto", "all-layer:ghost+hf+checkpoint")),
         (2, "fsdp2-root", ("all-layer:auto", "block-wise:auto")),
         (2, "fsdp2-offload", ("all-layer:auto", "layer-wise:auto")),
+        (2, "ddp", ("all-layer:auto+tracked",)),
+        (2, "fsdp2", ("layer-wise:auto+tracked",)),
+        (4, "hsdp", ("all-layer:auto+tracked", "block-wise:auto+tracked")),
         (4, "ddp", ("all-layer:auto",)),
         (4, "fsdp2", ("all-layer:auto", "layer-wise:auto")),
         (4, "hsdp", (*STYLES, "all-layer:auto+checkpoint", "block-wise:auto+unsynced")),
@@ -49,6 +52,10 @@ def test_the_update_does_not_depend_on_sharding(world_size: int, backend: str, c
             sharded, alone = result["metrics"]  # type: ignore[misc]
             assert {"loss", "clip_fraction", "gradient_snr"} <= sharded.keys()
             assert sharded == pytest.approx(alone, rel=1e-9)
+            sharded, alone = result["thresholds"]  # type: ignore[misc]
+            assert sharded == alone
+            moved = max(sharded.values()) != pytest.approx(0.5 / len(sharded) ** 0.5, rel=1e-3)
+            assert moved == ("tracked" in result["case"])
 
 
 @pytest.mark.slow

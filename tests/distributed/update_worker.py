@@ -7,7 +7,8 @@ Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (resh
 accelerate has them), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint
 (non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced
 in the last micro-batch alone). For both sides: thawed (a block is trained every second step); lengths (texts of
-several lengths, each micro-batch as long as its longest); signsgd or adafactor, optimizers of little memory; hf,
+several lengths, each micro-batch as long as its longest); signsgd or adafactor, optimizers of little memory;
+tracked, adaptive thresholds; hf,
 transformers' GPT-2, with its own gradient checkpointing where sharded.
 """
 
@@ -29,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.names import canonical_name
 from tests.distributed.rank import main
 
@@ -164,6 +165,7 @@ def train(
         clipping_fn="abadi",
         clipping_style=style,  # type: ignore[arg-type]
         clipping_mode=mode,
+        adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
     )
     engine.load_state_dict(_with_secret(engine))
     optimizer = optimizer_of(model, backend, options)
@@ -200,7 +202,9 @@ def padded(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _with_secret(engine: PrivacyEngine) -> dict[str, object]:
     from dpshard import checkpoint as engine_state
 
-    return engine_state.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict())
+    return engine_state.pack(
+        engine.mechanism, SECRET, engine._budget.ledger.state_dict(), engine._thresholds.state_dict()
+    )
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -239,6 +243,7 @@ def compare() -> list[dict[str, object]]:
                 "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
                 "epsilon": [engine.epsilon(), reference.epsilon()],
                 "metrics": [metrics, expected],
+                "thresholds": [engine.thresholds, reference.thresholds],
             }
         )
     return results

@@ -1,0 +1,84 @@
+"""Adam whose second moment is that of the gradient without its noise.
+
+[Note: What noise does to Adam]
+Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient is g + z with
+z ~ N(0, s^2), so v is about E[g^2] + s^2: where the noise is larger than the signal, all elements are divided by s
+alike, and Adam becomes SGD with momentum. Since s is public, its mean square can be subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpshard.config import check_positive, is_number
+from dpshard.errors import ConfigurationError
+
+
+class AdamBC(Optimizer):
+    """DP-AdamBC, Tang et al. 2023, arXiv:2312.14334, Alg. 1, with decoupled weight decay.
+
+    m, v as in Adam; n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient;
+    p <- (1 - lr decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
+
+    With one batch size n' = s^2, which is the paper's; if it changes, n' weights each step as v' does. `noise_std()`
+    is asked at each step: pass `lambda: engine.gradient_noise_std`. `floor` bounds what an element is divided by, and
+    is the one number to tune: the difference is noisy, and may be negative.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        noise_std: Callable[[], float],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        floor: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_positive("lr", lr)
+        check_positive("floor", floor)
+        if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"betas={betas!r}: both are at least 0 and below 1.")
+        if not (is_number(weight_decay) and weight_decay >= 0):
+            raise ConfigurationError(f"weight_decay={weight_decay!r}: it is at least 0.")
+        super().__init__(params, {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay})
+        self._noise_std = noise_std
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        noise_sq = float(self._noise_std()) ** 2
+        if not math.isfinite(noise_sq):
+            raise ConfigurationError(f"noise_std() returned {self._noise_std()!r}: it must be a finite number.")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group, noise_sq)
+        return loss
+
+    def _move(self, parameter: nn.Parameter, group: dict[str, Any], noise_sq: float) -> None:
+        state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
+        assert gradient is not None  # see step
+        if not state:
+            # As torch saves and loads them: all but the step in the dtype of the parameter.
+            state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=parameter.dtype)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        state["noise_sq"].mul_(beta2).add_((1 - beta2) * noise_sq)
+        mean: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        mean_sq: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        steps = float(state["step"])
+        unbias1, unbias2 = 1 - beta1**steps, 1 - beta2**steps
+        signal_sq = (mean_sq / unbias2 - float(state["noise_sq"]) / unbias2).clamp_(min=group["floor"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(mean, signal_sq.sqrt_(), value=-group["lr"] / unbias1)

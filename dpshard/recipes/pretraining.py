@@ -1,0 +1,97 @@
+"""Pre-training from scratch: the settings of DP-BERT (Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dpshard.config import is_count
+from dpshard.errors import ConfigurationError
+from dpshard.recipes.adam_bc import AdamBC
+from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainingRecipe:
+    """Settings of a run that belong together; the defaults are those of DP-BERT. Change them by `dataclasses.replace`.
+
+    Layers under LayerNorm do not depend on the scale of their weights, which noise makes grow and whose gradients then
+    shrink. Hence the large weight decay, of all parameters as in Algorithm 1 of the paper.
+    """
+
+    steps: int = 20_000
+    """Length of the run in optimizer steps."""
+    warmup_steps: int = 7_500
+    """Over which the learning rate rises, linearly; afterwards it falls, quadratically, to 0."""
+    first_batch: int = 262_144
+    """Expected logical batch at first, in samples: made of micro-batches, by accumulation."""
+    last_batch: int = 1_048_576
+    """Expected logical batch from the last level on."""
+    levels: int = 5
+    """Equally spaced batch sizes, first and last included. Five are 196,608 samples apart and draw 14.1% fewer samples
+    than the last one would at every step."""
+    ramp_steps: int = 7_500
+    """Steps that the levels share."""
+    learning_rate: float = 6.0902e-4
+    """At the end of warm-up."""
+    betas: tuple[float, float] = (0.75, 0.9)
+    """Decay of Adam's first and second moment a step."""
+    eps: float = 1e-11
+    """Xi, added to the root of the second moment: gradients are clipped to thousandths, so 1e-8 would be large."""
+    weight_decay: float = 1.0
+    """Lambda: weights shrink by learning rate times this a step, apart from Adam's moments (decoupled)."""
+    max_grad_norm: float = 3.2429e-3
+    """Clipping norm C. Nearly every gradient is longer: all but directions is clipped away."""
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Arguments of `PrivacyEngine`: the schedule, the clipping norm, and clipping as in the paper."""
+        phases = stepped_batches(
+            self.first_batch, self.last_batch, levels=self.levels, ramp_steps=self.ramp_steps, steps=self.steps
+        )
+        return {"batch_size": phases, "max_grad_norm": self.max_grad_norm, "clipping_fn": "abadi"}
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], *, noise_std: Callable[[], float] | None = None
+    ) -> Optimizer:
+        """Adam with decoupled weight decay; with `noise_std`, see AdamBC, its second moment is that without noise."""
+        settings: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "betas": self.betas,
+            "weight_decay": self.weight_decay,
+        }
+        if noise_std is not None:
+            return AdamBC(parameters, noise_std=noise_std, **settings)
+        return AdamW(parameters, eps=self.eps, **settings)
+
+    def lr_scheduler(self, optimizer: Optimizer) -> LambdaLR:
+        """Linear warm-up, then quadratic decay."""
+        return warmup_quadratic_decay(optimizer, warmup_steps=self.warmup_steps, steps=self.steps)
+
+    def scaled(self, *, steps: int, last_batch: int) -> PretrainingRecipe:
+        """The same shape in `steps` steps up to batches of `last_batch` samples: for data that are not BERT's.
+
+        Raises ConfigurationError if the run is too short for the levels of the schedule.
+        """
+        if not (is_count(steps) and is_count(last_batch)):
+            raise ConfigurationError(f"steps={steps!r}, last_batch={last_batch!r}: both are positive ints.")
+        ramp_steps = round(self.ramp_steps * steps / self.steps)
+        if ramp_steps < self.levels:
+            least = -(-self.levels * self.steps // self.ramp_steps)
+            raise ConfigurationError(f"steps={steps}: {self.levels} levels of the batch size take {least} steps or so.")
+        return replace(
+            self,
+            steps=steps,
+            warmup_steps=round(self.warmup_steps * steps / self.steps),
+            ramp_steps=ramp_steps,
+            first_batch=max(1, round(self.first_batch * last_batch / self.last_batch)),
+            last_batch=last_batch,
+        )
+
+
+DP_BERT = PretrainingRecipe()
+"""Masked-language-model pre-training of BERT-Large on 346M pairs of sentences."""

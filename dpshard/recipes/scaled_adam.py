@@ -1,0 +1,139 @@
+"""Adam that scales gradients before they are clipped and noised: scale-then-privatise.
+
+[Note: Scaled parameters]
+Noise is the same for all elements of a gradient, and Adam, which divides by the root of the second moment, makes it
+large where gradients are small. If gradients are multiplied by such a scale s before, they are clipped and noised in
+the geometry in which Adam steps. A weight is written w = s u, and u is what is trained: by the chain rule its gradient
+is s times that of w, exactly, and engines know rules for what is derived from parameters. The optimizer divides the
+private gradient by s, steps on w, and writes w = s' u' for the next scale. Scales are computed from private gradients,
+so epsilon is the same. After Ganesh, McMahan & Thakurta 2025, arXiv:2507.01129.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+from dpshard.config import check_positive, is_number
+from dpshard.errors import ConfigurationError
+
+
+class _Scaled(nn.Module):
+    """The parametrization w = s u."""
+
+    scale: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones_like(weight))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """The weight."""
+        return u * self.scale
+
+
+def scale_parameters(model: nn.Module) -> None:
+    """Write every trainable parameter of `model` as w = s u, with s = 1: before the engine is made, and `ScaledAdam`.
+
+    The model computes what it did; its parameters have names such as "0.parametrizations.weight.original". Norms of
+    scaled weights need per-sample gradients, so this costs memory: a copy of the largest weight a row of the
+    micro-batch. Raises ConfigurationError for parameters in shards, and for shared ones.
+    """
+    owners: dict[Tensor, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append(f"{path}.{name}".lstrip("."))
+    for parameter, names in owners.items():
+        if len(names) > 1:
+            raise ConfigurationError(f"{' and '.join(names)} are one parameter, which cannot be scaled: untie them.")
+        if hasattr(parameter, "to_local"):
+            raise ConfigurationError(f"{names[0]} is in shards: scaled parameters are for whole ones, as under DDP.")
+    for parameter, (name,) in owners.items():
+        if parameter.requires_grad:
+            path, _, own = name.rpartition(".")
+            parametrize.register_parametrization(model.get_submodule(path), own, _Scaled(parameter), unsafe=True)
+
+
+def unscale_parameters(model: nn.Module) -> None:
+    """Give `model` its weights back under their own names, after training (and `engine.detach()`)."""
+    for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+        lists: Any = module.parametrizations
+        for name in [n for n, (first, *_) in lists.items() if isinstance(first, _Scaled)]:
+            parametrize.remove_parametrizations(module, name)
+
+
+class ScaledAdam(Optimizer):
+    """AdamW on the weights of a model whose parameters `scale_parameters` has written as s u.
+
+    After each step s <- 1 / (sqrt(v') + floor), of root mean square 1 over the model, so that `max_grad_norm` keeps its
+    meaning. v' is Adam's second moment. `floor` bounds how differently elements are scaled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        floor: float = 1e-4,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("floor", floor)):
+            check_positive(name, value)
+        if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"betas={betas!r}: both are at least 0 and below 1.")
+        if not (is_number(weight_decay) and weight_decay >= 0):
+            raise ConfigurationError(f"weight_decay={weight_decay!r}: it is at least 0.")
+        self._scales: dict[Tensor, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], _Scaled):
+                self._scales[cast(Tensor, module.original)] = cast(_Scaled, module[0]).scale
+        if set(self._scales) != {p for p in model.parameters() if p.requires_grad}:
+            raise ConfigurationError("Call scale_parameters(model) before ScaledAdam: it steps on scaled parameters.")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "floor": floor, "weight_decay": weight_decay}
+        super().__init__(self._scales, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        weights: dict[Tensor, Tensor] = {}
+        fresh: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for u in group["params"]:
+                if u.grad is not None:
+                    weights[u], fresh[u] = self._moved(u, group)
+        if weights:
+            elements = sum(s.numel() for s in fresh.values())
+            rms = math.sqrt(sum(float(s.double().square().sum()) for s in fresh.values()) / elements)
+            for u, s in fresh.items():
+                self._scales[u].copy_(s / rms)
+                u.copy_(weights[u] / self._scales[u])
+        return loss
+
+    def _moved(self, u: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The weight after this step, and the next scale before it is normalized."""
+        state, (beta1, beta2) = self.state[u], group["betas"]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(u), torch.zeros_like(u)
+        state["step"] += 1
+        steps, scale = float(state["step"]), self._scales[u]
+        assert u.grad is not None  # see step
+        gradient = u.grad / scale
+        mean: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        mean_sq: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (mean_sq / (1 - beta2**steps)).sqrt_()
+        weight = u * scale * (1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(mean, root + group["eps"], value=-group["lr"] / (1 - beta1**steps))
+        return weight, 1 / (root + group["floor"])

@@ -1,0 +1,83 @@
+"""The best of a random number of private runs, against its exact distribution.
+
+PITFALLS row: 25 (hyper-parameter search is charged).
+"""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpshard.accounting import Search, calibrate_noise_multiplier, compute_epsilon, steps_for_epsilon
+from dpshard.errors import AccountingError, ConfigurationError
+
+DELTA = 1e-5
+RUN = {"sample_size": 60_000, "target_delta": DELTA, "accountant": "rdp"}
+SEARCHES = [Search(10), Search(1.5), Search(10, "logarithmic"), Search(10, "poisson"), Search(1, "poisson")]
+
+
+def generating_slope(search):
+    """x -> f'(x), where f(x) = E[x^K] and K is the number of runs."""
+    if search.distribution == "poisson":
+        return lambda x: search.mean_runs * np.exp(search.mean_runs * (x - 1))
+    if search.distribution == "geometric":  # P(K = k) = (1 - p)^(k-1) p
+        p = 1 / search.mean_runs
+        return lambda x: p / (1 - (1 - p) * x) ** 2
+    # P(K = k) = -1 / log(1 - r) r^k / k, of mean -1 / log(1 - r) r / (1 - r), which is matched by bisection
+    lo, hi = 1e-9, 1 - 1e-12
+    for _ in range(200):
+        r = (lo + hi) / 2
+        lo, hi = (r, hi) if -r / ((1 - r) * np.log1p(-r)) < search.mean_runs else (lo, r)
+    return lambda x: -r / ((1 - r * x) * np.log1p(-r))
+
+
+def exact_epsilon(search, sigma):
+    """Of the largest of K releases N(0, sigma^2), or N(1, sigma^2) on the neighbour: by its density."""
+    y = np.linspace(-12 * sigma, 1 + 12 * sigma, 400_001)
+    slope = generating_slope(search)
+    p, q = (slope(d.cdf(y)) * d.pdf(y) for d in (stats.norm(0, sigma), stats.norm(1, sigma)))
+    lo, hi = 0.0, 60.0
+    for _ in range(60):
+        middle = (lo + hi) / 2
+        delta = max(np.trapezoid(np.clip(a - np.exp(middle) * b, 0, None), y) for a, b in ((p, q), (q, p)))
+        lo, hi = (middle, hi) if delta > DELTA else (lo, middle)
+    return hi
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("sigma", [1.0, 4.0])
+def test_epsilon_of_a_search_covers_its_exact_distribution(search, sigma):
+    """The mechanism that a search is at its worst: the release itself is the score."""
+    one = {"sample_size": 100, "target_delta": DELTA, "accountant": "rdp", "noise_multiplier": sigma}
+    assert compute_epsilon([(100, 1)], **one, search=search) >= exact_epsilon(search, sigma)
+
+
+def test_a_search_costs_more_than_a_run_and_less_than_its_runs_together():
+    phases, sigma = [(256, 1000)], {"noise_multiplier": 1.1}
+    one = compute_epsilon(phases, **sigma, **RUN)
+    together = compute_epsilon([(256, 100 * 1000)], **sigma, **RUN)
+    found = [compute_epsilon(phases, **sigma, **RUN, search=Search(mean)) for mean in (1.5, 10, 100)]
+    assert one < found[0] < found[1] < found[2] < together
+
+
+def test_noise_and_steps_keep_a_search_within_its_budget():
+    search, budget = Search(20), {"target_epsilon": 3.0}
+    phases = [(128, 300), (256, 300)]
+    sigma = calibrate_noise_multiplier(phases, **budget, **RUN, search=search)
+    assert compute_epsilon(phases, noise_multiplier=sigma, **RUN, search=search) <= 3.0
+    assert compute_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **RUN, search=search) > 3.0
+    steps = steps_for_epsilon(256, noise_multiplier=2.0, **budget, **RUN, search=search)
+    assert compute_epsilon([(256, steps)], noise_multiplier=2.0, **RUN, search=search) <= 3.0
+    assert compute_epsilon([(256, steps + 1)], noise_multiplier=2.0, **RUN, search=search) > 3.0
+
+
+@pytest.mark.parametrize("accountant", ["pld", "gdp"])
+@pytest.mark.filterwarnings("ignore:accountant='gdp'")
+def test_other_accountants_refuse_a_search(accountant):
+    with pytest.raises(AccountingError, match="Take accountant='rdp'"):
+        compute_epsilon([(256, 10)], noise_multiplier=1.0, **RUN | {"accountant": accountant}, search=Search(10))
+
+
+@pytest.mark.parametrize("wrong", [(0.5,), (float("nan"),), (float("inf"),), (1,), (0.9, "poisson"), (10, "uniform")])
+def test_impossible_searches_are_refused(wrong):
+    with pytest.raises(ConfigurationError):
+        Search(*wrong)
