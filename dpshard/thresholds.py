@@ -2,7 +2,8 @@
 
 [Note: Counts within the same noise]
 To follow a quantile, each group tells how many samples of the batch it left unclipped: the sum of b - 1/2 over the
-samples, b = 1 or 0, which one sample changes by 1/2. The counts are released together with the clipped sums, as one
+samples, b = 1 or 0, which one sample changes by 1/2. (b = 1 also for a sample that the group has no gradient of: whether
+a group runs may depend on the others.) The counts are released together with the clipped sums, as one
 Gaussian mechanism. Divided by the deviations of their noises, s for the sums (sensitivity S = sqrt(sum R_m^2)) and t
 for the M counts (sensitivity sqrt(M) / 2), one sample changes the whole by
 

@@ -3,7 +3,8 @@
 PITFALLS rows: 2 test_sums_and_counts_together_are_one_gaussian_mechanism; 5 test_padding_is_not_counted;
 14 test_counts_have_the_promised_noise (ranks: tests/distributed); 19 test_a_backward_that_failed_does_not_count_twice;
 24 test_a_checkpoint_without_thresholds_is_refused (and test_resume.py);
-25 test_accounting_sums_and_counts_apart_gives_the_same_epsilon, test_one_sample_changes_the_release_by_its_share;
+25 test_accounting_sums_and_counts_apart_gives_the_same_epsilon, test_one_sample_changes_the_release_by_its_share,
+test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half;
 26 test_counts_have_the_promised_noise.
 
 Statistical tests fix the run secret, so they pass or fail for good; under a random secret a correct engine would fail
@@ -214,6 +215,56 @@ def test_one_sample_changes_the_release_by_its_share(style, i):
     of_sums, of_counts = change_of_sums * math.sqrt(1 - share) / S, change_of_counts * 2 * math.sqrt(share / M)
     assert of_sums**2 + of_counts**2 <= 1 + 1e-12
     assert i == 2 or change_of_sums > 0
+
+
+class Experts(nn.Module):
+    """Rows with a positive first feature go to one expert, the others to the other; one that no row came to rests."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x):
+        chosen, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 3)
+        for i, weight in enumerate((self.a, self.b)):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, x[rows] @ weight)
+        return out
+
+
+class Branch(nn.Module):
+    """A part that is left out if it has nothing to do; of a sample that is not finite, 0 * inf is no 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x):
+        out, wanted = x @ self.a, x[:, :1] > 0
+        return out + (x @ self.b) * wanted if wanted.any() else out
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 11])
+@pytest.mark.parametrize("network", [Experts, Branch])
+def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, micro_batch_size):
+    """Not by all the samples of its micro-batch, whose norms there are 0, or NaN."""
+    rows = -X[:11].abs() - 0.1
+    rows[0] *= -1  # the only one that the second parameter has to do with
+    rows[5] = -math.inf
+    counts = []
+    for kept in (rows, rows[1:]):
+        model, n = network(), len(kept)
+        engine = engine_on(
+            model, clipping_style="param-wise", noise_multiplier=0, sample_size=n, batch_size=n, steps=1,
+            max_grad_norm=1e-3,
+        )  # fmt: skip
+        for logical_batch in engine.batches(TensorDataset(kept, Y[:n]), micro_batch_size):
+            for x, y in logical_batch:
+                F.cross_entropy(model(x), y).backward()
+            engine.privatize()
+        counts.append(engine._metrics.unclipped_excess(["a", "b"]))
+    assert torch.equal((counts[0] - counts[1]).abs(), torch.full((2,), 0.5, dtype=torch.float64))
 
 
 def test_the_gradient_gets_the_noise_of_where_its_thresholds_are():
