@@ -319,6 +319,35 @@ def test_replays_draw_the_same_counts():
     assert moved[0] == moved[1]
 
 
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_a_replay_with_other_counts_has_other_noise(otherwise):
+    """The same normals times two deviations would tell what they are, and with them the gradient."""
+    normals, state = [], engine_on(network()).state_dict()
+    for miscounted in (0, otherwise):
+        model = network()
+        engine = engine_on(model)
+        engine.load_state_dict(state)
+        end, seen = engine._collector.end_release, []
+
+        def release(end=end, engine=engine, miscounted=miscounted):
+            metrics = end()
+            metrics.samples += 2 * miscounted * (engine.step == 1)  # as if rounding had put two at their thresholds
+            return metrics
+
+        engine._collector.end_release = release
+        for logical_batch in engine.batches(TensorDataset(X, Y), 60, steps=3):
+            std = engine._thresholds.gradient_noise(1.0)
+            for x, _ in logical_batch:
+                (model(x) * 0).sum().backward()
+            engine.privatize()
+            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]) * 20 / std)
+            model.zero_grad()
+        normals.append(seen)
+    for step, (first, second) in enumerate(zip(*normals, strict=True)):
+        correlation = float(torch.corrcoef(torch.stack([first, second]))[0, 1])
+        assert (abs(correlation) < 0.6) if otherwise and step else correlation == pytest.approx(1)
+
+
 # --- what must not change it -----------------------------------------------------------------------------------------
 
 
@@ -412,7 +441,7 @@ def test_the_ledger_and_its_state_tell_of_the_counts():
     assert "6 releases of a sum and 2 clipping counts under Poisson sampling" in engine.statement()
     state = json.loads(json.dumps(engine.state_dict()))
     assert [release["counted_groups"] for release in state["ledger"]["releases"]] == [2]
-    assert state["thresholds"] == list(engine.thresholds.values())
+    assert state["thresholds"]["values"] == list(engine.thresholds.values())
     assert "budget_share=0.05" in state["mechanism"]["adaptive_thresholds"]
 
 
@@ -420,10 +449,14 @@ def test_a_checkpoint_without_thresholds_is_refused():
     model = network()
     engine = engine_on(model)
     state = engine.state_dict()
-    for damaged in ({**state, "thresholds": [2.0]}, {k: v for k, v in state.items() if k != "thresholds"}):
+    for damaged in (
+        {**state, "thresholds": {"values": [2.0], "history": ""}},
+        {k: v for k, v in state.items() if k != "thresholds"},
+    ):
         with pytest.raises(CheckpointError, match="digest"):
             engine.load_state_dict(damaged)
-    for wrong in (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1"):
+    wrong_values = (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1")
+    for wrong in (None, [1.0], {"values": [1.0]}, *({"values": v, "history": ""} for v in wrong_values)):
         with pytest.raises(CheckpointError, match="no clipping thresholds"):
             engine._thresholds.load_state_dict(wrong)
     for other in (None, QuantileTracking()):
