@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,12 @@ def function_name(func: Function) -> str:
     """The name of a torch function, or of the property of a tensor that it gets."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor)) -> frozenset[Function]:
+    """The functions of these names that any of `owners` has: `torch.add` and `Tensor.add` are two of one name."""
+    names = tuple(names)
+    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
 def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:

@@ -146,7 +146,7 @@ class Mechanism:
     loss_reduction: LossReduction
     """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
     secure: bool
-    """Whether the noise is drawn on the CPU for every device, and in float64; a replay must draw it likewise."""
+    """Whether the noise is drawn as [Note: Secure noise] in noise.py says; a replay must draw it likewise."""
     accountant: AccountantName
     """Who turns the ledger into epsilon."""
     target_delta: float

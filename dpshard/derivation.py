@@ -9,58 +9,62 @@ import torch
 from torch import Tensor
 
 from dpshard.calls import Function, function_name, outputs_of, tensors_of
-from dpshard.rules.call import Source
+from dpshard.rules.call import Replay, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
-
-
-def _traced(values: dict[str, Tensor]) -> Tensor:
-    raise AssertionError("a source that was derived in a compiled region is never replayed")
-
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as"})
 
 
 def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
     """The source that is output number `index` of a function of parameters alone."""
-    parents = [sources[x] for x in tensors_of((args, kwargs)) if x in sources]
-
-    def frozen(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return sources[x] if x in sources else x.detach()
-
-    kept = _replaced((args, kwargs), frozen)
-
-    def replay(values: dict[str, Tensor]) -> Tensor:
-        new_args, new_kwargs = _replaced(kept, lambda x: x.replay(values) if isinstance(x, Source) else x)
-        return outputs_of(func(*new_args, **new_kwargs))[index]
-
-    name = function_name(func)
-    derivation: Callable[[dict[str, Tensor]], Tensor] = replay
-    if name in _CASTS and len(parents) == 1:
-        # Gradients go back as they are: a cast would round the clipped sum in half precision.
-        derivation = parents[0].replay
     tensors = list(tensors_of((args, kwargs)))
-    expert = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
-    only_rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
-    # An index that is a tensor or a list may pick an element twice.
-    simple = (int, slice, type(None), type(...))
-    picks_by_list = (
-        name == "__getitem__" and expert is None and not all(isinstance(i, simple) for i in _indices(args[1]))
-    )
-    arguments = (*args, *kwargs.values())
+    parents = [sources[x] for x in tensors if x in sources]
+    name, arguments = function_name(func), (*args, *kwargs.values())
+    if torch.compiler.is_compiling():
+        # The source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
+        replay = _never_replayed
+    elif name in _CASTS and len(parents) == 1:
+        # Gradients go back as they are: a cast would round the clipped sum in half precision.
+        replay = parents[0].replay
+    else:
+        replay = _replay_of(func, args, kwargs, sources, index)
+    number = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
+    rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
+    picks_once = name != "__getitem__" or number is not None or _is_basic(args[1])
     return Source(
         label=f"{name}({', '.join(_text(x, sources) for x in arguments)})[{index}]",
         form=f"{name}({', '.join(_text(x, sources, sizes=False) for x in arguments)})[{index}]",
         roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
         shape=tuple(output.shape),
-        # A traced source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
-        replay=_traced if torch.compiler.is_compiling() else derivation,
-        isometric=only_rearranges and not picks_by_list and len(parents) == 1 and parents[0].isometric,
+        replay=replay,
+        isometric=rearranges and picks_once and len(parents) == 1 and parents[0].isometric,
         exact=all(x in sources and sources[x].exact for x in tensors),
         transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
-        slice_of=None if expert is None else (parents[0], expert % len(tensors[0])),
+        slice_of=None if number is None else (parents[0], number % len(tensors[0])),
     )
+
+
+def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Replay:
+    """Output number `index` of a call as a function of the values of the trainable parameters by name."""
+
+    def kept(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return sources[x] if x in sources else x.detach()
+
+    kept_args, kept_kwargs = _replaced((args, kwargs), kept)
+
+    def replay(values: dict[str, Tensor]) -> Tensor:
+        def value(x: Any) -> Any:
+            return x.replay(values) if isinstance(x, Source) else x
+
+        return outputs_of(func(*_replaced(kept_args, value), **_replaced(kept_kwargs, value)))[index]
+
+    return replay
+
+
+def _never_replayed(values: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("a source that was derived in a compiled region is never replayed")
 
 
 def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -82,8 +86,10 @@ def _element(index: Any) -> int | None:
     return int(index) if whole and not torch.compiler.is_compiling() else None
 
 
-def _indices(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
+def _is_basic(index: Any) -> bool:
+    """Whether an index is of numbers and slices alone; a tensor or a list may pick an element twice."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(i, (int, slice, type(None), type(...))) for i in indices)
 
 
 def _text(x: Any, sources: dict[Tensor, Source], *, sizes: bool = True) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -12,20 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from dpshard.calls import Function, Quiet
 from dpshard.rules import COMPOSITES
-from dpshard.rules.registry import composite
-
-
-def _look_into(function: Any) -> None:
-    # The same code, with the check that would hand the whole call to the mode again answered by "no".
-    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    composite(function)(copy)
-
-
-_look_into(F.multi_head_attention_forward)
-_look_into(F.gumbel_softmax)
 
 _DROPOUT = {
     **dict.fromkeys(
@@ -46,7 +31,6 @@ _RANDOM = {
     getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
 }
 """Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
-
 
 _ORDERS = (torch.argsort, Tensor.argsort)
 """What makes a permutation of random draws."""

@@ -80,7 +80,8 @@ class PrivacyEngine:
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
         offload_records: With one backward pass, keep what waits for the norms in the memory of the host rather than of
             the GPU: all-layer clipping of models whose records do not fit, at the price of the traffic.
-        secure_mode: Draw the noise on the CPU for every device, in float64; elsewhere the device's generator draws it.
+        secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
+            bits tell nothing; else the device's generator draws it.
         verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.

@@ -10,6 +10,18 @@ meet it, no others. By construction then
 The last holds on one kind of device. The CPU, a GPU, and GPUs with different numbers of multiprocessors (PyTorch lays
 its random numbers out by them) draw different normals from one key; `secure` noise is drawn on the CPU and is the
 same everywhere. (Between CPUs the last bit of a logarithm or a cosine may differ.)
+
+[Note: Secure noise]
+Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
+of the least significant bits for differential privacy"; Jin et al. 2022, "Are we there yet? Timing and floating-point
+attacks on differential privacy systems", arXiv:2112.05307, who do it to Box and Muller's method and to DP-SGD. Holohan
+and Braghin 2021, "Secure random sampling in differential privacy", arXiv:2107.10138, make the noise a sum of n
+independent normals over sqrt(n): it has the same distribution, but to find out whether a float can be such a sum one
+has to search the random bits of all n, of which the cost grows exponentially with n. (The cosine and the sine of one
+draw must not be two of them: their sum is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each
+under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
+what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
+protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
 """
 
 from __future__ import annotations
@@ -21,6 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
@@ -28,6 +41,9 @@ from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+
+SUMMANDS = 4
+"""Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
 _TOGETHER = 32
 """Short parts of which noise is drawn at once."""
@@ -68,7 +84,7 @@ class KeyedGaussian:
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     secure: bool = False
-    """Draw on the CPU for every device, and in float64."""
+    """Draw on the CPU for every device, as [Note: Secure noise] says."""
 
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
@@ -91,7 +107,7 @@ class KeyedGaussian:
             norms = torch._foreach_norm([block.part for block in blocks])
             for batch in self._batches(blocks) if std > 0 else ():
                 for piece, noise in self._noise(batch, step):
-                    piece.add_(noise, alpha=std)
+                    self._add(piece, noise, std)
             torch._foreach_div_(dense, divisor)
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
@@ -106,7 +122,8 @@ class KeyedGaussian:
             norms = []
             for piece, noise in self._noise(batch, step):
                 norms.append(torch.linalg.vector_norm(piece))
-                piece.add_(noise, alpha=std).div_(divisor)
+                self._add(piece, noise, std)
+                piece.div_(divisor)
             return norms
 
         batches = self._batches(blocks)
@@ -153,6 +170,12 @@ class KeyedGaussian:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
 
+    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
+        if self.secure:  # wider than the piece may be: the sum is rounded once, behind the addition
+            piece.copy_(noise.mul_(std).add_(piece))
+        else:
+            piece.add_(noise, alpha=std)
+
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
 
@@ -165,9 +188,9 @@ class KeyedGaussian:
             for at, noise in self._draw(keys[0], first.lo, hi, dtype, first.part.device):
                 yield first.part[at : at + len(noise)], noise
             return
-        normals = torch.from_numpy(first_normals(keys, np.float64 if self.secure else _NUMPY_DTYPE[dtype]))
-        for block, row in zip(batch, normals, strict=True):
-            yield block.part, row[block.lo : block.lo + len(block.part)].to(block.part.device, dtype)
+        rows = _first_sums(keys) if self.secure else first_normals(keys, _NUMPY_DTYPE[dtype])
+        for block, row in zip(batch, torch.from_numpy(rows), strict=True):
+            yield block.part, row[block.lo : block.lo + len(block.part)].to(block.part.device)
 
     def _draw(
         self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
@@ -180,11 +203,33 @@ class KeyedGaussian:
             return
         at = 0
         # Nothing is drawn past `hi`.
-        for normals in RandomSource(key).normals(hi, np.float64 if self.secure else _NUMPY_DTYPE[dtype]):
+        for normals in _sums(key, hi) if self.secure else RandomSource(key).normals(hi, _NUMPY_DTYPE[dtype]):
             if at + len(normals) > lo:
-                piece = torch.from_numpy(normals[max(0, lo - at) :])
-                yield max(0, at - lo), piece.to(device, dtype)
+                yield max(0, at - lo), torch.from_numpy(normals[max(0, lo - at) :]).to(device)
             at += len(normals)
+
+
+def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
+    """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
+    sources = [RandomSource(summand).normals(n, np.float64) for summand in _summands(key)]
+    for first, *others in zip(*sources, strict=True):
+        for other in others:
+            first += other
+        first *= SUMMANDS**-0.5
+        yield first
+
+
+def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
+    """The first of `_sums` under each of `keys`, [keys, SHORTEST], bit by bit."""
+    total, *others = (first_normals(summands, np.float64) for summands in zip(*map(_summands, keys), strict=True))
+    for other in others:
+        total += other
+    total *= SUMMANDS**-0.5
+    return total
+
+
+def _summands(key: bytes) -> list[bytes]:
+    return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,8 @@ ranks, and `torch.manual_seed` in a training script neither predicts nor changes
 Keys come from HMAC-SHA-256, so no key tells anything about another, or about the secret. What a source makes of a key
 is the stream of AES-256 in counter mode, which nobody can tell from random bits; processors compute it faster than
 memory takes it. Normals are made of it by Box and Muller's method, with 62 bits for the radius, so that the tails reach
-9.3 standard deviations. That does not close the floating-point side channel of Mironov 2012, "On significance of the
-least significant bits". (`torch.Generator` on the CPU would not do: its mt19937 is seeded by 32 bits, few enough to try
-them all.)
+9.3 standard deviations. The floating-point side channel is another matter: [Note: Secure noise] in noise.py.
+(`torch.Generator` on the CPU would not do: its mt19937 is seeded by 32 bits, few enough to try them all.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ meet any other function. Rows that meet one in another order are lost: the param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,47 +18,43 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpshard.calls import Function, outputs_of, tensors_of
+from dpshard.calls import Function, functions_named, outputs_of, tensors_of
 from dpshard.rules.elementwise import ELEMENTWISE
 from dpshard.rules.routed import GROUPED
 
-
-def _named(owners: Iterable[Any], names: str) -> frozenset[Function]:
-    found = (getattr(owner, name, None) for owner in owners for name in names.split())
-    return frozenset(function for function in found if function is not None)
-
-
-PICKING = _named((torch, Tensor), "masked_select nonzero argwhere unique unique_consecutive")
+PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
 """Functions whose number of output rows depends on the values of the data."""
 
-_ACTIVATIONS = _named(
-    (F, torch, Tensor),
+ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
+"""Functions that write rows into their first argument, at numbers that they are given."""
+
+_SELECTING = functions_named(["index_select"])
+
+# What follows are the functions that `_by_row` knows, by how it must look at their arguments.
+_ACTIVATIONS = (
     "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
     "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
-    "erf nan_to_num clone contiguous detach to float double half bfloat16 type type_as dropout alpha_dropout",
+    "erf nan_to_num clone contiguous detach to float double half bfloat16 type type_as dropout alpha_dropout"
 )
+_COMPARISONS = "masked_fill masked_fill_ __neg__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
 _ELEMENTWISE = (
-    ELEMENTWISE
-    | _ACTIVATIONS
-    | _named(
-        (torch, Tensor),
-        "masked_fill masked_fill_ __neg__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__",
-    )
+    ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
 )
-_FIRST = frozenset({torch._C._nn.linear, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding, *GROUPED})  # type: ignore[attr-defined]
-_MATMUL = _named((torch, Tensor), "matmul mm bmm __matmul__")
-_VIEWS = _named((torch, Tensor), "view reshape flatten unflatten")
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
+_MAPPING_FIRST = frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding}) | GROUPED
+"""Functions that map every row of their first argument alike."""
+_MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
+_VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
 _ALONG = {
-    **dict.fromkeys(_named((torch, Tensor), "chunk split split_with_sizes tensor_split norm"), 2),
+    **dict.fromkeys(functions_named(["chunk", "split", "split_with_sizes", "tensor_split", "norm"]), 2),
     **dict.fromkeys(
-        _named((F, torch, Tensor), "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin"), 1
+        functions_named(
+            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin".split(), (F, torch, Tensor)
+        ),
+        1,
     ),
 }
 """Functions along a dimension, and at which place they take it."""
-
-ADDING = _named((torch, Tensor), "index_add index_add_ index_copy index_copy_")
-"""Functions that write rows into their first argument, at numbers that they are given."""
-_SELECTING = _named((torch, Tensor), "index_select")
 
 
 def picks(func: Function, args: Any) -> bool:
@@ -210,7 +206,7 @@ def _by_row(
     if not outputs or any(x.dim() == 0 or len(x) != N for x in outputs):
         return False
     alone = len(routed) == 1 and args and args[0] is routed[0]
-    if func in _FIRST:
+    if func in _MAPPING_FIRST:
         return bool(alone)
     if func in _MATMUL:
         return (len(routed) == len(tensors) > 1 and args[0].dim() > 2) or bool(alone and args[0].dim() == 2)

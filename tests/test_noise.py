@@ -12,6 +12,7 @@ with probability FALSE_ALARM each.
 import itertools
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +22,7 @@ from scipy import stats
 from dpshard import noise
 from dpshard.errors import ConfigurationError
 from dpshard.noise import BLOCK, KeyedGaussian, Shard
+from dpshard.randomness import RandomSource, derive_key
 
 SECRET = bytes(range(32))
 GAUSSIAN = KeyedGaussian(SECRET)
@@ -61,8 +63,9 @@ def test_noise_does_not_depend_on_what_else_is_released(secure):
     norm = gaussian.release_(shards, step=4, std=0.5, divisor=8.0)
     assert norm.item() == pytest.approx(2 * (sum(sizes) + 9) ** 0.5)
     for shard in shards:
-        alone = gaussian.sample(4, shard.name, shard.start, shard.start + shard.local.numel(), shard.local.dtype)
-        assert torch.equal(shard.local, (2.0 + 0.5 * alone) / 8.0)
+        dtype = torch.float64 if secure else shard.local.dtype
+        alone = gaussian.sample(4, shard.name, shard.start, shard.start + shard.local.numel(), dtype)
+        assert torch.equal(shard.local, (2.0 + 0.5 * alone).to(shard.local.dtype) / 8.0)
 
 
 def test_noise_does_not_depend_on_the_layout():
@@ -139,6 +142,36 @@ def test_zero_std_and_empty_shards_draw_nothing():
 def test_float64_noise_has_float64_bits():
     sample = GAUSSIAN.sample(0, "w", 0, 100, dtype=torch.float64)
     assert (sample != sample.float().double()).all()
+
+
+def secure_normals(n):
+    """The first normals of a parameter's first block in secure mode, summand by summand."""
+    key = derive_key(SECRET, "noise", 0, "w", 0)
+    streams = [RandomSource(derive_key(key, "summand", i)) for i in range(4)]
+    return sum(np.concatenate([piece.copy() for piece in stream.normals(n, np.float64)]) for stream in streams) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_secure_noise_is_a_sum_that_is_rounded_once(dtype):
+    """[Note: Secure noise], as plain numpy: sum of four normals, added in float64, then rounded."""
+    n, std = 200_000, 0.3
+    total = torch.linspace(-5, 5, n, dtype=dtype)
+    expected = torch.from_numpy(total.double().numpy() + std * secure_normals(n)).to(dtype)
+    secure = KeyedGaussian(SECRET, secure=True)
+    assert torch.equal(secure.add_(total.clone(), step=0, name="w", std=std), expected)
+    strided = torch.zeros(n, 2, dtype=dtype)[:, 0].copy_(total)
+    assert torch.equal(secure.add_(strided, step=0, name="w", std=std), expected)
+    if dtype is torch.float32:  # noise that is rounded first gives other values
+        rounded = total + torch.from_numpy(std * secure_normals(n)).float()
+        assert (rounded != expected).float().mean() > 0.05
+
+
+def test_secure_noise_is_normal():
+    n = 200_000
+    noise_n = KeyedGaussian(SECRET, secure=True).sample(0, "w", 0, n, dtype=torch.float64).numpy()
+    assert FALSE_ALARM / 2 < stats.chi2.cdf(float(np.square(noise_n).sum()), n) < 1 - FALSE_ALARM / 2
+    assert stats.kstest(noise_n, "norm").pvalue > FALSE_ALARM
+    assert stats.pearsonr(noise_n[:-1], noise_n[1:]).pvalue > FALSE_ALARM
 
 
 def test_parameters_that_require_a_gradient_are_fine():

@@ -156,6 +156,15 @@ def test_other_noise_or_batches_at_a_replay_are_refused():
         Run(secure_mode=False).engine.load_state_dict(run.engine.state_dict())
 
 
+def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):
+    """Versions before made it of one normal each: the same secret, other values."""
+    monkeypatch.setattr("dpshard.checkpoint.sealed.SECURE_NOISE", True)
+    state = Run(secure_mode=True).engine.state_dict()
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="secure: saved True, now 'sums of 4 normals'"):
+        Run(secure_mode=True).engine.load_state_dict(state)
+
+
 def test_a_replay_in_an_own_loop_draws_other_noise():
     """Nobody knows whether the loop feeds the same batch again; equal noise on two batches would cancel."""
     run = Run()

@@ -11,6 +11,8 @@ from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError
 
 FORMAT = 1
+SECURE_NOISE = "sums of 4 normals"
+"""How secure noise is made: a run that was begun with another kind would release its steps again with other noise."""
 
 
 def pack(
@@ -55,6 +57,7 @@ def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any], Any
 def _plain(mechanism: Mechanism) -> dict[str, Any]:
     plain = asdict(mechanism)
     plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
+    plain["secure"] = SECURE_NOISE if mechanism.secure else False
     plain["clipping_groups"] = [list(names) for names in mechanism.clipping_groups]
     return plain
 

@@ -1,4 +1,4 @@
-"""The command line: `dpshard train`, `dpshard account`, `dpshard plan`, `dpshard bench`, `dpshard plot`.
+"""The command line: `dpshard train`, `dpshard account`, `dpshard audit`, `dpshard plan`, and what serves them.
 
 Modules that a command does not need are imported when it runs: `dpshard --help` must not wait for torch.
 """
@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from dpshard import __version__
-from dpshard.cli import account, bench, plan, plot, train
+from dpshard.cli import account, audit, bench, plan, plot, privacy_report, train
 from dpshard.cli.console import OneLineErrors
 
 app = typer.Typer(
     name="dpshard",
     cls=OneLineErrors,
-    help="Train PyTorch models with differential privacy, account for what it reveals, plan and measure its costs.",
+    help="Train PyTorch models with differential privacy, account for what it reveals, attack it, plan and measure it.",
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -36,8 +36,10 @@ def about(
 
 app.command("train")(train.command)
 app.command("account")(account.command)
+app.command("audit")(audit.command)
 app.command("plan")(plan.command)
 app.command("bench")(bench.command)
 app.command("plot")(plot.command)
+app.command("report")(privacy_report.command)
 
 __all__ = ["app"]

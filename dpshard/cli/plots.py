@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +76,23 @@ def draw(folder: RunFolder) -> list[Path]:
         save(_figure(shown, rows, folder.settings().target_epsilon), folder.plots / f"{name}.png")
         for name, shown in pictures.items()
     ]
+
+
+def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:
+    """Each panel that `rows` have points for, as an <svg> element to put into a page."""
+    panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
+    return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in panels}
+
+
+def _svg(figure: Any, name: str) -> str:
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same each time
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    element = "<svg " + text.getvalue().partition("<svg ")[2]
+    # The names of parts must differ between the pictures of one page.
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -75,13 +75,15 @@ def write(folder: RunFolder, report: Mapping[str, Any]) -> None:
 def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None:
     """Print the result, the guarantee, and where the files are."""
     table = Table.grid(padding=(0, 2))
-    for name, value in [*_result_rows(report), *_privacy_rows(report["privacy"])]:
+    for name, value in [*result_rows(report), *_privacy_rows(report["privacy"])]:
         table.add_row(f"[bold]{name}[/]", value)
     console.print(Panel(table, title=f"{report['task']} · {report['model']}", title_align="left", expand=False))
     console.print(f"Report, plots and weights: {folder.path}  (what epsilon does not cover: {folder.report})")
 
 
-def _result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What came out, as names and values."""
+
     def shown(scores: Mapping[str, float]) -> str:
         return f"perplexity {scores['perplexity']:.2f}" if "perplexity" in scores else f"{scores['accuracy']:.1%} right"
 
@@ -128,7 +130,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
     ranks = f" x {report['ranks']} ({report['shard']})" if report["shard"] != "none" else ""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return (
-        f"# Report: {report['task']}, model {report['model']}\n\n{table(_result_rows(report))}\n\n"
+        f"# Report: {report['task']}, model {report['model']}\n\n{table(result_rows(report))}\n\n"
         f"![metrics](plots/overview.png)\n\n"
         f"## What is promised\n\n{privacy['statement']}.\n\n{table(_privacy_rows(privacy))}\n\n"
         f"The promise is about the weights in model.pt.\n\n"

@@ -85,6 +85,11 @@ class RunFolder:
         """The final report; beside it, the same as JSON."""
         return self.path / "report.md"
 
+    @property
+    def audit(self) -> Path:
+        """What `dpshard audit` proved about the settings of the run."""
+        return self.path / "audit.json"
+
     def settings(self) -> TrainSettings:
         """The settings of the run."""
         try:

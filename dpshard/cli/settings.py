@@ -110,7 +110,9 @@ class TrainSettings:
         PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
     secure_mode: bool = _setting(
-        PRIVACY, False, "Draw the noise on the CPU from a cryptographic stream, for every device, in float64."
+        PRIVACY,
+        False,
+        "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
     )
 
     recipe: Literal["none", "dp-bert"] = _setting(

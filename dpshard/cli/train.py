@@ -71,7 +71,7 @@ def _resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
 
 def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> int:
     """Have other processes do the work; their exit code."""
-    count = settings.nproc or _gpus(settings.device)
+    count = processes(settings)
     if folder is not None:
         return launch.start(
             count, ["train", "--resume", str(folder.path), "--shard", settings.shard, "--nproc", str(count)]
@@ -82,10 +82,13 @@ def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) 
         return launch.start(count, ["train", "--config", str(config), *(["--out", str(out)] if out else [])])
 
 
-def _gpus(device: str) -> int:
+def processes(settings: TrainSettings) -> int:
+    """How many processes share the work: as many as were asked for, or one for each GPU."""
     import torch
 
-    return max(1, torch.cuda.device_count()) if device in ("auto", "cuda") else 1
+    if settings.nproc is not None:
+        return settings.nproc
+    return max(1, torch.cuda.device_count()) if settings.device in ("auto", "cuda") else 1
 
 
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> None:

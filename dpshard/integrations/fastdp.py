@@ -1,7 +1,7 @@
 """The interface of fastDP on the engine of dpshard: the constructor, and `attach(optimizer)`.
 
-A loop over a DataLoader feeds its own batches, which nobody can account for; go over `privacy_engine.batches(dataset,
-micro_batch_size)` instead (docs/coming-from-fastdp.md).
+A loop over a DataLoader feeds its own batches, of which only its author knows how they were drawn; go over
+`privacy_engine.batches(dataset, micro_batch_size)` instead (docs/coming-from-fastdp.md).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class PrivacyEngine(core.PrivacyEngine):
         module: The model to train.
         batch_size: Expected logical batch size, over all ranks and accumulation steps.
         sample_size: Number of samples of the data set.
-        max_grad_norm: L2 norm that one sample contributes at most; 1 under clipping_fn="automatic", as there.
+        max_grad_norm: L2 norm that one sample contributes at most; 1 under clipping_fn="automatic", as in fastDP.
         epochs: Length of the run; or `num_steps`.
         num_steps: Length of the run in optimizer steps.
         noise_multiplier: Standard deviation of the noise over the sensitivity; or `target_epsilon`.
         target_epsilon: Budget of the whole run.
-        target_delta: 1 / (2 sample_size) if not given, as there; a smaller one says more.
+        target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one says more.
         clipping_fn: "automatic", "Abadi", or "global".
         clipping_mode: "MixOpt", "MixGhostClip", or "ghost": time and memory, never the result.
         clipping_style: "all-layer", "layer-wise", "param-wise", or names of the layers at which blocks begin.
@@ -78,7 +78,7 @@ class PrivacyEngine(core.PrivacyEngine):
         else:
             style = _blocks(module, clipping_style)
         if noise_multiplier is not None:
-            target_epsilon = None  # a given noise goes first, as there
+            target_epsilon = None  # a given noise goes first, as in fastDP
         super().__init__(
             module,
             batch_size=batch_size,

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.integrations.loaders import loading_options
 from dpshard.logical_batch import LogicalBatch
 from dpshard.sampling import check_dataset
 
@@ -167,14 +168,7 @@ class _LogicalBatches:
         # A loader draws a seed for its workers; a resumed epoch has to have the random states of the first run.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
-                self._loader.dataset,
-                self._micro_batch_size,
-                steps=len(self),
-                collate_fn=self._loader.collate_fn,
-                num_workers=self._loader.num_workers,
-                pin_memory=self._loader.pin_memory,
-                prefetch_factor=self._loader.prefetch_factor,
-                worker_init_fn=self._loader.worker_init_fn,
+                self._loader.dataset, self._micro_batch_size, steps=len(self), **loading_options(self._loader)
             )
 
 

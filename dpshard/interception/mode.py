@@ -28,7 +28,7 @@ from dpshard.rules.records import PerSample
 from dpshard.tape import Use
 
 Refusal = Callable[..., Exception]
-"""(labels of the parameters, function, reason, fix=) -> the error to raise."""
+"""(labels of the parameters, function, reason, advise=) -> the error to raise."""
 
 _LOST = (
     "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
@@ -117,20 +117,20 @@ class InterceptionMode(TorchFunctionMode):
             raise call.refuse(_ROUTED.format("torch.compile would fix their number; leave it out of what is compiled"))
         data = [x for x in call.tensors if x not in self.sources]
         if call.layout.lost or any(self.routing.lost(x) for x in data):
-            raise call.refuse(_LOST, fix=False)
+            raise call.refuse(_LOST, advise=False)
         routed = [x for x in data if self.routing.samples(x) is not None]
         expected = [x for x, axis in zip(call.tensors, call.layout.inputs, strict=True) if axis and axis.routed]
         if not routed and not expected:
             return False
         sample_N = self.routing.agreed(routed) if routed else None
         if sample_N is None or any(all(x is not y for y in routed) for x in expected):
-            raise call.refuse(_ROUTED.format("its inputs hold rows of different samples side by side"), fix=False)
+            raise call.refuse(_ROUTED.format("its inputs hold rows of different samples side by side"), advise=False)
         if self.routing.in_order(sample_N) and call.func in RULES:
             call.layout = call.layout.in_order()
             call.output_axis = call.layout.output
             return False
         if call.func not in ROUTED_RULES or not call.layout.routed:
-            raise call.refuse(_ROUTED.format("there is no rule for such rows"), fix=False)
+            raise call.refuse(_ROUTED.format("there is no rule for such rows"), advise=False)
         call.samples = sample_N
         return True
 
@@ -154,7 +154,7 @@ class InterceptionMode(TorchFunctionMode):
                 func,
                 "it writes into a tensor that no sample has met, by which its gradient would be lost; build that "
                 "tensor out of place (torch.cat, torch.where)",
-                fix=False,
+                advise=False,
             )
         for index, output in enumerate(outputs_of(result)):
             if output in cut:
@@ -201,6 +201,6 @@ class _InterceptedCall:
         (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.batch_size, *x.shape))
         return copies
 
-    def refuse(self, reason: str, *, fix: bool = True) -> Exception:
+    def refuse(self, reason: str, *, advise: bool = True) -> Exception:
         labels = ", ".join(dict.fromkeys(self.mode.sources[x].label for x in self.tensors if x in self.mode.sources))
-        return self.mode.refusal(labels, self.func, reason, fix=fix)
+        return self.mode.refusal(labels, self.func, reason, advise=advise)

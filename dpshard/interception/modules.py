@@ -4,36 +4,37 @@
 Every module that holds parameters gets a forward of its own. The outermost such call opens a tape and enters a
 TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
 inside backward: then it enters the mode anew, with slots that lead nowhere, since only the recomputed tensors matter.
-A compiled module is wrapped outside of its compiled call: slots are made before the region is entered (a rehearsal
-without gradients tells which), and reach it as inputs; see [Note: Anchor, slot, tap].
+A compiled module is wrapped outside of its compiled call, where its slots are made; see regions.py.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpshard.calls import Quiet
 from dpshard.determinism import Undropped
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
+from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.interfaces import Session, Sharding
 from dpshard.interception.mode import InterceptionMode, UnknownCall
-from dpshard.interception.patches import undo_patches
+from dpshard.interception.refusals import refusal, refuse_batch_norm
+from dpshard.interception.regions import Regions
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
-from dpshard.interception.stand_ins import Premade, Recomputation, Rehearsal, SlotMaker
+from dpshard.interception.running import Running
+from dpshard.interception.stand_ins import Recomputation, SlotMaker
 from dpshard.interception.undisturbed import Undisturbed, eager
 from dpshard.layout import Layout, find_layout, merge
 from dpshard.rules.call import Source
-from dpshard.tape import Tape, Use
+from dpshard.tape import Tape
 from dpshard.twopass import through_two_passes
 
 ATTEMPTS = 8
@@ -63,15 +64,19 @@ class Interception:
         self.sources_by_name = {source.label: source for source in sources.values()}
         self.session = session
         self.sharding = sharding
-        self._first_forward = first_forward
         self.active = False
-        self.layouts: dict[Any, Layout] = {}
-        self.verified: set[Any] = set()
-        self.rehearsals: dict[Any, list[tuple[Use, tuple[Tensor, ...]]]] = {}
+        """Whether a forward is running, so that the modules called within it run as they are."""
         self.mode: InterceptionMode | None = None
-        self._patched: list[tuple[nn.Module, str, Any]] = []
+        """The mode of that forward; None if it is an ordinary one."""
+        self.layouts: dict[Any, Layout] = {}
+        """By the kind of the inputs; see `layout_of`."""
+        self.freed: set[str] = set()
+        """Names of the parameters that exist only while a module runs."""
+        self.regions = Regions(self)
+        self._first_forward = first_forward
+        self._verified: set[Any] = set()  # kinds of inputs
+        self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
         self._hooks: list[RemovableHandle] = []
-        self._freed: set[str] = set()  # names of the parameters that exist only while a module runs
         self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
         self._recomputing = False
         self._batch_norms = [
@@ -147,7 +152,7 @@ class Interception:
             looking.append(ExitStack())
             looking[-1].enter_context(Quiet.set(False))
             if compiled and self.active and self.mode is not None:
-                looking[-1].enter_context(self._slots_for(module, module.forward, args, kwargs))
+                looking[-1].enter_context(self.regions.slots_for(module, module.forward, args, kwargs))
 
         @torch.compiler.disable
         def done(*_: Any) -> None:
@@ -179,7 +184,7 @@ class Interception:
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         if self.active and self.mode is not None:
             if compiled and not torch.compiler.is_compiling():
-                return self._region(module, original, args, kwargs)
+                return self.regions.call(module, original, args, kwargs)
             return original(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             return self._recompute(module, original, compiled, args, kwargs)
@@ -192,7 +197,7 @@ class Interception:
         with Quiet.set(True):
             for name, parameter in self.sharding.bind(module):
                 self.sources[parameter] = self.sources_by_name[name]
-                self._freed.add(name)
+                self.freed.add(name)
                 if self.mode is not None and parameter.requires_grad:
                     self.mode.sources[parameter] = self.sources_by_name[name]
                 elif self.mode is not None:
@@ -205,32 +210,32 @@ class Interception:
         try:
             with self._again():
                 if compiled and self.mode is not None:
-                    return self._region(module, original, args, kwargs)
+                    return self.regions.call(module, original, args, kwargs)
                 return original(*args, **kwargs)
         except UnknownCall as error:
             raise UnsupportedParameterError(REENTRANT) from error
         finally:
             self._recomputing = False
 
-    def _recorded(self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None) -> _Running:
+    def _recorded(self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None) -> Running:
         """Enter `mode`, and again, with slots that lead nowhere, where checkpointing repeats a part of this forward."""
 
         def again() -> AbstractContextManager[Any]:
             stack = ExitStack()
             stack.enter_context(beside or nullcontext())
             # What was derived before the segment enters it as an argument.
-            repeated = self._mode(mode.layout, Recomputation(mode.slots.batch_size), mode.sources)
-            stack.enter_context(self._running(repeated))
+            repeated = self.new_mode(mode.layout, Recomputation(mode.slots.batch_size), mode.sources)
+            stack.enter_context(Running(self, repeated))
             return stack
 
         self._again = again
-        return self._running(mode)
+        return Running(self, mode)
 
     # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
     @torch.compiler.disable(reason="the model was compiled after its PrivacyEngine was made; compile it before")
     def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        self.refuse_batch_norm()
-        undo_patches()
+        refuse_batch_norm(self._batch_norms)
+        undo_foreign_patches()
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
@@ -241,9 +246,9 @@ class Interception:
             nonlocal layout
             for _ in range(ATTEMPTS):
                 try:
-                    with self._recorded(self._mode(layout, tape)):
+                    with self._recorded(self.new_mode(layout, tape)):
                         if compiled:
-                            return self._region(module, original, args, kwargs)
+                            return self.regions.call(module, original, args, kwargs)
                         return original(*args, **kwargs)
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
@@ -300,10 +305,10 @@ class Interception:
         kind = self._kind(run)
         if kind not in self.layouts:
             self.layouts[kind] = self._probe(run, into={})
-        if verify and kind not in self.verified:
+        if verify and kind not in self._verified:
             self._first_forward(run)
             self._gather(run.module)
-            self.verified.add(kind)
+            self._verified.add(kind)
         return self.layouts[kind]
 
     def _kind(self, run: Run) -> Any:
@@ -325,12 +330,12 @@ class Interception:
                 # A branch that values decide (is anything masked?) is taken alike where no sample is new.
                 alike = functools.partial(first, rows=min(2, run.rows))
                 if self.sharding.gathers(run.module):  # where all ranks have to run as often
-                    found = find_layout(alike, self._trainable)
+                    found = find_layout(alike, self.trainable)
                 else:
                     try:
-                        found = find_layout(functools.partial(first, rows=run.rows), self._trainable)
+                        found = find_layout(functools.partial(first, rows=run.rows), self.trainable)
                     except BatchLayoutError:
-                        found = find_layout(alike, self._trainable)
+                        found = find_layout(alike, self.trainable)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
@@ -360,7 +365,7 @@ class Interception:
         for _ in range(ATTEMPTS):
             state.rewind()
             try:
-                with eager(), Undropped(), self._recorded(self._mode(layout, tape()), beside=Undropped()):
+                with eager(), Undropped(), self._recorded(self.new_mode(layout, tape()), beside=Undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind()
@@ -373,115 +378,14 @@ class Interception:
         with eager(), Undropped():
             return run.on(samples)
 
-    def _region(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
-        """Call a compiled module with slots that were made for it."""
-        if self.sharding.gathers(module):
-            with Quiet.set(True):  # what is compiled comes after the hooks, and so do its slots
-                return original(*args, **kwargs)
-        with self._slots_for(module, original, args, kwargs):
-            return original(*args, **kwargs)
+    def new_mode(
+        self, layout: Layout, slots: SlotMaker, sources: dict[Tensor, Source] | None = None
+    ) -> InterceptionMode:
+        """A mode that knows `sources`, by default the trainable parameters."""
+        return InterceptionMode(
+            self.trainable() if sources is None else sources, layout, slots, functools.partial(refusal, self.model)
+        )
 
-    @contextmanager
-    def _slots_for(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """A block in which a compiled region finds its slots ready; a rehearsal tells which it needs."""
-        mode = self.mode
-        assert mode is not None
-        if isinstance(mode.slots, Rehearsal):
-            with eager():
-                yield
-            return
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-        devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
-        key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
-        if key not in self.rehearsals:
-            rehearsal = Rehearsal(mode.slots.batch_size, [])
-            rehearsing = self._mode(mode.layout, rehearsal, mode.sources)
-            with Undisturbed(self, module), torch.no_grad(), self._running(rehearsing):
-                original(*args, **kwargs)
-            self.rehearsals[key] = rehearsal.asked
-        tape = mode.slots
-        made = [
-            (tuple([source.label for source in use.sources]), tape.slot(use, *self._templates(use, noted, tape)))
-            for use, noted in self.rehearsals[key]
-        ]
-        outside = mode.sources
-        entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
-        own = set(module.parameters())
-        # Dynamo prints what it guards on, and may not read what is freed meanwhile.
-        within = {x: source for x, source in self._trainable().items() if x in own or source.label not in self._freed}
-        mode.slots, mode.sources = Premade(tape.batch_size, made), {**within, **entering}
-        try:
-            yield
-        finally:
-            outside.update(mode.sources)
-            mode.slots, mode.sources = tape, outside
-
-    def _templates(self, use: Use, noted: tuple[Tensor, ...], tape: SlotMaker) -> tuple[Tensor, ...]:
-        if not use.copies:
-            return noted
-        # Parameters have moved since the rehearsal.
-        with torch.no_grad():
-            value = use.sources[0].replay({source.label: x for x, source in self.sources.items()})
-        value = value.detach().to(noted[0].dtype)  # replays leave casts out
-        return (value.unsqueeze(0).expand(tape.batch_size, *value.shape),)
-
-    def _mode(self, layout: Layout, slots: SlotMaker, sources: dict[Tensor, Source] | None = None) -> InterceptionMode:
-        return InterceptionMode(self._trainable() if sources is None else sources, layout, slots, self.refusal)
-
-    def _trainable(self) -> dict[Tensor, Source]:
-        # A parameter may be frozen after the engine was made: then it is a constant like any other.
+    def trainable(self) -> dict[Tensor, Source]:
+        """The parameters that are trained now; one that was frozen after the engine was made is a constant."""
         return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
-
-    def _running(self, mode: InterceptionMode) -> _Running:
-        return _Running(self, mode)
-
-    # --- refusals -------------------------------------------------------------------------------------------------
-
-    def refusal(self, labels: str, func: Any, reason: str, *, fix: bool = True) -> UnsupportedParameterError:
-        """An error that names parameters, the module that owns the first of them, and the function."""
-        owner = "the model"
-        for name, _ in self.model.named_parameters():
-            if name in labels:
-                path = name.rpartition(".")[0]
-                owner = f"{path or 'the model'} ({type(self.model.get_submodule(path)).__name__})"
-                break
-        advice = (
-            " Freeze the parameter with requires_grad_(False), or write the step with functions that have a rule "
-            "(dpshard.rules.RULES holds them)."
-        )
-        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-        return UnsupportedParameterError(
-            f"{labels} in {owner}, function {name}: {reason.rstrip('.')}.{advice if fix else ''}"
-        )
-
-    def refuse_batch_norm(self) -> None:
-        """BatchNorm in training mode mixes samples, also when it has no parameters of its own."""
-        for path, module in self._batch_norms:
-            frozen = not module.training and getattr(module, "running_mean", None) is not None
-            if not frozen:
-                raise UnsupportedParameterError(
-                    f"{path or 'the model'} ({type(module).__name__}): BatchNorm mixes the samples of a batch, so "
-                    f"no per-sample gradient exists. Replace it by GroupNorm (dpshard.replace_unsupported(model) "
-                    f"does), or put it in eval mode to use its frozen statistics."
-                )
-
-
-class _Running:
-    """Enter a mode; modules called meanwhile run as they are."""
-
-    def __init__(self, owner: Interception, mode: InterceptionMode) -> None:
-        self.owner, self.mode = owner, mode
-
-    def __enter__(self) -> None:
-        self.before = (self.owner.active, self.owner.mode)
-        self.owner.active, self.owner.mode = True, self.mode
-        self.mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
-        self.owner.active, self.owner.mode = self.before
-
-
-def _constant(x: Any) -> Any:
-    return x if isinstance(x, (bool, int, float, str, bytes, type(None))) else type(x)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpshard.interception.patches import undo_patches
+from dpshard.interception.foreign_patches import undo_foreign_patches
 
 if TYPE_CHECKING:
     from dpshard.interception.modules import Interception
@@ -23,7 +23,7 @@ class Undisturbed:
         self.owner, self.module = owner, module
 
     def __enter__(self) -> Undisturbed:
-        undo_patches()
+        undo_foreign_patches()
         devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
         self.rng = torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type="cuda")
         self.rng.__enter__()

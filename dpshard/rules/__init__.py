@@ -4,13 +4,14 @@ One file per family. A rule runs the function as it is, cut off from the paramet
 gradient is made of; it decides nothing about clipping. Functions of parameters alone need no rule: see `derived`.
 """
 
-from dpshard.rules import conv, derived, elementwise, embedding, linear, norm, recurrent, routed, vectorized
+from dpshard.rules import composites, conv, derived, elementwise, embedding, linear, norm, recurrent, routed, vectorized
 from dpshard.rules.registry import COMPOSITES, ROUTED_RULES, RULES, rule
 
 __all__ = [
     "COMPOSITES",
     "ROUTED_RULES",
     "RULES",
+    "composites",
     "conv",
     "derived",
     "elementwise",

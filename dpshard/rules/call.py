@@ -41,6 +41,10 @@ class BatchAxis:
         return x.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
+Replay = Callable[[dict[str, Tensor]], Tensor]
+"""A derivation: from the values of the trainable parameters by name to the derived tensor."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """A trainable parameter, or a tensor that was derived from trainable parameters alone (`w.t()`, `1 + w`)."""
@@ -53,8 +57,7 @@ class Source:
     """Names of the trainable parameters it comes from."""
     shape: tuple[int, ...]
     """Shape of the tensor."""
-    replay: Callable[[dict[str, Tensor]], Tensor]
-    """The derivation as a function of the values of the trainable parameters by name."""
+    replay: Replay
     isometric: bool
     """Whether it only rearranges or selects elements of its one root: then norms are those of the root's gradient."""
     exact: bool
@@ -104,8 +107,8 @@ class Call(Protocol):
         """The values of the source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
         ...
 
-    def refuse(self, reason: str, *, fix: bool = True) -> Exception:
-        """The error to raise: names parameter, module and function; `fix` appends the general advice to `reason`."""
+    def refuse(self, reason: str, *, advise: bool = True) -> Exception:
+        """The error to raise: names parameter, module and function; `advise` appends the general advice to `reason`."""
         ...
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpshard.calls import functions_named
 from dpshard.rules.call import Source
 from dpshard.rules.records import PerSample, Record, wide
 
@@ -23,12 +24,7 @@ _ISOMETRIC_NAMES = (
     *("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type_as", "type", "neg", "__neg__"),
     *("select", "narrow", "chunk", "split", "unbind", "__getitem__", "split_with_sizes", "tensor_split", "flip"),
 )
-ISOMETRIC = frozenset(
-    function
-    for owner in (torch, Tensor)
-    for name in _ISOMETRIC_NAMES
-    if (function := getattr(owner, name, None)) is not None
-)
+ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
 """Functions that move or pick elements of one tensor, each at most once: the adjoint preserves norms."""
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})

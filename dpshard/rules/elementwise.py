@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.calls import functions_named
 from dpshard.rules.call import BatchAxis, Call, spread
 from dpshard.rules.registry import rule
 
@@ -22,11 +23,8 @@ _NAMES = (
 )
 _OPERATORS = ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "pow", "rpow", "ipow")
 _DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
-ELEMENTWISE = frozenset(
-    function
-    for owner in (torch, Tensor)
-    for name in (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
-    if (function := getattr(owner, name, None)) is not None
+ELEMENTWISE = functions_named(
+    (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
 )
 """Functions of which each output element depends on one element of each argument, in place or not."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpshard.rules.call import Call, Source, batch_axis
+from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.records import Gather, Record
 from dpshard.rules.registry import composite, rule
 
@@ -34,11 +34,11 @@ def embedding(
 
 def _check(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
     if max_norm is not None:
-        raise call.refuse("max_norm rescales the table in forward by what the data reads; drop max_norm", fix=False)
+        raise call.refuse("max_norm rescales the table in forward by what the data reads; drop max_norm", advise=False)
     if scale_grad_by_freq:
-        raise call.refuse("scale_grad_by_freq makes gradients depend on the other samples; drop it", fix=False)
+        raise call.refuse("scale_grad_by_freq makes gradients depend on the other samples; drop it", advise=False)
     if sparse:
-        raise call.refuse("a private gradient is dense (noise reaches every row); set sparse=False", fix=False)
+        raise call.refuse("a private gradient is dense (noise reaches every row); set sparse=False", advise=False)
 
 
 def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -46,15 +46,19 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
     assert source is not None
     rows = source.shape[0]
     # torch leaves -1 (no padding) to the C++ function, and counts negative indices from the end in the Python one.
-    skipped = -1 if padding_idx is None else padding_idx % rows if padding_idx != -1 else -1
+    skipped = -1 if padding_idx in (None, -1) else padding_idx % rows
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
-        ids_BT = axis.split(ids.long(), B).reshape(B, -1)
-        values_BTC = axis.split(g, B).reshape(B, ids_BT.shape[1], -1)
-        ids_BT = torch.where(ids_BT == skipped, -1, ids_BT)
-        return [(source, Gather(ids_BT, values_BTC, torch.Size(source.shape)))]
+        return [(source, _gathered(source, torch.where(ids == skipped, -1, ids), g, axis, B))]
 
     return call.tap(output, (input,), [source], build)
+
+
+def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> Gather:
+    """The record of reads of `source` at `ids`, with the gradient `g` of what was read, samples along `axis`."""
+    ids_BT = axis.split(ids.long(), B).reshape(B, -1)
+    values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
+    return Gather(ids_BT, values_BTC, torch.Size(source.shape))
 
 
 @rule(
@@ -86,9 +90,7 @@ def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise call.refuse("it carries the samples in a dimension of the parameter")
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
-        ids_BT = axis.split(ids.long(), B).reshape(B, -1)
-        values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
-        return [(source, Gather(ids_BT, values_BTC, torch.Size(source.shape)))]
+        return [(source, _gathered(source, ids, g, axis, B))]
 
     return call.tap(output, (ids,), [source], build)
 

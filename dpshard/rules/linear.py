@@ -27,7 +27,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
         # Of the matrix that addmm returns, and does not keep for backward. A tap on a view would have autograd copy the
         # gradient of the whole base, twice.
         output = torch.ops.aten._unsafe_view(output, output.shape)
-    return record_linear(call, input, axis, output, source, call.source(bias), transposed=False)
+    return _record(call, input, axis, output, source, call.source(bias), transposed=False)
 
 
 @rule(torch.addmm, Tensor.addmm)
@@ -38,7 +38,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     axis, source = batch_axis(call, mat1), call.source(mat2)
     mat1 = call.hold(mat1) if source is not None else mat1
     output = torch.addmm(call.plain(input), mat1, call.plain(mat2))
-    return record_linear(call, mat1, axis, output, source, call.source(input), transposed=True)
+    return _record(call, mat1, axis, output, source, call.source(input), transposed=True)
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -49,7 +49,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
     axis = batch_axis(call, input)
     input = call.hold(input)
     output = torch.matmul(input, call.plain(other))
-    return record_linear(call, input, axis, output, call.source(other), None, transposed=True)
+    return _record(call, input, axis, output, call.source(other), None, transposed=True)
 
 
 @rule(Tensor.__rmatmul__)
@@ -85,7 +85,7 @@ def _is_matrix(call: Call, x: Tensor) -> bool:
     return x.dim() == 2 and (source is not None or call.axis(x) is None)
 
 
-def record_linear(
+def _record(
     call: Call,
     input: Tensor,
     axis: BatchAxis,

@@ -69,7 +69,8 @@ def instance_norm(
     """Weight and bias per channel; running statistics would publish a function of the data that nobody noised."""
     if use_input_stats and running_mean is not None:
         raise call.refuse(
-            "its running statistics are updated from the data without noise; use track_running_stats=False", fix=False
+            "its running statistics are updated from the data without noise; use track_running_stats=False",
+            advise=False,
         )
     return _affine(
         call,
@@ -98,7 +99,7 @@ def batch_norm(
         raise call.refuse(
             "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "
             "(dpshard.replace_unsupported(model) does), or put it in eval mode to use its frozen statistics",
-            fix=False,
+            advise=False,
         )
     return _affine(
         call,

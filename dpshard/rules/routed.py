@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.calls import functions_named
 from dpshard.rules.call import Call, Source
 from dpshard.rules.elementwise import ELEMENTWISE
 from dpshard.rules.records import PerSample, Record, RoutedProduct, wide_dtype
 from dpshard.rules.registry import routed_rule
 
-GROUPED = [getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)]
+GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
 """Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G] says where groups end."""
 
 _linear = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
@@ -68,7 +69,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     for x in tensors:
         rows = call.source(x) is None and call.axis(x) is not None
         if x.dim() == rank and len(x) != 1 and (not rows or len(x) != len(sample_N)):
-            raise call.refuse("an argument has a dimension where the others have routed rows", fix=False)
+            raise call.refuse("an argument has a dimension where the others have routed rows", advise=False)
 
     def enter(x: Tensor) -> Tensor:
         source = call.source(x)
@@ -85,7 +86,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 def _refuse_unless_rows(call: Call, x: Tensor) -> None:
     axis = None if call.source(x) is not None else call.axis(x)
     if axis is None or not axis.routed or x.dim() != 2:
-        raise call.refuse("its first argument is not [N, D] with the rows that were routed", fix=False)
+        raise call.refuse("its first argument is not [N, D] with the rows that were routed", advise=False)
 
 
 def _record(

@@ -207,3 +207,11 @@ def test_what_samples_cannot_do_alone_is_refused(use, message):
     noise_free_engine(model, batch_size=B)
     with pytest.raises(VerificationError, match=message):
         model(randn(B, T, D))
+
+
+def test_the_error_names_the_module_that_owns_the_parameter():
+    layers = [Use(lambda m, x: F.linear(x, m.w), w=randn(D, D)) for _ in range(10)]
+    model = nn.Sequential(*layers, Use(lambda m, x: torch.special.xlog1py(x, m.w), w=randn(D)))
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(UnsupportedParameterError, match=r"^10\.w in 10 \(Use\)"):  # and not in 0, which has a 0.w
+        model(randn(B, D))

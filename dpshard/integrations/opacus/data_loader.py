@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
+from dpshard.integrations.loaders import loading_options
 from dpshard.integrations.opacus.progress import Progress
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -53,16 +54,8 @@ class DPDataLoader:
         return math.ceil(rounds * self.batch_size / self.physical_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self.original
         batches = self.engine.batches(
-            self.dataset,
-            self.physical_batch_size,
-            steps=len(loader),
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            prefetch_factor=loader.prefetch_factor,
-            worker_init_fn=loader.worker_init_fn,
+            self.dataset, self.physical_batch_size, steps=len(self.original), **loading_options(self.original)
         )
         for logical_batch in batches:
             self.progress.batch = logical_batch

@@ -79,7 +79,7 @@ class Convolution:
         return total.reshape(B, G, T, T)
 
     def _rows(self) -> Tensor:
-        """Output gradients [B, G, T, R], as rows of a product."""
+        """The output gradients as rows of a product, [B, G, T, R]."""
         return wide(self.gradient).unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
@@ -94,21 +94,21 @@ class Convolution:
             return self.outer().per_sample()
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input.
         pairs = zip(wide(self.input).unbind(), wide(self.gradient).unbind(), strict=True)
-        kernel = self._blank()
+        kernel = self._shape_alone()
         return torch.stack([self._summed(x, g, kernel) for x, g in pairs])
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
-        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1), self._blank())
+        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1), self._shape_alone())
 
-    def _blank(self) -> Tensor:
-        """Stands in for the kernel where its shape counts alone."""
+    def _shape_alone(self) -> Tensor:
+        """A tensor without memory that stands in for the kernel, of which the gradient needs the shape alone."""
         return torch.zeros((), dtype=wide_dtype(self.gradient), device=self.gradient.device).expand(self.shape)
 
     def _summed(self, input: Tensor, gradient: Tensor, kernel: Tensor) -> Tensor:
-        """The gradient [*shape], summed over images; `kernel` is a blank one."""
+        """The gradient [*shape], summed over images [N, C, *space]; of `kernel` the shape counts."""
         *_, total, _ = torch.ops.aten.convolution_backward(
             gradient,
             input,

@@ -7,12 +7,13 @@ Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the 
     instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
-Numbers that are written and read cost as much as some FLOPs, for which the processor would have had time meanwhile;
-windows of a convolution three times as much, as they are gathered. Their Gram matrix needs no windows: two of them have
-the inner product of the elements at their first place, and so on, which the Gram matrix of the whole input holds; of
-small images with many channels it is the cheapest. The choice is made from sizes alone and never by the
-clock: a run that is resumed must round as the first one did.
-Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by 2 T^2 <= R C, the one that takes less memory.
+Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
+that time. The columns of a convolution are windows of its input, and to gather a window is charged three times that.
+Small images with many channels have a cheaper way: the inner product of two windows is a sum of inner products of
+single pixels, and the Gram matrix of all pixels holds them, without any window.
+
+The choice depends on sizes alone, never on the clock: a run that is resumed must round as the first one did. Bu et al.
+2022, arXiv:2205.10683, Sec. 4, choose by memory instead: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from dpshard.rules.records.numerics import RESOLUTION
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Per-sample gradients are kept if they take at most so many times the memory of the record: until other layers have
-their norms, or for the sum that comes next."""
+"""Per-sample gradients are kept if they take at most so many times the memory of the record. The first number holds if
+they must wait for the norms of other layers, the second if they are summed at once."""
 
 _CACHE = 16 * 2**20
 """Bytes that stay in the cache of a CPU between being written and being read."""
@@ -41,18 +42,18 @@ class ProductSize:
     R: int
     C: int
     dtype: torch.dtype
-    """That norms and sums are taken in."""
+    """In which norms and sums are taken."""
     device: torch.device
     nbytes: int
-    """Of rows and columns."""
+    """Memory of rows and columns."""
     pixels: int = 0
-    """If the columns are windows of an input: the elements of a channel of it, padded."""
+    """Of a convolution: elements of one channel of the padded input; 0 if the columns are no windows."""
     kernel: int = 1
-    """And those of a channel of a window."""
+    """Of a convolution: elements of one channel of a window."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the per-sample gradients."""
+        """Memory of the per-sample gradients."""
         return self.B * self.G * self.R * self.C * self.dtype.itemsize
 
     def may_be_kept(self, *, closing: bool) -> bool:
@@ -85,7 +86,7 @@ class ProductSize:
 
     @property
     def gram_by_pixels(self) -> bool:
-        """Whether the Gram matrix of the windows is best made of that of the input's elements, within their memory."""
+        """Whether the Gram matrix of the windows is best made of that of all pixels, which may take no more memory."""
         return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
 
     def _by_pixels(self) -> int:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # what F.linear is before anybody replaces it
 
 
-def undo_patches() -> None:
+def undo_foreign_patches() -> None:
     """Give F.linear back to torch.
 
     ZeRO-3 replaces it, for good, by an autograd function that does not keep gathered weights. Of that the mode sees

@@ -1,108 +1,24 @@
-"""Which dimension of a tensor carries the samples: found by running the model on batches of two sizes.
-
-[Note: Evidence for the batch dimension]
-A shape that happens to match proves nothing ([T, B, D] with T = B; [B * T, D]; a [T, T] table). So the model runs
-twice, on 2 and on 3 samples: what is 3/2 as long the second time carries the samples. Rows of one
-sample that are flattened into the batch are told apart by their values: the first two samples are the same in both
-runs. A function of parameters whose inputs and outputs keep their shapes has met no sample: it derives a tensor from
-parameters alone. What is found is keyed by function and parameter, not by order, and holds for every batch size.
-
-A branch that the values of all samples decide (is any token masked?) may be taken in one of the runs alone. Then the
-third sample is the first one again, so that whatever holds for any, or for all, of them holds in both.
-
-Calls that follow from what the data picked (a loop over the experts that were hit) have no place in the other run to
-be compared with. Of their arguments, those that were made on the common course are known from there, and routed rows
-are followed; see [Note: Routed rows] in routing.py.
-"""
+"""The two runs of a model that are compared, on batches of two sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of, tensors_of
 from dpshard.derivation import derive
 from dpshard.determinism import Undropped
 from dpshard.errors import BatchLayoutError
+from dpshard.layout.call_layout import PASS_THROUGH, CallKey, CallLayout, Layout, call_key, describe, merge, rows_key
+from dpshard.layout.row_order import ROWS, Doubt, settle
 from dpshard.routing import ADDING, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
-
-CallKey = tuple[Any, ...]
-"""Name of the function, and per tensor argument the form of the source that it is, or its rank.
-
-Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
-"""
-
-
-def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """What identifies a call whatever the batch size and the length of the inputs: see CallKey."""
-    return (function_name(func), *(sources[x].form if x in sources else x.dim() for x in tensors))
-
-
-@dataclass(slots=True)
-class CallLayout:
-    """Where the tensors of one kind of call carry the samples."""
-
-    inputs: list[BatchAxis | None]
-    """One entry per tensor argument, in order."""
-    output: BatchAxis | None
-    """For the (first) output."""
-    lost: bool = False
-    """Whether an argument has rows of which nobody can tell the sample."""
-
-    @property
-    def derives(self) -> bool:
-        """Whether the call met no sample: its output is derived from parameters alone."""
-        return self.output is None and not any(self.inputs) and not self.lost
-
-    @property
-    def routed(self) -> bool:
-        """Whether an argument has routed rows."""
-        return any(axis is not None and axis.routed for axis in self.inputs)
-
-    def in_order(self) -> CallLayout:
-        """The same for rows that lie as if they had never been routed."""
-        inputs = [axis and BatchAxis(axis.dim, axis.sample_major) for axis in self.inputs]
-        return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.sample_major), self.lost)
-
-
-Layout = dict[CallKey, CallLayout]
-
-
-def rows_key(x: Tensor) -> CallKey:
-    """The key under which a layout holds whether dimension 0 of tensors like `x` carries the samples, for routes."""
-    return ("rows", x.dim(), x.shape[-1] if x.dim() > 1 else 0)
-
-
-def merge(into: Layout, found: Layout) -> None:
-    """Add what was found to a layout; BatchLayoutError where a kind of call has samples along different dimensions."""
-    for key, layout in found.items():
-        known = into.setdefault(key, layout)
-        if known != layout and key[0] == "rows":
-            known.inputs[0] = None  # of two kinds of tensors with this shape: no evidence for either
-        elif known != layout:
-            raise BatchLayoutError(
-                f"{_describe(key)} is called with the samples of the micro-batch along different dimensions; use a "
-                f"module of its own for each of the two."
-            )
-
-
-_ROWS = ("an index along dimension 0",)
-
-PASS_THROUGH = frozenset(
-    {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
-)
-"""Functions and properties of a parameter that carry no gradient of it."""
-
-_SAME = 0.1
-"""How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
 
 
 @dataclass(slots=True)
@@ -172,17 +88,6 @@ class _FirstRun(_Compared):
         return result
 
 
-@dataclass(slots=True)
-class _Doubt:
-    """A flattened batch dimension whose order only values can tell."""
-
-    key: CallKey
-    place: int  # in the layout of that call: among inputs, the output last
-    dim: int
-    value: Tensor
-    seen_at: int  # its place in the call of the first run, which may be another: the one that made it
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """Where on the common course a tensor was made, and which dimension of it carries the samples."""
@@ -200,7 +105,7 @@ class _SecondRun(_Compared):
         super().__init__()
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
-        self.doubts: dict[int, list[_Doubt]] = {}
+        self.doubts: dict[int, list[Doubt]] = {}
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.routing = Routing(sizes[1], self._holds_samples)
 
@@ -260,7 +165,7 @@ class _SecondRun(_Compared):
         holds = made.axis is not None and made.axis.dim == 0
         merge(self.layout, {rows_key(x): CallLayout([BatchAxis(0) if holds else None], None)})
         if read and holds and made.flattened:
-            doubt = _Doubt(_ROWS, 0, 0, x.detach().clone(), made.seen_at)
+            doubt = Doubt(ROWS, 0, 0, x.detach().clone(), made.seen_at)
             self.doubts.setdefault(made.position, []).append(doubt)
         return holds
 
@@ -283,7 +188,7 @@ class _SecondRun(_Compared):
         if made is None or made.axis is None:
             return None
         if made.flattened:
-            doubt = _Doubt(key, place, made.axis.dim, value, made.seen_at)
+            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at)
             self.doubts.setdefault(made.position, []).append(doubt)
         return made.axis
 
@@ -314,89 +219,20 @@ class _SecondRun(_Compared):
     def _axis(self, key: CallKey, position: int, place: int, old: torch.Size, x: Tensor) -> BatchAxis | None:
         first, second = self.sizes
         if len(old) != x.dim():
-            raise BatchLayoutError(f"{_describe(key)}: the rank of a tensor depends on the batch size.")
+            raise BatchLayoutError(f"{describe(key)}: the rank of a tensor depends on the batch size.")
         grown = [d for d in range(x.dim()) if old[d] != x.shape[d]]
         if not grown:
             return None
         dim = grown[0]
         if len(grown) > 1 or old[dim] * second != x.shape[dim] * first or old[dim] % first:
             raise BatchLayoutError(
-                f"{_describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
+                f"{describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
                 f"{second}: samples of one micro-batch meet each other before the parameter is used, so no "
                 f"per-sample gradient exists."
             )
         if old[dim] != first:
-            self.doubts.setdefault(position, []).append(_Doubt(key, place, dim, x.detach(), place))
+            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach(), place))
         return BatchAxis(dim)
-
-    def resolve(self, values: dict[int, list[Tensor]]) -> None:
-        """Settle the order of flattened dimensions from the values of the first run."""
-        settled: dict[tuple[CallKey, int], bool] = {}
-        undecided: list[_Doubt] = []
-        for position, doubts in self.doubts.items():
-            for doubt in doubts:
-                order = self._is_sample_major(doubt, values[position][doubt.seen_at])
-                if order is None:
-                    undecided.append(doubt)
-                elif settled.setdefault((doubt.key, doubt.place), order) != order:
-                    raise BatchLayoutError(
-                        f"{_describe(doubt.key)} is called with the rows of the samples in different orders; use a "
-                        f"module of its own for each of the two."
-                    )
-        for doubt in undecided:
-            settled[doubt.key, doubt.place] = self._as_beside(doubt, settled)
-        for (key, place), order in settled.items():
-            if not order:
-                layout = self.layout[key]
-                axis = layout.inputs[place] if place < len(layout.inputs) else layout.output
-                assert axis is not None
-                axis = replace(axis, sample_major=False)
-                if place < len(layout.inputs):
-                    layout.inputs[place] = axis
-                else:
-                    layout.output = axis
-
-    def _is_sample_major(self, doubt: _Doubt, old: Tensor) -> bool | None:
-        """Whether the rows of a sample lie side by side; None if values do not tell."""
-        (first, second), new = self.sizes, doubt.value
-        k = old.shape[doubt.dim] // first
-        error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
-        for order in (True, False):
-            sides = []
-            for x, size in ((old, first), (new, second)):
-                rows = x.unflatten(doubt.dim, (size, k) if order else (k, size))
-                sides.append(rows.narrow(doubt.dim + (not order), 0, first).double())
-            error[order] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
-        if min(error.values()) > _SAME * scale:
-            raise BatchLayoutError(
-                f"{_describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
-                f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
-                f"nor one batch apart ([k, B]). Put the samples first before you flatten."
-            )
-        if max(error.values()) <= 2 * min(error.values()):
-            return None
-        if error[False] < error[True] and doubt.key == _ROWS:
-            raise BatchLayoutError(
-                f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
-                f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
-            )
-        return error[True] < error[False]
-
-    def _as_beside(self, doubt: _Doubt, settled: dict[tuple[CallKey, int], bool]) -> bool:
-        """The order of rows that are all alike: that of other calls of the kind, or of other arguments."""
-        orders = [order for (key, _), order in settled.items() if key == doubt.key]
-        if (doubt.key, doubt.place) in settled:
-            return settled[doubt.key, doubt.place]
-        if isinstance(doubt.value, FakeTensor):
-            return all(orders)  # it has no values, and nothing is trained with it: a plan counts what a step costs
-        if not orders and (doubt.key == _ROWS or doubt.place < len(self.layout[doubt.key].inputs)):
-            raise BatchLayoutError(
-                f"{_describe(doubt.key)} sees the same number everywhere in a tensor of shape "
-                f"{tuple(doubt.value.shape)} for {self.sizes[1]} samples, so it cannot be told whether its dimension "
-                f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
-                f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
-            )
-        return all(orders)
 
 
 def find_layout(
@@ -416,10 +252,5 @@ def find_layout(
         valued = _FirstRun(frozenset(second.doubts))
         with valued:
             run(sizes[0])
-        second.resolve(valued.values)
+        settle(second.layout, second.doubts, valued.values, sizes)
     return second.layout
-
-
-def _describe(key: CallKey) -> str:
-    labels = [x for x in key[1:] if isinstance(x, str)]
-    return f"{key[0]} with {', '.join(labels)}"

@@ -1,0 +1,164 @@
+"""What the success of an attack proves about epsilon: lower bounds, each with its confidence. No torch in here.
+
+[Note: A bound from an attack]
+Whoever tells a release with a sample from one without it errs in two ways: false positives (rate a) and false negatives
+(rate b). (epsilon, delta)-DP forbids both to be small: a e^epsilon + b >= 1 - delta, and the same with a and b swapped.
+So rates that are known to be at most a and b refute every pair below the line. One pair of rates is bounded once, for
+all deltas together: the guarantee that an accountant gives is a curve, and may be refuted at any of its points.
+The rates of a mechanism that is mu-GDP (Gaussian noise, every sample in every batch) obey the sharper
+mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, "Gaussian differential privacy", arXiv:1905.02383.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from dpshard.config import is_count
+from dpshard.errors import ConfigurationError
+
+REFUTED_BEYOND = 1 - 1e-6
+"""Confidence beyond which a bound above what was accounted is called a refutation, not bad luck."""
+MAX_EPSILON = 64.0
+"""The largest epsilon that a bound is sought up to."""
+GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Shares of the canaries about which a one-run attack guesses: it tries all, at a fifth of the error each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """How often a test, fixed beforehand, erred in independent trials."""
+
+    false_positives: int
+    """Trials without the sample in which the test said that it is there."""
+    without: int
+    """Trials without the sample."""
+    false_negatives: int
+    """Trials with the sample in which the test said that it is not there."""
+    within: int
+    """Trials with the sample."""
+
+    def __post_init__(self) -> None:
+        for errors, trials in ((self.false_positives, self.without), (self.false_negatives, self.within)):
+            if not (is_count(trials) and 0 <= errors <= trials):
+                raise ConfigurationError(f"{errors} errors in {trials} trials: an attack needs trials of both kinds.")
+
+    def rates(self, confidence: float) -> tuple[float, float]:
+        """Upper bounds of both error rates that hold together with probability `confidence`.
+
+        Clopper and Pearson 1934, "The use of confidence or fiducial limits", one-sided, half of the error each.
+        """
+        error = (1 - check_confidence(confidence)) / 2
+        return (
+            _clopper_pearson(self.false_positives, self.without, error),
+            _clopper_pearson(self.false_negatives, self.within, error),
+        )
+
+    def epsilon(self, delta: float, confidence: float) -> float:
+        """A lower bound on epsilon at `delta`, whatever the mechanism; see [Note: A bound from an attack]."""
+        a, b = self.rates(confidence)
+        found = [math.log((1 - delta - one) / other) for one, other in ((a, b), (b, a)) if one < 1 - delta]
+        return max(0.0, *found) if found else 0.0
+
+    def mu(self, confidence: float) -> float:
+        """A lower bound on mu of a mechanism that is mu-GDP; at least 0. See [Note: A bound from an attack]."""
+        a, b = self.rates(confidence)
+        return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
+
+
+def gdp_delta(mu: float, epsilon: float) -> float:
+    """The smallest delta at which a mu-GDP mechanism is (epsilon, delta)-DP; Dong, Roth and Su 2022, Corollary 2.13."""
+    if mu == 0:
+        return 0.0
+    at = epsilon / mu
+    return float(stats.norm.cdf(mu / 2 - at) - np.exp(epsilon + stats.norm.logcdf(-mu / 2 - at)))
+
+
+def gdp_epsilon(mu: float, delta: float) -> float:
+    """The smallest epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP."""
+    if gdp_delta(mu, 0.0) <= delta:
+        return 0.0
+    most = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # from the tail of a normal: a bit too large
+    return cast(float, optimize.brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, most))
+
+
+def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """Probability, at most, that `right` of `guesses` guesses about m `canaries` are right under (epsilon, delta)-DP.
+
+    Each canary was in by the toss of a fair coin. Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1)
+    training run", arXiv:2305.08846, Theorem 5.2: beta + alpha m delta, where beta = P[X >= v] and
+    alpha = max_i (2 / i) P[v > X >= v - i] for X binomial of r guesses, each right with e^eps / (1 + e^eps).
+    """
+    if not 0 <= right <= guesses <= canaries:
+        raise ConfigurationError(f"{right} right ones of {guesses} guesses about {canaries} canaries: impossible.")
+    chance = 1 / (1 + math.exp(-epsilon))
+    beta = float(stats.binom.sf(right - 1, guesses, chance))
+    below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v > X >= v - i], i = 1, ...
+    alpha = float((2 * below / np.arange(1, right + 1)).max()) if right else 0.0
+    return min(1.0, beta + alpha * canaries * delta)
+
+
+def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
+    """A lower bound on epsilon at `delta` from one run; every smaller epsilon has a p-value below 1 - confidence."""
+    error = 1 - check_confidence(confidence)
+
+    def rejected(epsilon: float) -> bool:
+        return one_run_p_value(canaries, guesses, right, epsilon, delta) < error
+
+    stride, lo = 0.125, 0.0
+    if not rejected(lo):
+        return 0.0
+    # Upwards from 0: the p-value need not be monotone where delta counts, and all that is skipped must be rejected.
+    while lo < MAX_EPSILON and rejected(lo + stride):
+        lo += stride
+    hi = lo + stride
+    for _ in range(30):
+        middle = (lo + hi) / 2
+        lo, hi = (middle, hi) if rejected(middle) else (lo, middle)
+    return lo
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """How many guesses about how many canaries were right, for each of the numbers of guesses that were tried."""
+
+    canaries: int
+    tried: tuple[tuple[int, int], ...]
+    """(guesses, right ones), the numbers of guesses fixed beforehand."""
+
+    def epsilon(self, delta: float, confidence: float) -> float:
+        """A lower bound on epsilon at `delta`: the best of those tried, each at its share of the error."""
+        each = 1 - (1 - check_confidence(confidence)) / len(self.tried)
+        return max(one_run_epsilon(self.canaries, n, right, delta, each) for n, right in self.tried)
+
+
+def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[bool] | NDArray[np.bool_]) -> Guesses:
+    """Guess "in" for the canaries of the highest scores and "out" for as many of the lowest, abstain on the others.
+
+    Ties are broken by position. A score that is not a number counts as the lowest.
+    """
+    scores, included = np.asarray(scores_m, np.float64), np.asarray(included_m, np.bool_)
+    m = len(scores)
+    if m < 2 or len(included) != m:
+        raise ConfigurationError(f"{m} scores for {len(included)} canaries: at least two, and one score for each.")
+    order = np.argsort(np.where(np.isnan(scores), -np.inf, scores), kind="stable")
+    halves = sorted({max(1, int(m * share / 2)) for share in GUESSED_SHARES})
+    tried = ((2 * k, int(included[order[-k:]].sum() + (~included[order[:k]]).sum())) for k in halves)
+    return Guesses(m, tuple(tried))
+
+
+def check_confidence(confidence: float) -> float:
+    """`confidence` itself; ConfigurationError unless it lies strictly between 0 and 1."""
+    if not 0 < confidence < 1:
+        raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")
+    return confidence
+
+
+def _clopper_pearson(errors: int, trials: int, error: float) -> float:
+    return 1.0 if errors == trials else float(stats.beta.isf(error, errors + 1, trials - errors))

@@ -1,0 +1,42 @@
+"""The errors for parameters that cannot be trained: which one, where, why, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpshard.errors import UnsupportedParameterError
+
+
+def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
+    """An error that names parameters, the module that owns the first of them, and the function."""
+    owner = "the model"
+    for name, _ in model.named_parameters():
+        if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is no part of `10.weight`
+            path = name.rpartition(".")[0]
+            owner = f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
+            break
+    advice = (
+        " Freeze the parameter with requires_grad_(False), or write the step with functions that have a rule "
+        "(dpshard.rules.RULES holds them)."
+    )
+    name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+    return UnsupportedParameterError(
+        f"{labels} in {owner}, function {name}: {reason.rstrip('.')}.{advice if advise else ''}"
+    )
+
+
+def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
+    """BatchNorm in training mode mixes samples, also when it has no parameters of its own."""
+    for path, module in batch_norms:
+        if module.training or getattr(module, "running_mean", None) is None:
+            raise UnsupportedParameterError(
+                f"{path or 'the model'} ({type(module).__name__}): BatchNorm mixes the samples of a batch, so "
+                f"no per-sample gradient exists. Replace it by GroupNorm (dpshard.replace_unsupported(model) "
+                f"does), or put it in eval mode to use its frozen statistics."
+            )

@@ -1,0 +1,153 @@
+"""The two-distribution audit refutes an engine with a planted fault, and passes the sound one.
+
+Every fault is put into the real engine (tests/audit/faults.py) and found from outside, by what an adversary sees.
+PITFALLS rows: 1 test_halved_noise_is_refuted; 5 test_counted_padding_is_refuted;
+7 test_tied_weights_that_are_clipped_apart_are_refuted; 8 test_a_layer_that_is_not_clipped_is_refuted;
+12 test_a_sample_that_moves_the_gradients_of_others_is_refuted;
+20 test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted; 26 test_noise_that_is_used_again_is_refuted.
+
+Two of the faults the engine notices by itself at the first micro-batch (`verify`); that is switched off for them, so
+that the audit has to find them alone.
+
+The run secret is fixed, so the tests pass or fail for good; under a random one a sound engine would be refuted with
+probability 1e-6 at most (`REFUTED_BEYOND`).
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard.audit import REFUTED_BEYOND, audit_steps, gdp_epsilon
+from dpshard.errors import ConfigurationError
+from tests.audit import faults
+
+FALSE_ALARM = 1e-6
+assert FALSE_ALARM >= 1 - REFUTED_BEYOND - 1e-12
+
+
+@pytest.fixture(autouse=True)
+def known_secret(monkeypatch):
+    monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: bytes(range(32)))
+
+
+class Tied(nn.Module):
+    """Scores of tokens by the embedding that they were read with."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+
+    def forward(self, ids_B):
+        return F.linear(self.embedding(ids_B), self.embedding.weight)
+
+
+def classifier():
+    """A network, 4 samples for it, and a loss with gradients far above the clipping norm."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        x, y = 3 * torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    return model, x, y, lambda scores, y: 20 * F.cross_entropy(scores, y, reduction="none")
+
+
+def tied():
+    """Tokens that are told to score themselves high: both uses of the embedding have one gradient."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, ids = Tied(), torch.arange(4)
+    return model, ids, ids, lambda scores, ids: -20 * scores.gather(1, ids[:, None])[:, 0]
+
+
+RELEASE = {"trials": 400, "clipping_fn": "abadi"}
+"""One step, all samples in it, in two micro-batches of three rows."""
+EPOCH = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 1, "noise_multiplier": 0.2}
+SEVERAL = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 2, "noise_multiplier": 2.0}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clipping_style": "layer-wise"}, {"secure_mode": True, "loss_reduction": "sum"}], ids=str
+)
+def test_a_sound_release_passes(options):
+    audit = audit_steps(*classifier(), **RELEASE, **options)
+    assert audit.refuted_at() is None
+    assert audit.accounted_mu == 2
+    assert 1.5 < audit.trials.mu(0.95) < 2  # that one sample moves the release by the whole sensitivity
+    assert audit.lower_bound(1e-5, 0.95) == gdp_epsilon(audit.trials.mu(0.95), 1e-5) < audit.accounted(1e-5)
+
+
+def test_sound_tied_weights_pass():
+    audit = audit_steps(*tied(), **{**RELEASE, "trials": 1000})
+    assert audit.refuted_at() is None
+    assert audit.trials.mu(0.95) > 1.6
+
+
+@pytest.mark.parametrize("options", [EPOCH, SEVERAL], ids=["epoch", "several"])
+def test_sound_sampling_passes(options):
+    audit = audit_steps(*classifier(), **options, micro_batch_size=2)
+    assert audit.refuted_at() is None
+    assert audit.accounted_mu is None
+    assert audit.lower_bound(1e-5, 0.95) < audit.accounted(1e-5)
+
+
+def test_halved_noise_is_refuted(monkeypatch):
+    faults.weaken_noise(monkeypatch, 2)
+    audit = audit_steps(*classifier(), **RELEASE)
+    assert audit.refuted_at() is not None
+    assert audit.lower_bound(1e-5, 0.95) > audit.accounted(1e-5)
+
+
+@pytest.mark.parametrize("parameter", ["0.weight", "2.weight"])
+def test_a_layer_that_is_not_clipped_is_refuted(monkeypatch, parameter):
+    faults.drop_clipping(monkeypatch, parameter)
+    assert audit_steps(*classifier(), **RELEASE, verify=False).refuted_at() is not None
+
+
+def test_tied_weights_that_are_clipped_apart_are_refuted(monkeypatch):
+    faults.clip_uses_apart(monkeypatch)
+    assert audit_steps(*tied(), **{**RELEASE, "trials": 1000}, verify=False).refuted_at() is not None
+
+
+def test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted(monkeypatch):
+    faults.shuffle(monkeypatch)
+    assert audit_steps(*classifier(), **EPOCH, micro_batch_size=2).refuted_at() is not None
+
+
+def test_counted_padding_is_refuted(monkeypatch):
+    faults.count_padding(monkeypatch)
+    assert audit_steps(*classifier(), **RELEASE).refuted_at() is not None
+
+
+def test_noise_that_is_used_again_is_refuted(monkeypatch):
+    faults.reuse_noise(monkeypatch)
+    assert audit_steps(*classifier(), **SEVERAL, micro_batch_size=2).refuted_at() is not None
+
+
+def test_a_sample_that_moves_the_gradients_of_others_is_refuted():
+    """A loss of the whole micro-batch: the others count only beside the canary."""
+    model, x, y, loss = classifier()
+    x, y = torch.stack([x[-1] / 3, x[-1] / 3, x[-1] / 3, x[-1]]), y[-1:].expand(4)
+
+    def mixing(scores, y):
+        return loss(scores, y) * torch.isclose(scores.detach(), canary).all(1).any()
+
+    canary = model(x[-1:]).detach()
+    assert audit_steps(model, x, y, loss, **RELEASE, micro_batch_size=4).refuted_at() is None
+    assert audit_steps(model, x, y, mixing, **RELEASE, micro_batch_size=4, verify=False).refuted_at() is not None
+
+
+def test_the_model_is_given_back(monkeypatch):
+    model, x, y, loss = classifier()
+    before = [p.clone() for p in model.parameters()]
+    audit_steps(model, x, y, loss, **{**RELEASE, "trials": 20})
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    loss(model(x), y).mean().backward()  # an ordinary model again: no engine objects
+    assert model[0].weight.grad.norm() > 1
+
+
+def test_too_few_trials_and_dead_canaries_are_refused():
+    model, x, y, loss = classifier()
+    with pytest.raises(ConfigurationError, match="trials"):
+        audit_steps(model, x, y, loss, trials=3)
+    with pytest.raises(ConfigurationError, match="norm 0"):
+        audit_steps(model, x, y, lambda scores, y: 0 * loss(scores, y))

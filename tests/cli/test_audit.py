@@ -1,0 +1,84 @@
+"""`dpshard audit` from the outside: what it prints and leaves behind, on one process and two, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from dpshard.cli import auditing, models
+from tests.audit import faults
+from tests.cli.conftest import QUICK
+
+FAST = "--trials 60 --canaries 100".split()
+SETTINGS = "--steps 4 --noise-multiplier 1 --device cpu".split()
+
+
+@pytest.fixture
+def written(tmp_path):
+    def read():
+        return json.loads((tmp_path / "audit.json").read_text())
+
+    return read
+
+
+@pytest.mark.usefixtures("known_secret")
+def test_a_sound_configuration_passes(dpshard, tmp_path, written):
+    output = dpshard("audit", *FAST, *SETTINGS, "--json", tmp_path / "audit.json").stdout
+    assert output.count("consistent") == 2
+    step, run = written()["step"], written()["run"]
+    assert 0 < step["lower_bound"] < step["accounted"]
+    assert step["mu_lower_bound"] < step["mu_accounted"] == 2
+    assert 0 < run["lower_bound"] < run["accounted"]
+    assert (run["canaries"], run["steps"], run["sample_size"]) == (100, 4, 1258 + 100)
+
+
+@pytest.mark.usefixtures("known_secret")
+@pytest.mark.parametrize("model", [["--model", "cnn"], ["--task", "pydoc", "--model", "gpt"]])
+def test_input_canaries_of_any_model(dpshard, tmp_path, written, model):
+    flags = "--trials 20 --canaries 10 --canary-kind input --steps 2 --noise-multiplier 1 --batch-size 64".split()
+    dpshard("audit", *flags, *model, "--json", tmp_path / "audit.json")
+    assert written()["run"]["kind"] == "input"
+    assert not written()["run"]["refuted"]
+    assert not written()["step"]["refuted"]
+
+
+@pytest.mark.usefixtures("known_secret")
+def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, written, monkeypatch):
+    faults.weaken_noise(monkeypatch, 3)
+    flags = ["--trials", 300, "--canaries", 0, *SETTINGS, "--clipping-style", "layer-wise"]
+    output = dpshard("audit", *flags, "--json", tmp_path / "audit.json", exit_code=3).stdout
+    assert "REFUTED" in output
+    assert written()["step"]["refuted"]
+    assert "run" not in written()
+
+
+@pytest.mark.usefixtures("known_secret")
+def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
+    folder = tmp_path / "run"
+    dpshard("train", *QUICK, "--clipping-fn", "global", "--max-grad-norm", 4, "--out", folder)
+    dpshard("audit", folder, *FAST)
+    figures = json.loads((folder / "audit.json").read_text())
+    assert figures["run"]["steps"] == 6
+    assert figures["run"]["noise_multiplier"] == 1
+    assert "leave the other" in dpshard("audit", folder, "--steps", 5, exit_code=2).stderr
+
+
+def test_the_audit_of_a_sharded_configuration(dpshard, spawn, tmp_path, written):
+    flags = [*FAST, *SETTINGS, "--shard", "fsdp2", "--nproc", 2]
+    process = spawn("audit", *flags, "--json", tmp_path / "audit.json")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert written()["ranks"] == 2
+    assert not written()["step"]["refuted"]
+    assert 0 < written()["run"]["lower_bound"] < written()["run"]["accounted"]
+
+
+def test_what_cannot_be_audited_is_refused(dpshard):
+    assert "fsdp2" in dpshard("audit", "--shard", "deepspeed-2", "--nproc", 2, exit_code=2).stderr
+    assert "confidence" in dpshard("audit", "--confidence", 2, "--trials", 20, *SETTINGS, exit_code=2).stderr
+
+
+def test_a_head_of_zeros_does_not_hide_the_layers_below():
+    model = auditing._awake(models.MLP(4, 3, normalize=False))
+    model(torch.ones(1, 4)).sin().sum().backward()
+    assert all(p.any() and p.grad.any() for p in model.parameters())

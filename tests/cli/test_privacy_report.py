@@ -1,0 +1,121 @@
+"""`dpshard report`: one page that needs nothing else and says what a run has reported, less of it to the public."""
+
+import html
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from dpshard.cli import app
+from tests.cli.conftest import QUICK
+
+VOID = {"meta", "br", "img", "link", "use", "path", "rect", "line", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and collects what could lead elsewhere, ids, references and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.names, self.links, self.ids, self.references, self.words = [], set(), [], [], set(), []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        for name, value in attrs:
+            if name in ("href", "src", "xlink:href", "action", "data"):
+                self.links.append(value)
+            if name == "id":
+                self.ids.append(value)
+            self.references |= set(re.findall(r"url\(#([^)]+)\)", value or ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    result = CliRunner().invoke(app, ["train", *QUICK, "--max-batch-size", "auto", "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def written(dpshard, run, *flags):
+    dpshard("report", run, *flags)
+    return (run / ("report-public.html" if flags else "report.html")).read_text("utf-8")
+
+
+def test_the_page_is_whole_and_leads_nowhere(dpshard, run):
+    text = written(dpshard, run)
+    page = Page(text)
+    assert all(link.startswith("#") for link in page.links)
+    assert not page.names & {"script", "link", "img", "iframe", "object", "base"}
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links} | page.references <= set(page.ids)
+    assert page.text.count("Privacy report") == 2  # title and heading
+
+
+def test_the_page_says_what_the_report_says(dpshard, run):
+    text = Page(written(dpshard, run)).text
+    privacy = json.loads((run / "report.json").read_text())["privacy"]
+    assert privacy["statement"] in text
+    assert "replace-special" in text
+    assert "truncated Poisson, at most 112 samples a step" in text
+    for item in privacy["not_covered"]:
+        assert item in text
+    assert "No attack was tried" in text
+
+
+def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
+    text = html.unescape(written(dpshard, run))
+    command = re.search(r"^dpshard (account .*)$", text, re.MULTILINE)[1].split()
+    answer = json.loads(dpshard(*command, "--json").stdout)
+    epsilon = json.loads((run / "report.json").read_text())["privacy"]["epsilon"]
+    assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-9)
+
+
+def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    dpshard("audit", folder, "--trials", 40, "--canaries", 50)
+    figures = json.loads((folder / "audit.json").read_text())
+    text = Page(written(dpshard, folder)).text
+    assert "No attack was tried" not in text
+    assert "50 gradient canaries in 6 steps" in text
+    assert f"{figures['step']['lower_bound']:.2f}"[:-1] in text
+    figures["run"]["refuted"] = True
+    (folder / "audit.json").write_text(json.dumps(figures))
+    assert "do not rely on this report" in written(dpshard, folder)
+
+
+def test_a_page_for_the_public_holds_no_figures_of_the_data(dpshard, run):
+    whole, public = written(dpshard, run), written(dpshard, run, "--public")
+    for word in ("Validation accuracy", "clip fraction over", "held-out", "% right", "Gradient-SNR"):
+        assert word not in Page(public).text.partition("What epsilon does not cover")[0]
+    assert "not covered by epsilon" in whole
+    assert "not covered by epsilon" not in public
+    assert public.count("<svg") == 1  # epsilon over steps, which the schedule decides
+    assert Page(public).text.count("Privacy report") == 2
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+def test_an_unfinished_run_and_a_run_without_noise(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "report.json").unlink()
+    assert "has not finished" in dpshard("report", folder, exit_code=2).stderr
+    dpshard("train", *QUICK, "--noise-multiplier", 0, "--out", tmp_path / "bare")
+    assert "It is not private" in written(dpshard, tmp_path / "bare")
