@@ -194,6 +194,8 @@ class Collector:
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
+        if self.batch is not None:
+            self.metrics.samples = self.batch.samples
         if self._backend.world_size > 1:
             self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
         self.state = BatchState.PRIVATIZED

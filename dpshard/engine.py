@@ -331,7 +331,8 @@ class PrivacyEngine:
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
-        noise = KeyedGaussian(self._noise_secret(), secure=mechanism.secure)
+        secret = self._thresholds.noise_secret(self._noise_secret())
+        noise = KeyedGaussian(secret, secure=mechanism.secure)
         backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)

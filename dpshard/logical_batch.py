@@ -40,6 +40,8 @@ class LogicalBatch:
         """Number of the step, from 0."""
         self.position = 0
         """Micro-batches handed out so far."""
+        self.samples = 0
+        """Samples in them, on this rank."""
         self.released = False
         """Whether the noisy sum of this batch has reached the gradients."""
         self.micro: MicroBatch | None = None
@@ -66,6 +68,7 @@ class LogicalBatch:
                 )
             plan, data = self._first if self.position == 0 else next(self._loaded)
             self.position += 1
+            self.samples += plan.samples
             self.micro = MicroBatch(plan)
             with self._working(last=self.complete):
                 yield data

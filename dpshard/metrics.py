@@ -24,6 +24,8 @@ class BatchMetrics:
     """Sums over the samples of one logical batch, kept on the device and read only when they are asked for."""
 
     def __init__(self) -> None:
+        self.samples = 0
+        """Samples of the logical batch, if that is known: also those that a group, or any backward, did not reach."""
         self._groups: dict[str, list[Tensor]] = {}
         self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # of a micro-batch: threshold, norms, padding
         self._signal: Tensor | None = None
@@ -95,25 +97,27 @@ class BatchMetrics:
             [torch.as_tensor(total, dtype=torch.float64).cpu() for total, _ in self._losses] or [nothing[0]]
         )
         losses = torch.stack([own.sum(), torch.tensor(sum((n for _, n in self._losses), 0.0), dtype=torch.float64)])
-        ranks_WX = stack(torch.cat([*rows, losses])).cpu()
-        groups_WGF = ranks_WX[:, :-2].view(len(ranks_WX), len(labels), -1)
+        samples = torch.tensor([self.samples], dtype=torch.float64)
+        ranks_WX = stack(torch.cat([*rows, losses, samples])).cpu()
+        groups_WGF = ranks_WX[:, :-3].view(len(ranks_WX), len(labels), -1)
         for label, ranks_WF in zip(labels, groups_WGF.unbind(1), strict=True):
             if ranks_WF[:, -1].any():
                 self._groups[label] = [torch.cat([ranks_WF[:, :-2].sum(0), ranks_WF[:, -2:-1].max(0).values])]
-        total, count = ranks_WX[:, -2:].sum(0)
+        total, count, everyone = ranks_WX[:, -3:].sum(0)
+        self.samples = int(everyone)
         self._losses = [(total, float(count))] if count else []
 
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Sum over the samples of b - 1/2 for each group of `labels`, float64 [M] on the CPU.
 
-        b is 1 for a norm up to the threshold, 0 for one above it or not finite. One sample changes each entry by 1/2;
-        a group that a sample did not reach, by nothing.
+        b is 0 for a norm above the threshold, else 1. One sample changes each entry by 1/2: whether a group runs at all
+        may depend on the other samples of a micro-batch (experts, a branch), and so may whether the gradient of a
+        sample there is zero, not finite, or nothing. All of these are alike, with b = 1.
         """
         self._take_stock()
         nothing = [torch.zeros(len(FIGURES), dtype=torch.float64)]
-        totals_MF = torch.stack([torch.stack(self._groups.get(label, nothing)).sum(0).cpu() for label in labels])
-        samples_M, nonfinite_M, above_M = totals_MF[:, :3].unbind(1)
-        return samples_M / 2 - nonfinite_M - above_M
+        above_M = torch.stack([torch.stack(self._groups.get(label, nothing)).sum(0)[2].cpu() for label in labels])
+        return self.samples / 2 - above_M
 
     def summary(self) -> dict[str, float]:
         """See PrivacyEngine.metrics."""

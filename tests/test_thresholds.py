@@ -3,7 +3,8 @@
 PITFALLS rows: 2 test_sums_and_counts_together_are_one_gaussian_mechanism; 5 test_padding_is_not_counted;
 14 test_counts_have_the_promised_noise (ranks: tests/distributed); 19 test_a_backward_that_failed_does_not_count_twice;
 24 test_a_checkpoint_without_thresholds_is_refused (and test_resume.py);
-25 test_accounting_sums_and_counts_apart_gives_the_same_epsilon, test_one_sample_changes_the_release_by_its_share;
+25 test_accounting_sums_and_counts_apart_gives_the_same_epsilon, test_one_sample_changes_the_release_by_its_share,
+test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half;
 26 test_counts_have_the_promised_noise.
 
 Statistical tests fix the run secret, so they pass or fail for good; under a random secret a correct engine would fail
@@ -216,6 +217,56 @@ def test_one_sample_changes_the_release_by_its_share(style, i):
     assert i == 2 or change_of_sums > 0
 
 
+class Experts(nn.Module):
+    """Rows with a positive first feature go to one expert, the others to the other; one that no row came to rests."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x):
+        chosen, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 3)
+        for i, weight in enumerate((self.a, self.b)):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, x[rows] @ weight)
+        return out
+
+
+class Branch(nn.Module):
+    """A part that is left out if it has nothing to do; of a sample that is not finite, 0 * inf is no 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x):
+        out, wanted = x @ self.a, x[:, :1] > 0
+        return out + (x @ self.b) * wanted if wanted.any() else out
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 11])
+@pytest.mark.parametrize("network", [Experts, Branch])
+def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, micro_batch_size):
+    """Not by all the samples of its micro-batch, whose norms there are 0, or NaN."""
+    rows = -X[:11].abs() - 0.1
+    rows[0] *= -1  # the only one that the second parameter has to do with
+    rows[5] = -math.inf
+    counts = []
+    for kept in (rows, rows[1:]):
+        model, n = network(), len(kept)
+        engine = engine_on(
+            model, clipping_style="param-wise", noise_multiplier=0, sample_size=n, batch_size=n, steps=1,
+            max_grad_norm=1e-3,
+        )  # fmt: skip
+        for logical_batch in engine.batches(TensorDataset(kept, Y[:n]), micro_batch_size):
+            for x, y in logical_batch:
+                F.cross_entropy(model(x), y).backward()
+            engine.privatize()
+        counts.append(engine._metrics.unclipped_excess(["a", "b"]))
+    assert torch.equal((counts[0] - counts[1]).abs(), torch.full((2,), 0.5, dtype=torch.float64))
+
+
 def test_the_gradient_gets_the_noise_of_where_its_thresholds_are():
     """Also after they have moved; by a chi-squared test on 20,000 elements without a signal."""
     torch.manual_seed(0)
@@ -266,6 +317,35 @@ def test_replays_draw_the_same_counts():
         tracked.move(BatchMetrics(), KeyedGaussian(SECRET), step=3, sigma=1.0, batch_size=10)
         moved.append([group.threshold for group in clipper.groups])
     assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_a_replay_with_other_counts_has_other_noise(otherwise):
+    """The same normals times two deviations would tell what they are, and with them the gradient."""
+    normals, state = [], engine_on(network()).state_dict()
+    for miscounted in (0, otherwise):
+        model = network()
+        engine = engine_on(model)
+        engine.load_state_dict(state)
+        end, seen = engine._collector.end_release, []
+
+        def release(end=end, engine=engine, miscounted=miscounted):
+            metrics = end()
+            metrics.samples += 2 * miscounted * (engine.step == 1)  # as if rounding had put two at their thresholds
+            return metrics
+
+        engine._collector.end_release = release
+        for logical_batch in engine.batches(TensorDataset(X, Y), 60, steps=3):
+            std = engine._thresholds.gradient_noise(1.0)
+            for x, _ in logical_batch:
+                (model(x) * 0).sum().backward()
+            engine.privatize()
+            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]) * 20 / std)
+            model.zero_grad()
+        normals.append(seen)
+    for step, (first, second) in enumerate(zip(*normals, strict=True)):
+        correlation = float(torch.corrcoef(torch.stack([first, second]))[0, 1])
+        assert (abs(correlation) < 0.6) if otherwise and step else correlation == pytest.approx(1)
 
 
 # --- what must not change it -----------------------------------------------------------------------------------------
@@ -361,7 +441,7 @@ def test_the_ledger_and_its_state_tell_of_the_counts():
     assert "6 releases of a sum and 2 clipping counts under Poisson sampling" in engine.statement()
     state = json.loads(json.dumps(engine.state_dict()))
     assert [release["counted_groups"] for release in state["ledger"]["releases"]] == [2]
-    assert state["thresholds"] == list(engine.thresholds.values())
+    assert state["thresholds"]["values"] == list(engine.thresholds.values())
     assert "budget_share=0.05" in state["mechanism"]["adaptive_thresholds"]
 
 
@@ -369,10 +449,14 @@ def test_a_checkpoint_without_thresholds_is_refused():
     model = network()
     engine = engine_on(model)
     state = engine.state_dict()
-    for damaged in ({**state, "thresholds": [2.0]}, {k: v for k, v in state.items() if k != "thresholds"}):
+    for damaged in (
+        {**state, "thresholds": {"values": [2.0], "history": ""}},
+        {k: v for k, v in state.items() if k != "thresholds"},
+    ):
         with pytest.raises(CheckpointError, match="digest"):
             engine.load_state_dict(damaged)
-    for wrong in (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1"):
+    wrong_values = (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1")
+    for wrong in (None, [1.0], {"values": [1.0]}, *({"values": v, "history": ""} for v in wrong_values)):
         with pytest.raises(CheckpointError, match="no clipping thresholds"):
             engine._thresholds.load_state_dict(wrong)
     for other in (None, QuantileTracking()):

@@ -195,6 +195,10 @@ class _Noted:
 
 def checksum(x: Tensor) -> Tensor:
     """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    if x.dtype == torch.float64:
+        words = x.detach().contiguous().view(torch.int64)
+        # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.
+        return words.sum() + (words >> 32).sum()
     if x.dim() and x.is_contiguous() and not (x.shape[-1] * x.itemsize % 8 or x.storage_offset() * x.itemsize % 8):
         return x.detach().view(torch.int64).sum()
     flat = x.detach().contiguous().view(-1)

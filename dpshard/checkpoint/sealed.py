@@ -16,7 +16,7 @@ SECURE_NOISE = "sums of 4 normals"
 
 
 def pack(
-    mechanism: Mechanism, secret: bytes, ledger: dict[str, Any], thresholds: list[float] | None = None
+    mechanism: Mechanism, secret: bytes, ledger: dict[str, Any], thresholds: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A JSON-able state: format, mechanism, run secret (hex), ledger, adaptive thresholds, and a digest over all."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), "ledger": ledger}

@@ -32,7 +32,7 @@ CASES = {
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
     """What engine.metrics() sends once a step, in float64, and the checksum of DDP's gradients."""
-    figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 2) * 8)}
+    figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
     checksum = {("all-gather", "int64"): Traffic(1, setup.ranks * 8)}
     return figures | (checksum if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 

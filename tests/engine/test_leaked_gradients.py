@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpshard.backends.guard import checksum
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError, VerificationError
 from tests.engine.script import UNWARNED, D, P, backward, data, engine_on, gradients, mlp, values
 from tests.oracle import (
@@ -178,6 +179,17 @@ def test_gradients_may_be_changed_after_the_noise_alone(change):
     with pytest.raises(LogicalBatchError, match=r"0\.weight.*engine\.privatize\(\) first"):
         optimizer.step()
     assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [0.25, 0.5, -2.0, 2.0, 4.0])
+def test_a_factor_of_two_is_no_blind_spot_of_the_checksum(dtype, factor):
+    """It adds the same to the bits of every element: of 4,096 numbers of 64 bits, a multiple of 2^64."""
+    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    for x in (gradient, gradient.t(), gradient[1:, 1:], gradient[0, 0]):
+        before = checksum(x)
+        assert checksum(x.clone()) == before
+        assert checksum(x * factor) != before
 
 
 def test_privatize_may_come_before_the_step():
