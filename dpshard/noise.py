@@ -101,39 +101,32 @@ class KeyedGaussian:
         blocks = [block for shard, flat in zip(shards, dense, strict=True) for block in _blocks(shard, flat)]
         if not blocks:
             return torch.zeros((), dtype=torch.float64)
-        if std > 0 and all(flat.device.type == "cpu" for flat in dense):
-            norms = self._release_in_pieces(blocks, step, std, divisor)
-        else:
-            norms = torch._foreach_norm([block.part for block in blocks])
-            for batch in self._batches(blocks) if std > 0 else ():
-                for piece, noise in self._noise(batch, step):
-                    self._add(piece, noise, std)
-            torch._foreach_div_(dense, divisor)
+        norms = torch._foreach_norm([block.part for block in blocks])
+        if std > 0:
+            self._add_to_all(blocks, step, std)
+        torch._foreach_div_(dense, divisor)
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
 
-    def _release_in_pieces(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> list[Tensor]:
-        """See release_; in one pass over memory, for a piece stays in the cache. Returns the norms of the pieces."""
-
-        def release(batch: Sequence[_Block]) -> list[Tensor]:
-            norms = []
+    def _add_to_all(self, blocks: Sequence[_Block], step: int, std: float) -> None:
+        def add(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                norms.append(torch.linalg.vector_norm(piece))
                 self._add(piece, noise, std)
-                piece.div_(divisor)
-            return norms
 
         batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
         # this rank was given (torchrun sets it to 1).
-        threads = min(len(batches), torch.get_num_threads())
+        on_cpu = all(block.part.device.type == "cpu" for block in blocks)
+        threads = min(len(batches), torch.get_num_threads()) if on_cpu else 1
         if threads == 1:
-            return [norm for batch in batches for norm in release(batch)]
+            for batch in batches:
+                add(batch)
+            return
         with ThreadPoolExecutor(threads) as pool:
-            return [norm for norms in pool.map(release, batches) for norm in norms]
+            list(pool.map(add, batches))  # list(): an exception in a thread is raised here
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""

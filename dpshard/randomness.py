@@ -132,9 +132,9 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     normals *= radius
 
 
-SHORTEST, _LONGEST = 2**10, 2**15
-"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter; longer ones
-leave the cache, and torch would share each one among threads of its own. Part of the meaning of a key."""
+SHORTEST, _LONGEST = 2**10, 2**17
+"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter, and longer ones
+leave the cache. Part of the meaning of a key."""
 
 _ZEROS = memoryview(bytes(8 * _LONGEST))
 _ROOM = 16
