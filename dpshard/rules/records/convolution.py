@@ -92,23 +92,20 @@ class Convolution:
         if self.input.device.type != "cpu" or self.stride == self.shape[2:]:
             # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
             return self.outer().per_sample()
-        # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input.
-        pairs = zip(wide(self.input).unbind(), wide(self.gradient).unbind(), strict=True)
-        kernel = self._shape_alone()
-        return torch.stack([self._summed(x, g, kernel) for x, g in pairs])
+        # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
+        # side are groups of one convolution.
+        input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in (self.input, self.gradient))
+        return self._summed(input, gradient, samples=len(self.input)).view(-1, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
-        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1), self._shape_alone())
+        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
 
-    def _shape_alone(self) -> Tensor:
-        """A tensor without memory that stands in for the kernel, of which the gradient needs the shape alone."""
-        return torch.zeros((), dtype=wide_dtype(self.gradient), device=self.gradient.device).expand(self.shape)
-
-    def _summed(self, input: Tensor, gradient: Tensor, kernel: Tensor) -> Tensor:
-        """The gradient [*shape], summed over images [N, C, *space]; of `kernel` the shape counts."""
+    def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
+        """The gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
+        kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # its shape alone counts
         *_, total, _ = torch.ops.aten.convolution_backward(
             gradient,
             input,
@@ -119,7 +116,7 @@ class Convolution:
             self.dilation,
             False,
             [0] * len(self.stride),
-            self.groups,
+            samples * self.groups,
             [False, True, False],
         )
         return total
