@@ -55,7 +55,7 @@ class Convolution:
         return self.norm_sq_of(self.per_sample())
 
     def _ghost_norm_sq(self) -> Tensor:
-        rows_BGTR = self._rows()
+        rows_BGTR = wide(self._rows())
         product = self._gram_of_windows().mul_(rows_BGTR @ rows_BGTR.mT)
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
         return torch.maximum(product.sum((1, 2, 3)), gram_floor(scale.square()))
@@ -80,7 +80,7 @@ class Convolution:
 
     def _rows(self) -> Tensor:
         """The output gradients as rows of a product, [B, G, T, R]."""
-        return wide(self.gradient).unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
+        return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def norm_sq_of(self, gradient: Tensor) -> Tensor:
         """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
@@ -127,12 +127,10 @@ class Convolution:
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
             seen = seen.narrow(dim, 0, positions)
-        rows = self.gradient.flatten(0, 1).unflatten(1, (G, -1)).flatten(3).mT
         # [N, C, *positions, *kernel] -> [N, G, positions, C / G * kernel]
         cols = seen.unflatten(1, (G, -1)).flatten(3, 2 + rank).transpose(2, 3).flatten(3)
-        k = self.input.shape[1]
-        rows, cols = (x.unflatten(0, (-1, k)).transpose(1, 2).flatten(2, 3) for x in (rows, cols))
-        return OuterProduct(rows, cols, self.shape)
+        cols = cols.unflatten(0, (-1, self.input.shape[1])).transpose(1, 2).flatten(2, 3)
+        return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, dead_B: Tensor) -> Convolution:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
