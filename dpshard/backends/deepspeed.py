@@ -154,7 +154,7 @@ class DeepSpeedBackend(LocalBackend):
                     shards.append(Shard(name, fragment, self._reducer.layout.fragments[name].start))
                 else:
                     fragment.zero_()  # frozen since
-            norm = release_(shards).double().cpu()
+            norm = release_(shards).cpu()
         self._reset()
         return self._over_shards(norm.square()).sqrt()
 

@@ -147,10 +147,9 @@ class Guard:
             return None
         now = [checksum(self._local(x.gradient)) for x in noted.values()]
         # Read all at once: an accelerator is waited for once.
-        then_N, now_N = (
-            torch.stack([x.to(now[0].device) for x in sums]) for sums in ([x.checksum for x in noted.values()], now)
-        )
-        changed = (then_N != now_N).tolist()
+        device = now[0].device
+        then_N = torch.stack([x.checksum.to(device) for x in noted.values()])
+        changed = (torch.stack([x.to(device) for x in now]) != then_N).tolist()
         return next((name for name, is_changed in zip(noted, changed, strict=True) if is_changed), None)
 
     def _refuse_hooks(self, name: str) -> None:
@@ -199,8 +198,6 @@ def checksum(x: Tensor) -> Tensor:
         words = x.detach().contiguous().view(torch.int64)
         # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.
         return words.sum() + (words >> 32).sum()
-    if x.dim() and x.is_contiguous() and not (x.shape[-1] * x.itemsize % 8 or x.storage_offset() * x.itemsize % 8):
-        return x.detach().view(torch.int64).sum()
     flat = x.detach().contiguous().view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
         return flat.view(torch.int64).sum()

@@ -221,7 +221,7 @@ class LocalBackend:
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
-        `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had.
+        `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had, float64.
         Returns the L2 norm of the clipped sum, [], on the CPU.
 
         A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
@@ -237,7 +237,7 @@ class LocalBackend:
                     shard = self._local(parameter)
                     total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
                 shards.append(Shard(name, total if total.dtype in WIDE else total.float(), self._start(name)))
-            norm = release_(shards).double().cpu()  # an accelerator is waited for once
+            norm = release_(shards).cpu()  # an accelerator is waited for once
             for shard in shards:
                 parameter, total = self.parameters[shard.name], shard.local
                 if parameter.grad is None or total is not self._local(parameter.grad):
