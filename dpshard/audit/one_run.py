@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess
+from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess, subsampled
 from dpshard.audit.steps import SampleLoss, gradients, named_parameters, whole
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
@@ -88,7 +88,7 @@ class GradientCanaries:
         q = mechanism.schedule[step] / mechanism.sample_size
         shift = len(mechanism.clipping_groups) ** -0.5  # the threshold of the group of the canaries' numbers
         gain_m = (shift * z_m - shift**2 / 2) / max(mechanism.noise_multiplier, 1e-3) ** 2
-        self.scores += gain_m if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + gain_m)
+        self.scores += subsampled(gain_m, q)
 
     def guesses(self) -> Guesses:
         """Guess which canaries were in, and count who was right."""

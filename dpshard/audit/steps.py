@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import compute_epsilon
-from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
+from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon, subsampled
 from dpshard.config import Mechanism, is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
@@ -245,9 +245,7 @@ def log_likelihood_ratio(z_NT: NDArray[np.float64], mechanism: Mechanism) -> NDA
     """Of the releases z [N, T] of the canary's share: log of the density with it over that without it, [N]."""
     q = mechanism.schedule[0] / mechanism.sample_size
     gain_NT = (z_NT - 0.5) / mechanism.noise_multiplier**2
-    if q == 1:
-        return gain_NT.sum(1)
-    return np.logaddexp(math.log1p(-q), math.log(q) + gain_NT).sum(1)
+    return subsampled(gain_NT, q).sum(1)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
