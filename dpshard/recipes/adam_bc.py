@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpshard.config import check_positive, is_number
+from dpshard.config import check_positive
 from dpshard.errors import ConfigurationError
+from dpshard.recipes.adam import check_adam, evaluated
 
 
 class AdamBC(Optimizer):
@@ -43,20 +44,14 @@ class AdamBC(Optimizer):
     ) -> None:
         check_positive("lr", lr)
         check_positive("floor", floor)
-        if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"betas={betas!r}: both are at least 0 and below 1.")
-        if not (is_number(weight_decay) and weight_decay >= 0):
-            raise ConfigurationError(f"weight_decay={weight_decay!r}: it is at least 0.")
+        check_adam(betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay})
         self._noise_std = noise_std
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         noise_sq = float(self._noise_std()) ** 2
         if not math.isfinite(noise_sq):
             raise ConfigurationError(f"noise_std() returned {self._noise_std()!r}: it must be a finite number.")

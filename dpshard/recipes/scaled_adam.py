@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from dpshard.config import check_positive, is_number
+from dpshard.config import check_positive
 from dpshard.errors import ConfigurationError
+from dpshard.recipes.adam import check_adam, evaluated
 
 
 class _Scaled(nn.Module):
@@ -87,10 +88,7 @@ class ScaledAdam(Optimizer):
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("floor", floor)):
             check_positive(name, value)
-        if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"betas={betas!r}: both are at least 0 and below 1.")
-        if not (is_number(weight_decay) and weight_decay >= 0):
-            raise ConfigurationError(f"weight_decay={weight_decay!r}: it is at least 0.")
+        check_adam(betas, weight_decay)
         self._scales: dict[Tensor, Tensor] = {}
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], _Scaled):
@@ -103,10 +101,7 @@ class ScaledAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         weights: dict[Tensor, Tensor] = {}
         fresh: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
