@@ -103,18 +103,19 @@ class KeyedGaussian:
             return torch.zeros((), dtype=torch.float64)
         norms = torch._foreach_norm([block.part for block in blocks])
         if std > 0:
-            self._add_to_all(blocks, step, std)
-        torch._foreach_div_(dense, divisor)
+            self._privatize_all(blocks, step, std, divisor)
+        else:
+            torch._foreach_div_(dense, divisor)
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
 
-    def _add_to_all(self, blocks: Sequence[_Block], step: int, std: float) -> None:
-        def add(batch: Sequence[_Block]) -> None:
+    def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        def privatize(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                self._add(piece, noise, std)
+                _privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -123,10 +124,10 @@ class KeyedGaussian:
         threads = min(len(batches), torch.get_num_threads()) if on_cpu else 1
         if threads == 1:
             for batch in batches:
-                add(batch)
+                privatize(batch)
             return
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(add, batches))  # list(): an exception in a thread is raised here
+            list(pool.map(privatize, batches))  # list(): an exception in a thread is raised here
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
@@ -162,12 +163,6 @@ class KeyedGaussian:
                 if len(batch) == _TOGETHER:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
-
-    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
-        if self.secure:  # wider than the piece may be: the sum is rounded once, behind the addition
-            piece.copy_(noise.mul_(std).add_(piece))
-        else:
-            piece.add_(noise, alpha=std)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
@@ -223,6 +218,20 @@ def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+def _privatize(piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+    """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
+
+    While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more threads.
+    """
+    if piece.device.type != "cpu":
+        piece.add_(noise, alpha=std).div_(divisor)
+        return
+    drawn, target = noise.numpy(), piece.numpy()
+    drawn *= std
+    np.add(drawn, target, out=target, casting="same_kind")
+    target /= divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
