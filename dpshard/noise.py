@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
+from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
@@ -155,7 +155,7 @@ class KeyedGaussian:
         batches: list[list[_Block]] = []
         short: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            if block.lo + len(block.part) > SHORTEST or not self._draws_on_cpu(block.part.device):
+            if block.lo + len(block.part) > UNIT or not self._draws_on_cpu(block.part.device):
                 batches.append([block])
             else:
                 batch = short.setdefault(block.part.dtype, [])
@@ -208,7 +208,7 @@ def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
 
 
 def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
-    """The first of `_sums` under each of `keys`, [keys, SHORTEST], bit by bit."""
+    """The first of `_sums` under each of `keys`, [keys, UNIT], bit by bit."""
     total, *others = (first_normals(summands, np.float64) for summands in zip(*map(_summands, keys), strict=True))
     for other in others:
         total += other
