@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks import oracle
 from benchmarks.contenders import BASELINE, Task, make
 from benchmarks.workloads import Workload
-from dpshard.benchmark.timing import synchronize
+from dpshard.benchmark.timing import interleave, synchronize
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv"),
@@ -41,7 +42,15 @@ def measure(workload: Workload, name: str, *, steps: int, device: str) -> dict[s
         "groups": groups,
         "ordinary": [ordinary[group] for group in groups],
         "private": [private[group] for group in groups],
+        "fixed": [_fixed(workload, n, device) for n in (BASELINE, name)],
     }
+
+
+def _fixed(workload: Workload, name: str, device: str, steps: int = 30) -> float:
+    """Milliseconds of a step of the same model with tiny layers: Python, the dispatcher, and the start of threads."""
+    contender = make(name, Task(workload=workload.narrow(), threshold=1.0, device=device))
+    times = interleave({name: contender.step}, rounds=steps, warmup=5)
+    return 1e3 * median(times[name])
 
 
 def profile(name: str, task: Task, steps: int) -> Counter[str]:

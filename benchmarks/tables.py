@@ -195,6 +195,8 @@ def _profile(result: Figures) -> str:
             ordinary, private = (0.0, 0.0) if at is None else (one["ordinary"][at], one["private"][at])
             cells.append(f"{ordinary:,.1f} {private - ordinary:+,.1f}")
         body.append(cells)
+    fixed = [f"{one['fixed'][0]:,.1f} {one['fixed'][1] - one['fixed'][0]:+,.1f}" for one in found]
+    body.append(["the same model, with tiny layers", *fixed])
     head = ["ms of an ordinary step, and more in a private one", *(one["workload"] for one in found)]
     setting = f"`{result['contender']}`, {result['threads']} threads, under the profiler, which slows small operators."
     return f"### Where the time goes\n\n{setting}\n\n{markdown(head, body)}"
