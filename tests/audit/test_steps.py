@@ -70,7 +70,7 @@ SEVERAL = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 2, "
     "options", [{}, {"clipping_style": "layer-wise"}, {"secure_mode": True, "loss_reduction": "sum"}], ids=str
 )
 def test_a_sound_release_passes(options):
-    audit = audit_steps(*classifier(), **RELEASE, **options)
+    audit = audit_steps(*classifier(), **(RELEASE | {"trials": 600}), **options)
     assert audit.refuted_at() is None
     assert audit.accounted_mu == 2
     assert 1.5 < audit.trials.mu(0.95) < 2  # that one sample moves the release by the whole sensitivity
