@@ -415,7 +415,7 @@ class PrivacyEngine:
             "is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception, optimizers and Checkpointer ask ---------------------------------------------------------
+    # --- what interception, optimizers, Checkpointer and audits ask -------------------------------------------------
 
     def owned(self) -> set[Tensor]:
         """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
@@ -428,6 +428,20 @@ class PrivacyEngine:
     def training_state(self, optimizer: Any) -> TrainingState:
         """Model and optimizer as a Checkpointer saves and loads them."""
         return self._backend.training_state(optimizer)
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """All of a trainable parameter's private gradient, whatever shards it, on every rank.
+
+        Between `privatize()` and the optimizer's step; all ranks call it, for the same names in the same order. None
+        if the optimizer will find no gradient, for a parameter that was frozen since, say. Raises LogicalBatchError if
+        no private gradients are there.
+        """
+        self._collector.require_private()
+        return self._backend.full_gradient(name)
+
+    def full_value(self, name: str) -> Tensor:
+        """All of a trainable parameter, whatever shards it, on every rank; called like `full_gradient`, at any time."""
+        return self._backend.full_value(name)
 
     def _first_forward(self, run: Run) -> None:
         if self._verify:

@@ -91,12 +91,13 @@ def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
 
 def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
-    dpshard("audit", folder, "--trials", 40, "--canaries", 50)
+    dpshard("audit", folder, "--trials", 40, "--steps-per-trial", 2, "--canaries", 50)
     figures = json.loads((folder / "audit.json").read_text())
     text = Page(written(dpshard, folder)).text
     assert "No attack was tried" not in text
     assert "50 gradient canaries in 6 steps" in text
-    assert f"{figures['step']['lower_bound']:.2f}"[:-1] in text
+    assert "32 trials of 2 steps (Poisson samples, 1 of 2)" in text
+    assert f"{figures['sampling']['accounted']:.2f}"[:-1] in text
     figures["run"]["refuted"] = True
     (folder / "audit.json").write_text(json.dumps(figures))
     assert "do not rely on this report" in written(dpshard, folder)
