@@ -58,6 +58,13 @@ footer { color: var(--soft); font-size: 0.85rem; }
 @media (max-width: 44rem) {
   body { margin: 0; padding: 1.4rem; border-radius: 0; }
   .cards, .grid, figure.beside { grid-template-columns: 1fr; }
+  .many, .many tbody, .many tr, .many td { display: block; }
+  .many thead { display: none; }
+  .many tr { border-bottom: 1px solid var(--line); padding: 0.5rem 0; }
+  .many tr:last-child, .many tr > * { border-bottom: 0; }
+  .many td { padding: 0.15rem 0 0.15rem 6.5rem; text-indent: -6.5rem; }
+  .many td::before { content: attr(data-name); display: inline-block; width: 6.5rem; text-indent: 0;
+    color: var(--soft); font-weight: 600; }
 }
 @page { size: A4; margin: 16mm 15mm; }
 @media print {
@@ -111,10 +118,17 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text."""
+    """A table of text; one of many columns becomes a list of its rows where the page is narrow."""
+
+    def line(row: Sequence[str]) -> str:
+        return "".join(
+            f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in zip(head, row, strict=True)
+        )
+
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
+    lines = "".join(f"<tr>{line(row)}</tr>" for row in rows)
+    kind = ' class="many"' if len(head) > 4 else ""
+    return f"<table{kind}><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def bullets(items: Sequence[str]) -> str:
