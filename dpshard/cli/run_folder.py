@@ -21,7 +21,8 @@ from typing import Any
 
 from dpshard.cli.formats import to_json
 from dpshard.cli.settings import TrainSettings, read_yaml, resolve
-from dpshard.errors import ConfigurationError, RunFolderError
+from dpshard.config import is_count
+from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,13 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """All complete lines of metrics.jsonl."""
         with _explained(self.path):
-            lines = self.metrics.read_text("utf-8").splitlines(keepends=True)
-        try:
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        except json.JSONDecodeError as error:
-            raise RunFolderError(f"{self.metrics} was damaged or edited: {error}.") from error
+            lines = self.metrics.read_bytes().splitlines(keepends=True)
+        with intact(self.metrics, "restore it from a copy"):
+            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            for number, row in enumerate(rows, 1):
+                if not (isinstance(row, dict) and is_count(row.get("step"))):
+                    raise ValueError(f"line {number} is of no step")
+            return rows
 
     @contextmanager
     def append_metrics(self, *, after_step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
@@ -142,19 +145,38 @@ class RunFolder:
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write `path` such that at every moment, also after a power cut, it is either the old file or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
+    # A name of this process: two reports of one run may be written at once.
+    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def intact(path: Path, remedy: str) -> Iterator[None]:
+    """A block that takes the content of `path` for what dpshard has written; RunFolderError if it turns out not to be.
+
+    `remedy` says what to do then.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, DpshardError):
+            raise
+        found = f"it has no {error}" if isinstance(error, KeyError) else f"{error}"
+        raise RunFolderError(f"{path} was damaged or edited ({found}): {remedy}.") from error
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,27 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(RunFolderError, match="No space left"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"5\n", b'{"loss": 1}\n', b'{"step": 0}\n', b"\xff\n", b"{\n"])
+def test_metrics_that_no_run_has_written_are_refused(tmp_path, content):
+    folder = RunFolder.create(tmp_path / "run", TrainSettings())
+    folder.metrics.write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl was damaged or edited .*: restore it"):
+        folder.read_metrics()
+
+
+def test_two_processes_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Each writes beside the file under a name of its own, so neither renames what the other is writing."""
+    path, names, replace = tmp_path / "file", [], Path.replace
+
+    def renamed(beside, target):
+        names.append(beside.name)
+        return replace(beside, target)
+
+    monkeypatch.setattr(Path, "replace", renamed)
+    for process in (11, 12):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        write_atomically(path, b"new")
+    assert len(set(names)) == 2
