@@ -14,7 +14,7 @@ import typer
 from dpshard.cli import console, page, plots
 from dpshard.cli.audit import attacks
 from dpshard.cli.formats import NEIGHBOURS
-from dpshard.cli.run_folder import RunFolder, write_atomically
+from dpshard.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import RunFolderError
 
 PRIVATE_PANELS = ("loss", "accuracy", "perplexity", "clip_fraction", "gradient_snr")
@@ -43,27 +43,34 @@ def command(
 
 def render(folder: RunFolder, *, public: bool = False) -> str:
     """The page, as text. Raises RunFolderError if the run has not finished."""
-    report = _read(folder.report.with_suffix(".json"))
-    if report is None:
-        raise RunFolderError(f"{folder.path} has not finished: go on with dpshard train --resume {folder.path} first.")
-    privacy, rows = report["privacy"], folder.read_metrics()
-    pictures = plots.svgs([{"step": 0, "epsilon": 0.0}, *rows], privacy["target_epsilon"])
-    sections = [
-        _promise(report),
-        _mechanism(privacy),
-        _spent(privacy, rows, pictures),
-        "" if public else _training(report, pictures),
-        "" if public else _audit(_read(folder.audit)),
-        page.section("What epsilon does not cover", page.bullets(privacy["not_covered"])),
-        _reproduce(folder, report),
-    ]
+    written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
+    if not written.exists():
+        raise RunFolderError(f"{folder.path} has not finished: go on with {resume} first.")
+    folder.settings()  # refuses a damaged config.yaml, which the page quotes
+    rows = folder.read_metrics()
+    with intact(folder.metrics, "restore it from a copy"):
+        budget = folder.settings().target_epsilon
+        pictures = plots.svgs([{"step": 0, "epsilon": 0.0}, *rows], budget)
+        spent = _spent(budget, rows, pictures)
+    with intact(written, f"remove it and {folder.report.name}, and {resume} writes them again"):
+        report = _read(written)
+        privacy = report["privacy"]
+        sections = [
+            _promise(report),
+            _mechanism(privacy),
+            spent,
+            "" if public else _training(report, pictures),
+            "" if public else _audit(folder),
+            page.section("What epsilon does not cover", page.bullets(privacy["not_covered"])),
+            _reproduce(folder, report),
+        ]
+        title = f"Privacy report: {report['task']}, {report['model']}"
     note = (
         "This page holds nothing but what epsilon covers, and public constants."
         if public
         else "Scores, losses and norms on this page are exact functions of the data, which epsilon does not cover. "
         "To publish a report, write it with --public."
     )
-    title = f"Privacy report: {report['task']}, {report['model']}"
     return page.document(
         title,
         subtitle=f"Run folder {folder.path.resolve().name}",
@@ -72,13 +79,11 @@ def render(folder: RunFolder, *, public: bool = False) -> str:
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise RunFolderError(f"{path} was damaged or edited: {error}.") from error
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your rights to it.") from error
 
 
 def _promise(report: Mapping[str, Any]) -> str:
@@ -121,12 +126,21 @@ def _unit(protected: str) -> str:
 
 def _mechanism(privacy: Mapping[str, Any]) -> str:
     cap = privacy["max_batch_size"]
-    sigma, norm = privacy["noise_multiplier"], privacy["max_grad_norm"]
+    sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
+    clipping = f"norm at most {norm:g}"
+    noise = f"Gaussian, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"
+    counted = ""
+    if quantile is not None:
+        clipping += f" at first; then thresholds follow quantile {quantile:g} of the norms, by noisy counts"
+        noise = (
+            f"Gaussian, σ = {sigma:.6g} times the sensitivity of a step's sum and counts, which changes with thresholds"
+        )
+        counted = ", and with it noisy counts of the samples that were not clipped"
     facts = [
         ("sampling", escape(privacy["sampling"]) + (f", at most {cap:,} samples a step" if cap else "")),
-        ("clipping", f"{escape(privacy['clipping_fn'])}, {escape(privacy['clipping_style'])}: norm at most {norm:g}"),
-        ("noise", f"Gaussian, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"),
-        ("releases", f"{privacy['steps']:,} noisy sums, each divided by its public expected batch size"),
+        ("clipping", f"{escape(privacy['clipping_fn'])}, {escape(privacy['clipping_style'])}: {clipping}"),
+        ("noise", noise),
+        ("releases", f"{privacy['steps']:,} noisy sums, each divided by its public expected batch size{counted}"),
         ("accountant", escape(privacy["accountant"])),
     ]
     phases = page.table(
@@ -139,7 +153,7 @@ def _mechanism(privacy: Mapping[str, Any]) -> str:
     return page.section("Mechanism", page.facts(facts) + phases)
 
 
-def _spent(privacy: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> str:
+def _spent(budget: float | None, rows: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> str:
     from dpshard.accounting import rounded_up
 
     if "epsilon" not in pictures:
@@ -147,7 +161,6 @@ def _spent(privacy: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pictur
     points = [row for row in rows if row.get("epsilon") is not None]
     wanted = [points[i * (len(points) - 1) // 4] for i in range(5)] if len(points) > 5 else points
     ledger = page.table(("after step", "ε spent"), [(f"{row['step']:,}", rounded_up(row["epsilon"])) for row in wanted])
-    budget = privacy["target_epsilon"]
     text = f"<p>The budget was ε = {budget:g}; the noise was calibrated to it beforehand.</p>" if budget else ""
     return page.section(
         "Privacy spent", text + page.figure(pictures["epsilon"], "ε over the steps, by the ledger", ledger)
@@ -164,18 +177,21 @@ def _training(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 _CAPTIONS = {
     "loss": "Mean loss of the samples of a step, and of held-out ones.",
-    "accuracy": "Share of held-out samples that the model gets right.",
+    "accuracy": "Share of held-out answers that the model gets right: labels, or masked bytes.",
     "perplexity": "Perplexity of held-out text.",
     "clip_fraction": "Share of samples whose gradient was longer than the clipping norm.",
     "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
 }
 
 
-def _audit(figures: Mapping[str, Any] | None) -> str:
-    if figures is None:
+def _audit(folder: RunFolder) -> str:
+    if not folder.audit.exists():
         text = "<p>No attack was tried on this configuration. <code>dpshard audit RUN</code> does, for this page.</p>"
         return page.section("Audit", text)
-    found = attacks(figures)
+    with intact(folder.audit, f"dpshard audit {folder.path} writes it anew"):
+        found = attacks(_read(folder.audit))
+        if not found:
+            raise ValueError("it holds no attack")
     text = (
         "<p>Attacks on the same settings, with an engine, noise and canaries of their own. Each proves a lower bound "
         "on epsilon; the accounted one is an upper bound. They must not cross. A lower bound proves no privacy.</p>"
@@ -198,12 +214,13 @@ def _reproduce(folder: RunFolder, report: Mapping[str, Any]) -> str:
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
     commands = (
-        f"# the same settings, with noise and batches of its own\ndpshard train --config config.yaml\n"
+        f"# in the run folder: the same settings, with noise and batches of its own\n"
+        f"dpshard train --config config.yaml\n"
         f"# epsilon, from the mechanism alone\n"
         f"dpshard account --sample-size {privacy['sample_size']} --phases {phases} "
         f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap} "
         f"--accountant {privacy['accountant']}\n"
-        f"# attacks on the settings\ndpshard audit {folder.path.name}"
+        f"# attacks on the settings\ndpshard audit ."
     )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     where = f"{report['device']}" + ("" if report["shard"] == "none" else f" x {report['ranks']}, {report['shard']}")

@@ -49,6 +49,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "max_grad_norm": mechanism.max_grad_norm,
             "clipping_fn": run.settings.clipping_fn,
             "clipping_style": run.settings.clipping_style,
+            "clipping_quantile": run.settings.clipping_quantile,
             "sample_size": mechanism.sample_size,
             "phases": [
                 {"expected_batch_size": batch, "sampling_probability": batch / mechanism.sample_size, "steps": steps}
@@ -105,6 +106,8 @@ def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
     target = f" (budget {privacy['target_epsilon']:g})" if privacy["target_epsilon"] else ""
     caution = " (an approximation that may under-state epsilon)" if privacy["accountant"] == "gdp" else ""
     cap = f", at most {privacy['max_batch_size']} samples" if privacy["max_batch_size"] else ""
+    quantile = privacy["clipping_quantile"]
+    moves = "" if quantile is None else f" at first, which then follows quantile {quantile:g} of the gradient norms"
     phases = "; ".join(
         f"{phase['steps']} steps with q = {phase['sampling_probability']:.6g} (expected batch "
         f"{phase['expected_batch_size']} of {privacy['sample_size']})"
@@ -115,7 +118,10 @@ def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("protects", privacy["protected_unit"]),
         ("neighbours", f"{name}: {NEIGHBOURS[name]}"),
         ("sampling", f"{privacy['sampling']}{cap}: {phases}"),
-        ("noise", f"sigma = {privacy['noise_multiplier']:.6g} times the sensitivity {privacy['max_grad_norm']:g}"),
+        (
+            "noise",
+            f"sigma = {privacy['noise_multiplier']:.6g} times the sensitivity {privacy['max_grad_norm']:g}{moves}",
+        ),
         ("clipping", f"{privacy['clipping_fn']}, {privacy['clipping_style']}"),
         ("accountant", f"{privacy['accountant']}{caution}"),
     ]

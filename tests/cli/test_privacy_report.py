@@ -120,3 +120,44 @@ def test_an_unfinished_run_and_a_run_without_noise(dpshard, run, tmp_path):
     assert "has not finished" in dpshard("report", folder, exit_code=2).stderr
     dpshard("train", *QUICK, "--noise-multiplier", 0, "--out", tmp_path / "bare")
     assert "It is not private" in written(dpshard, tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("report.json", b"{}", "--resume"),
+        ("report.json", b"null", "--resume"),
+        ("report.json", b"\xff", "--resume"),
+        ("report.json", b'{"privacy": 3}', "--resume"),
+        ("metrics.jsonl", b'{"step": 1, "epsilon": "much"}\n', "restore it"),
+        ("audit.json", b"{}", "dpshard audit"),
+        ("audit.json", b'{"step": 3}', "dpshard audit"),
+        ("audit.json", b'{"run": {}}', "dpshard audit"),
+        ("config.yaml", b"a: [", "config.yaml"),
+    ],
+)
+def test_a_damaged_file_gets_one_line_that_says_how_to_mend_it(dpshard, run, tmp_path, name, content, remedy):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / name).write_bytes(content)
+    error = dpshard("report", folder, exit_code=2).stderr
+    assert error.startswith("error: ")
+    assert f"{name} was damaged or edited" in error
+    assert remedy in error
+
+
+def test_a_damaged_report_is_written_again(dpshard, run, tmp_path):
+    """As the error of a damaged one advises."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    for name in ("report.json", "report.md"):
+        (folder / name).unlink()
+    dpshard("train", "--resume", folder)
+    assert (folder / "report.json").read_text() == (run / "report.json").read_text()
+
+
+def test_adaptive_thresholds_have_no_fixed_noise_on_the_page(dpshard, tmp_path):
+    folder = tmp_path / "run"
+    shown = dpshard("train", *QUICK, "--clipping-quantile", 0.5, "--out", folder).stdout
+    assert "follows quantile 0.5" in " ".join(shown.replace("│", "").split())
+    text = Page(written(dpshard, folder)).text
+    assert "norm at most 1 at first; then thresholds follow quantile 0.5 of the norms" in text
+    assert "standard deviation" not in text
