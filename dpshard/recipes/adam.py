@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ from dpshard.errors import ConfigurationError
 
 def check_adam(betas: tuple[float, float], weight_decay: float) -> None:
     """Raise ConfigurationError for settings that no Adam has."""
-    if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ConfigurationError(f"betas={betas!r}: both are at least 0 and below 1.")
-    if not (is_number(weight_decay) and weight_decay >= 0):
-        raise ConfigurationError(f"weight_decay={weight_decay!r}: it is at least 0.")
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
+        raise ConfigurationError(f"betas={betas!r}: give two numbers, both at least 0 and below 1.")
+    if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
+        raise ConfigurationError(f"weight_decay={weight_decay!r}: it is a finite number of at least 0.")
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

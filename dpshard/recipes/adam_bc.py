@@ -45,6 +45,11 @@ class AdamBC(Optimizer):
         check_positive("lr", lr)
         check_positive("floor", floor)
         check_adam(betas, weight_decay)
+        if not callable(noise_std):
+            raise ConfigurationError(
+                f"noise_std={noise_std!r}: it is asked at each step, so pass a function, "
+                f"lambda: engine.gradient_noise_std."
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay})
         self._noise_std = noise_std
 
@@ -52,13 +57,13 @@ class AdamBC(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
         loss = evaluated(closure)
-        noise_sq = float(self._noise_std()) ** 2
-        if not math.isfinite(noise_sq):
-            raise ConfigurationError(f"noise_std() returned {self._noise_std()!r}: it must be a finite number.")
+        noise_std = float(self._noise_std())
+        if not 0 <= noise_std < math.inf:
+            raise ConfigurationError(f"noise_std() returned {noise_std!r}: it must be a finite number of at least 0.")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group, noise_sq)
+                    self._move(parameter, group, noise_std**2)
         return loss
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], noise_sq: float) -> None:

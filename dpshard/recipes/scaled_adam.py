@@ -44,8 +44,10 @@ def scale_parameters(model: nn.Module) -> None:
 
     The model computes what it did; its parameters have names such as "0.parametrizations.weight.original". Norms of
     scaled weights need per-sample gradients, so this costs memory: a copy of the largest weight a row of the
-    micro-batch. Raises ConfigurationError for parameters in shards, and for shared ones.
+    micro-batch. Raises ConfigurationError for parameters in shards, for shared ones, and for a model that was scaled.
     """
+    if any(isinstance(module, _Scaled) for module in model.modules()):
+        raise ConfigurationError("The parameters of this model are scaled already: call scale_parameters once.")
     owners: dict[Tensor, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -89,6 +91,8 @@ class ScaledAdam(Optimizer):
         for name, value in (("lr", lr), ("eps", eps), ("floor", floor)):
             check_positive(name, value)
         check_adam(betas, weight_decay)
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"ScaledAdam takes the model, not its parameters; got {type(model).__name__}.")
         self._scales: dict[Tensor, Tensor] = {}
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], _Scaled):

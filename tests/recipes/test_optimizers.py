@@ -91,14 +91,26 @@ def test_adam_bc_learns_the_noise_of_each_release_from_the_engine():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": 0.0}, {"floor": 0.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}, {"lr": float("nan")}]
+    "wrong",
+    [
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"floor": 0.0},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"betas": 0.9},
+        {"weight_decay": -1.0},
+        {"weight_decay": float("inf")},
+        {"noise_std": 0.5},
+    ],
 )
 def test_impossible_settings_are_refused(wrong):
-    with pytest.raises(ConfigurationError):
-        AdamBC([parameter()], noise_std=lambda: 0.0, **wrong)
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        AdamBC([parameter()], **{"noise_std": lambda: 0.0} | wrong)
 
 
-def test_a_noise_that_is_no_number_is_refused():
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -0.5])
+def test_a_noise_that_is_no_deviation_is_refused(wrong):
     p = parameter()
     with pytest.raises(ConfigurationError, match="finite"):
-        run(AdamBC([p], noise_std=lambda: float("nan")), p)
+        run(AdamBC([p], noise_std=lambda: wrong), p)

@@ -130,3 +130,9 @@ def test_what_cannot_be_scaled_is_refused():
         scale_parameters(tied)
     with pytest.raises(ConfigurationError, match="Call scale_parameters"):
         ScaledAdam(Network())
+    scaled = Network()
+    scale_parameters(scaled)
+    with pytest.raises(ConfigurationError, match="scaled already"):
+        scale_parameters(scaled)
+    with pytest.raises(ConfigurationError, match="takes the model"):
+        ScaledAdam(scaled.parameters())
