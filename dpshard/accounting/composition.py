@@ -93,6 +93,8 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return math.inf
     if search is not None:
+        if not isinstance(search, Search):
+            raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
         check_search(accountant)
         return _searched_epsilon(counts, delta, search)
     return _ACCOUNTANTS[accountant](counts, delta)

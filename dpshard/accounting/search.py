@@ -32,10 +32,12 @@ class Search:
 
     def __post_init__(self) -> None:
         check_choice("search distribution", self.distribution, get_args(RunsDistribution))
-        enough = self.mean_runs >= 1 if self.distribution == "poisson" else self.mean_runs > 1
-        if not (is_number(self.mean_runs) and math.isfinite(self.mean_runs) and enough):
+        mean, poisson = self.mean_runs, self.distribution == "poisson"
+        if not (is_number(mean) and mean < math.inf and (mean > 1 or (poisson and mean == 1))):
+            least = "of at least 1" if poisson else "above 1"
             raise ConfigurationError(
-                f"mean_runs={self.mean_runs!r}: a search has more than one run, on average (a Poisson one at least 1)."
+                f"mean_runs={mean!r}: the expected number of runs of a search (--search-runs) is a finite number "
+                f"{least}. A single run needs no search."
             )
 
     def event(self, run: dp_event.DpEvent) -> dp_event.DpEvent:

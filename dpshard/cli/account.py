@@ -139,8 +139,9 @@ def command(
         ),
     ] = None,
     search_distribution: Annotated[
-        str, typer.Option(help="Of the number of runs: geometric, logarithmic or poisson.")
-    ] = "geometric",
+        str | None,
+        typer.Option(help="Of the number of runs: geometric, logarithmic or poisson. [dim]\\[default: geometric][/]"),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
@@ -153,7 +154,7 @@ def command(
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
-    search = None if search_runs is None else _search(search_runs, search_distribution)
+    search = _search(search_runs, search_distribution)
     plan = Plan(
         sample_size=sample_size,
         phases=_phases(sample_size, batch_size, epochs, steps, phases),
@@ -176,10 +177,14 @@ def command(
         _print(plan, answers)
 
 
-def _search(mean_runs: float, distribution: Any) -> Search:
+def _search(mean_runs: float | None, distribution: Any) -> Search | None:
+    if mean_runs is None:
+        if distribution is not None:
+            raise ConfigurationError("--search-distribution is of a search: say how long it is, by --search-runs.")
+        return None
     from dpshard.accounting import Search
 
-    return Search(mean_runs, distribution)
+    return Search(mean_runs) if distribution is None else Search(mean_runs, distribution)
 
 
 def _able(plan: Plan) -> Sequence[str]:

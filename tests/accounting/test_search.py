@@ -77,7 +77,14 @@ def test_other_accountants_refuse_a_search(accountant):
         compute_epsilon([(256, 10)], noise_multiplier=1.0, **RUN | {"accountant": accountant}, search=Search(10))
 
 
-@pytest.mark.parametrize("wrong", [(0.5,), (float("nan"),), (float("inf"),), (1,), (0.9, "poisson"), (10, "uniform")])
+@pytest.mark.parametrize(
+    "wrong", [(0.5,), (float("nan"),), (float("inf"),), (1,), (0.9, "poisson"), (10, "uniform"), ("a",)]
+)
 def test_impossible_searches_are_refused(wrong):
     with pytest.raises(ConfigurationError):
         Search(*wrong)
+
+
+def test_a_number_of_runs_is_no_search():
+    with pytest.raises(ConfigurationError, match="pass a Search"):
+        compute_epsilon([(256, 10)], noise_multiplier=1.0, **RUN, search=10)

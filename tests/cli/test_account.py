@@ -165,7 +165,9 @@ def test_a_search_is_charged_by_rdp_alone(dpshard):
     ("wrong", "word"),
     [
         (["--search-runs", 10, "--accountant", "pld"], "accountant='rdp'"),
-        (["--search-runs", 0.5], "mean_runs"),
+        (["--search-runs", 0.5], "--search-runs"),
+        (["--search-runs", "inf"], "finite"),
+        (["--search-distribution", "poisson"], "--search-runs"),
         (["--search-runs", 10, "--search-distribution", "uniform"], "uniform"),
         (["--search-runs", 10, "--max-batch-size", 300], "cap"),
     ],
