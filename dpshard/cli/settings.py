@@ -205,7 +205,7 @@ class TrainSettings:
 
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
-            "batch_size": parse_phases(self.phases) if self.phases else self.batch_size,
+            "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
             "adaptive_thresholds": None if quantile is None else QuantileTracking(quantile),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
@@ -312,7 +312,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
         converted = kind(value)
         if kind is int and converted != float(value):
             raise ValueError
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigurationError(f"{name}={value!r}: expected {_KINDS[kind]}.") from None
     return converted
 
@@ -334,7 +334,8 @@ _MECHANISM = (
 )
 
 _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
-    (("num_workers", "seed", "weight_decay"), lambda x: x >= 0, "at least 0"),
+    (("num_workers", "seed"), lambda x: x >= 0, "at least 0"),
+    (("weight_decay",), lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
     (
         ("micro_batch_size", "checkpoint_every", "evaluations", "max_length", "image_size"),
         lambda x: x >= 1,

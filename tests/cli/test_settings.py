@@ -54,6 +54,8 @@ def test_an_unknown_key_is_refused_with_the_list_of_known_ones():
     [
         {"steps": "many"},
         {"steps": 2.5},
+        {"steps": float("inf")},
+        {"weight_decay": float("inf")},
         {"secure_mode": "maybe"},
         {"seed": True},
         {"model": "resnet"},
@@ -83,8 +85,9 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path, content):
 
 def test_phases_are_pairs_of_batch_and_steps():
     assert parse_phases("128x50,512x100") == [(128, 50), (512, 100)]
-    with pytest.raises(ConfigurationError, match="BATCHxSTEPS"):
-        parse_phases("128*50")
+    for wrong in ("128*50", "128x50,512", ""):
+        with pytest.raises(ConfigurationError, match="BATCHxSTEPS"):
+            TrainSettings(batch_size=None, epochs=None, phases=wrong).mechanism()
 
 
 def test_every_setting_has_a_help_text():
