@@ -19,7 +19,7 @@ from dpshard.cli.formats import to_json
 from dpshard.cli.run_folder import RunFolder, write_atomically
 from dpshard.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
 from dpshard.cli.train import processes, resumed
-from dpshard.errors import ConfigurationError
+from dpshard.errors import ConfigurationError, RunFolderError
 
 if TYPE_CHECKING:
     from dpshard.backends.ranks import Ranks
@@ -98,6 +98,8 @@ def command(
         "confidence": confidence,
     }
     _check(plan)
+    if as_json is not None and not as_json.parent.is_dir():
+        raise RunFolderError(f"The folder of --json {as_json} does not exist: make it first.")
     if settings.shard.startswith("deepspeed"):
         from dpshard.cli import zero
 
