@@ -86,7 +86,12 @@ def gdp_delta(mu: float, epsilon: float) -> float:
 
 
 def gdp_epsilon(mu: float, delta: float) -> float:
-    """The smallest epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP."""
+    """The smallest epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP.
+
+    Raises ConfigurationError unless 0 < delta < 1.
+    """
+    if not 0 < delta < 1:
+        raise ConfigurationError(f"delta={delta!r}: delta is a probability, strictly between 0 and 1.")
     if gdp_delta(mu, 0.0) <= delta:
         return 0.0
     most = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # from the tail of a normal: a bit too large

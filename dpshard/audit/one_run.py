@@ -30,6 +30,7 @@ from torch.utils.data import Dataset
 from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess
 from dpshard.audit.canary import JUST_BELOW, SampleLoss, named_parameters, norm_of
 from dpshard.audit.steps import log_likelihood_ratio, noise_unit
+from dpshard.config import is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource
@@ -44,8 +45,8 @@ below 1 - REFUTED_BEYOND."""
 
 def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
     """Which canaries are in, [m]; `secret` has 32 bytes, from `new_run_secret`, and is not that of the run."""
-    if canaries < 2:
-        raise ConfigurationError(f"canaries={canaries}: an audit needs two of them at least, better hundreds.")
+    if not (is_count(canaries) and canaries >= 2):
+        raise ConfigurationError(f"canaries={canaries!r}: an audit needs two of them at least, better hundreds.")
     return RandomSource(secret).uniform(canaries) <= 0.5
 
 

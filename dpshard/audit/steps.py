@@ -39,7 +39,7 @@ from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon, subsampled
 from dpshard.audit.canary import OddGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed_config import is_model_engine
 from dpshard.clipping import ClippingFunction, parse_clipping_fn
-from dpshard.config import Mechanism, is_count
+from dpshard.config import Mechanism, check_positive, is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -130,10 +130,12 @@ def audit_steps(
         options: Of PrivacyEngine.
 
     On several ranks, all of them call it with the same arguments, and get the same result.
-    Raises ConfigurationError if there are too few trials, or if the canary has no gradient.
+    Raises ConfigurationError if there are too few trials, no noise, or no loss of every sample, or if the canary has no
+    gradient.
     """
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
+    check_positive("noise_multiplier", noise_multiplier)
     n = len(x)
     gradient = sample_gradient(model, x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -193,7 +195,13 @@ def _releases(
         aim = odd.aim(tuple(engine.thresholds.values()))
         for x, y, weight_B, is_canary_B in logical_batch:
             scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
-            losses_B = loss(model(x.to(device)), y.to(device)) * scale_B.to(device)
+            losses_B = loss(model(x.to(device)), y.to(device))
+            if losses_B.shape != scale_B.shape:
+                raise ConfigurationError(
+                    f"The loss of {len(scale_B)} samples has the shape {list(losses_B.shape)}: return one of each "
+                    f"sample, [B], as cross_entropy(..., reduction='none') does."
+                )
+            losses_B = losses_B * scale_B.to(device)
             (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
         engine.privatize()
         unit = noise_unit(engine, logical_batch.step)

@@ -153,6 +153,9 @@ def test_impossible_trials_are_refused(wrong):
 def test_impossible_questions_are_refused():
     with pytest.raises(ConfigurationError, match="confidence"):
         Trials(1, 2, 1, 2).mu(1.0)
+    for delta in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigurationError, match="delta="):
+            gdp_epsilon(1.0, delta)
     with pytest.raises(ConfigurationError, match="impossible"):
         one_run_p_value(5, 6, 1, 1.0, DELTA)
     with pytest.raises(ConfigurationError, match="at least two"):

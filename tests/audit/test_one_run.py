@@ -68,8 +68,9 @@ def test_coins_are_fair_and_secret():
     assert stats.binomtest(int(coins.sum()), 4000).pvalue > FALSE_ALARM
     assert np.array_equal(coins, toss_coins(4000, SECRET))
     assert not np.array_equal(coins, toss_coins(4000, bytes(32)))
-    with pytest.raises(ConfigurationError, match="canaries=1"):
-        toss_coins(1, SECRET)
+    for wrong in (1, 2.5):
+        with pytest.raises(ConfigurationError, match=f"canaries={wrong}"):
+            toss_coins(wrong, SECRET)
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])

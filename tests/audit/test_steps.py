@@ -164,9 +164,13 @@ def test_the_model_is_given_back():
     assert model[0].weight.grad.norm() > 1
 
 
-def test_too_few_trials_and_dead_canaries_are_refused():
+def test_what_cannot_be_audited_is_refused():
     model, x, y, loss = classifier()
     with pytest.raises(ConfigurationError, match="trials"):
         audit_steps(model, x, y, loss, trials=3)
+    with pytest.raises(ConfigurationError, match="noise_multiplier=0"):
+        audit_steps(model, x, y, loss, noise_multiplier=0)
+    with pytest.raises(ConfigurationError, match=r"has the shape \[\]"):  # a mean would mix samples
+        audit_steps(model, x, y, lambda scores, y: loss(scores, y).mean())
     with pytest.raises(ConfigurationError, match="norm 0"):
         audit_steps(model, x, y, lambda scores, y: 0 * loss(scores, y))
