@@ -385,6 +385,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of small batches: only that it runs")
     parser.add_argument("--out", type=Path, default=Path("mechanisms"), help="folder for the figures")
     args = parser.parse_args(arguments)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file: name a folder")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in EXPERIMENTS if args.name == "all" else [args.name]:
         found, panels = EXPERIMENTS[name](QUICK if args.quick else FULL)
