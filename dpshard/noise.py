@@ -1,4 +1,4 @@
-"""Keyed Gaussian noise for a local shard: a function of the global element, whoever holds it.
+"""Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element, whoever holds it.
 
 [Note: Noise by the global element]
 A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements, and block k has a key of its own:
@@ -22,6 +22,20 @@ draw must not be two of them: their sum is one cosine again.) `secure` noise is 
 under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
 what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
 protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
+
+[Note: Noise on a grid]
+`KeyedDiscreteGaussian` answers the same attack by a theorem. The sum x is rounded to a grid of step g = std / s, s = 2^24,
+and an integer of the discrete Gaussian with parameter s is added to each x / g: what comes out is a step of the grid,
+which every other x reaches, too. Rounding it to the dtype of the sum is post-processing.
+- Two sums at a distance R may be farther apart on the grid: of each of the d elements that are released in a step, the
+  quotient x / g and the nearest integer differ by 1/2, and by the rounding of the quotient to a double. Below LIMIT this
+  is 2^-6 at most, so two elements are apart by their distance and at most ROUNDING = 1 + 2^-5 steps, and two sums by
+  R / g + ROUNDING sqrt(d). The accountant is told so (accounting/releases.py). Beyond LIMIT x / g is cut off, which
+  brings no two sums farther apart.
+- Integers are added as doubles, which hold them exactly up to 2^53.
+- The quotient is made on the CPU by numpy, which divides; GPUs multiply by a reciprocal.
+- Since candidates are rejected, how many random bits an integer takes is random. So a block is cut into pieces, each
+  under a key of its own and always drawn whole: short ones first, since most parameters are short.
 """
 
 from __future__ import annotations
@@ -36,6 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
 
@@ -45,8 +60,17 @@ BLOCK = 2**20
 SUMMANDS = 4
 """Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
+LIMIT = 2.0**48
+"""Steps of the grid at which sums are cut off; see [Note: Noise on a grid]."""
+
+SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
+"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the meaning
+of a run secret."""
+
 _TOGETHER = 32
 """Short parts of which noise is drawn at once."""
+
+_LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -200,6 +224,44 @@ class KeyedGaussian:
             if at + len(normals) > lo:
                 yield max(0, at - lo), torch.from_numpy(normals[max(0, lo - at) :]).to(device)
             at += len(normals)
+
+
+@dataclass(frozen=True)
+class KeyedDiscreteGaussian(KeyedGaussian):
+    """Discrete Gaussian noise of a run, for sums that are rounded to its grid; see [Note: Noise on a grid].
+
+    It is drawn on the CPU for every device, of the cryptographic stream, whatever `secure` says.
+    """
+
+    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+        """See KeyedGaussian; x is rounded to the grid. ConfigurationError for a std whose grid no double can hold."""
+        if 0 < std < _LEAST_STD:
+            raise ConfigurationError(
+                f"std={std!r} of the noise is so small that its grid, of steps 2^-{LOG2_STD} times as long, is none of "
+                f"normal doubles. Scale the loss and max_grad_norm up."
+            )
+        return super().release_(shards, step=step, std=std, divisor=divisor)
+
+    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
+        return [[block] for block in blocks]
+
+    def _draw(
+        self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        start, stop = 0, SHORTEST_PIECE
+        while start < hi:
+            if stop > lo:
+                integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
+                yield max(0, start - lo), torch.from_numpy(integers[max(0, lo - start) : hi - start])
+            start, stop = stop, stop + min(stop, LONGEST_PIECE)
+
+    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
+        grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
+        steps = total / grid
+        np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
+        steps += noise.numpy()
+        steps *= grid
+        piece.copy_(torch.from_numpy(steps))
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
