@@ -20,8 +20,8 @@ asks for a certain one of i equal chances, too. Nothing is rounded.
 [Note: Cells by inversion]
 Cell k is drawn where a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of
 the cells. These are irrational numbers, of which `decimal`, whose exponential is correctly rounded at any precision,
-gives as many bits as one asks for. The first 64 bits of U decide, unless they are those of a C(k); then more bits of both
-are compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
+gives as many bits as one asks for. The first 64 bits of U decide, unless they are those of a C(k); then more bits of
+both are compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
 
 [Note: Overflow]
 Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) / 512

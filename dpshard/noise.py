@@ -24,16 +24,16 @@ what has the 24 bits of a float32 shows nothing of the 53 of the noise. With flo
 protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
 
 [Note: Noise on a grid]
-`KeyedDiscreteGaussian` answers the same attack by a theorem. The sum x is rounded to a grid of step g = std / s, s = 2^24,
-and an integer of the discrete Gaussian with parameter s is added to each x / g: what comes out is a step of the grid,
-which every other x reaches, too. Rounding it to the dtype of the sum is post-processing.
-- Two sums at a distance R may be farther apart on the grid: of each of the d elements that are released in a step, the
-  quotient x / g and the nearest integer differ by 1/2, and by the rounding of the quotient to a double. Below LIMIT this
-  is 2^-6 at most, so two elements are apart by their distance and at most ROUNDING = 1 + 2^-5 steps, and two sums by
-  R / g + ROUNDING sqrt(d). The accountant is told so (accounting/releases.py). Beyond LIMIT x / g is cut off, which
-  brings no two sums farther apart.
-- Integers are added as doubles, which hold them exactly up to 2^53.
+`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step
+g = std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. What comes out is on
+the grid, every point of which every other sum reaches, too. Rounding it to the dtype of the sum is post-processing.
+- Rounding may move sums apart. x / g and the integer for it differ by 1/2 and by the rounding of the quotient to a
+  double, which is at most 2^-6 below LIMIT = 2^48. So the integers of two sums, in each of the d elements, are apart by
+  their distance and ROUNDING = 1 + 2^-5 steps at most, all together by R / g + ROUNDING sqrt(d). The accountant is told
+  so ([Note: The price of a grid] in accounting/releases.py). Cutting x / g off beyond LIMIT brings none farther apart.
+- Integers are added as doubles, which hold all up to 2^53; noise beyond is 2^29 standard deviations long.
 - The quotient is made on the CPU by numpy, which divides; GPUs multiply by a reciprocal.
+- What a NaN in a sum makes is a NaN, as with Gaussian noise: nothing hides it.
 - Since candidates are rejected, how many random bits an integer takes is random. So a block is cut into pieces, each
   under a key of its own and always drawn whole: short ones first, since most parameters are short.
 """
@@ -64,8 +64,8 @@ LIMIT = 2.0**48
 """Steps of the grid at which sums are cut off; see [Note: Noise on a grid]."""
 
 SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
-"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the meaning
-of a run secret."""
+"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the
+meaning of a run secret."""
 
 _TOGETHER = 32
 """Short parts of which noise is drawn at once."""
@@ -257,7 +257,8 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
     def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
         grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
-        steps = total / grid
+        with np.errstate(over="ignore"):  # what is infinite is cut off
+            steps = total / grid
         np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
         steps += noise.numpy()
         steps *= grid

@@ -36,7 +36,7 @@ def audit_step(settings: TrainSettings, data: Data, trials: int, confidence: flo
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
     options = settings.mechanism()
-    kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "accountant", "secure_mode")
+    kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "accountant", "secure_mode", "noise")
     audit = audit_steps(
         model,
         x,
