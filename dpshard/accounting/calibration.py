@@ -10,7 +10,7 @@ from typing import cast
 
 from scipy import optimize
 
-from dpshard.accounting.composition import DRAFTS, check_accountant, epsilon_of
+from dpshard.accounting.composition import DRAFTS, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.releases import Release, planned_releases
 from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
@@ -82,6 +82,8 @@ def calibrate_noise_multiplier(
         max_batch_size=max_batch_size,
         grid_elements=grid_elements,
     )
+    for release, _ in plan:
+        check_supported(release, accountant)
     variance = sum(steps * release.sampling_probability**2 for release, steps in plan)
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
