@@ -18,7 +18,8 @@ drawn, on which v may depend; mixing increases no Renyi divergence.) Then, at ev
   one length D = u - 1 = r - r w, of which the first lies lower: 1 <= r w. With y / x = e^(2 t), K is
   D sinh(b t) / sinh(t), which does not fall with t, as b >= 1; and t is larger for the lower interval.
 So at whole orders its Renyi divergences are at most those of the sampled Gaussian, which dp-accounting has. Of other
-orders, and of privacy loss distributions, nothing is claimed: discrete noise looks different in every direction.
+orders nothing is claimed ((a - 1) D_a is convex in a, but the chords between whole orders never give a lower epsilon),
+nor of privacy loss distributions: discrete noise looks different in every direction.
 (Zhu and Wang 2019, "Poisson subsampled Renyi differential privacy", Thm. 5, bounds any mechanism so, but with the terms
 of l >= 3 three times.)
 """

@@ -86,7 +86,7 @@ def zhu_wang(q, sigma, order):
     ("release", "near"),
     [
         (DISCRETE, 1.02),
-        (replace(DISCRETE, noise_multiplier=2.0, sampling_probability=1.0), 1.02),
+        (replace(DISCRETE, noise_multiplier=2.0, sampling_probability=1.0), 1.05),
         (replace(DISCRETE, noise_multiplier=0.6, sampling_probability=0.2), 1.2),  # epsilon above 30: orders 2 and 3
     ],
 )
