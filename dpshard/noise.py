@@ -52,7 +52,7 @@ from torch import Tensor
 
 from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
+from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
@@ -127,18 +127,19 @@ class KeyedGaussian:
             return torch.zeros((), dtype=torch.float64)
         norms = torch._foreach_norm([block.part for block in blocks])
         if std > 0:
-            self._add_to_all(blocks, step, std)
-        torch._foreach_div_(dense, divisor)
+            self._privatize_all(blocks, step, std, divisor)
+        else:
+            torch._foreach_div_(dense, divisor)
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
 
-    def _add_to_all(self, blocks: Sequence[_Block], step: int, std: float) -> None:
-        def add(batch: Sequence[_Block]) -> None:
+    def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        def privatize(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                self._add(piece, noise, std)
+                _privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -147,10 +148,10 @@ class KeyedGaussian:
         threads = min(len(batches), torch.get_num_threads()) if on_cpu else 1
         if threads == 1:
             for batch in batches:
-                add(batch)
+                privatize(batch)
             return
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(add, batches))  # list(): an exception in a thread is raised here
+            list(pool.map(privatize, batches))  # list(): an exception in a thread is raised here
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
@@ -178,7 +179,7 @@ class KeyedGaussian:
         batches: list[list[_Block]] = []
         short: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            if block.lo + len(block.part) > SHORTEST or not self._draws_on_cpu(block.part.device):
+            if block.lo + len(block.part) > UNIT or not self._draws_on_cpu(block.part.device):
                 batches.append([block])
             else:
                 batch = short.setdefault(block.part.dtype, [])
@@ -186,12 +187,6 @@ class KeyedGaussian:
                 if len(batch) == _TOGETHER:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
-
-    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
-        if self.secure:  # wider than the piece may be: the sum is rounded once, behind the addition
-            piece.copy_(noise.mul_(std).add_(piece))
-        else:
-            piece.add_(noise, alpha=std)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
@@ -276,7 +271,7 @@ def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
 
 
 def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
-    """The first of `_sums` under each of `keys`, [keys, SHORTEST], bit by bit."""
+    """The first of `_sums` under each of `keys`, [keys, UNIT], bit by bit."""
     total, *others = (first_normals(summands, np.float64) for summands in zip(*map(_summands, keys), strict=True))
     for other in others:
         total += other
@@ -286,6 +281,20 @@ def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+def _privatize(piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+    """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
+
+    While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more threads.
+    """
+    if piece.device.type != "cpu":
+        piece.add_(noise, alpha=std).div_(divisor)
+        return
+    drawn, target = noise.numpy(), piece.numpy()
+    drawn *= std
+    np.add(drawn, target, out=target, casting="same_kind")
+    target /= divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
