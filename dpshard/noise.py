@@ -139,7 +139,7 @@ class KeyedGaussian:
     def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
         def privatize(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                _privatize(piece, noise, std, divisor)
+                self._privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -187,6 +187,20 @@ class KeyedGaussian:
                 if len(batch) == _TOGETHER:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
+
+    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+        """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
+
+        While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more
+        threads.
+        """
+        if piece.device.type != "cpu":
+            piece.add_(noise, alpha=std).div_(divisor)
+            return
+        drawn, target = noise.numpy(), piece.numpy()
+        drawn *= std
+        np.add(drawn, target, out=target, casting="same_kind")
+        target /= divisor
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
@@ -250,14 +264,14 @@ class KeyedDiscreteGaussian(KeyedGaussian):
                 yield max(0, start - lo), torch.from_numpy(integers[max(0, lo - start) : hi - start])
             start, stop = stop, stop + min(stop, LONGEST_PIECE)
 
-    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
+    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
         grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
         with np.errstate(over="ignore"):  # what is infinite is cut off
             steps = total / grid
         np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
         steps += noise.numpy()
         steps *= grid
-        piece.copy_(torch.from_numpy(steps))
+        piece.copy_(torch.from_numpy(steps)).div_(divisor)
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
@@ -281,20 +295,6 @@ def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
-
-
-def _privatize(piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
-    """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
-
-    While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more threads.
-    """
-    if piece.device.type != "cpu":
-        piece.add_(noise, alpha=std).div_(divisor)
-        return
-    drawn, target = noise.numpy(), piece.numpy()
-    drawn *= std
-    np.add(drawn, target, out=target, casting="same_kind")
-    target /= divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
