@@ -72,6 +72,9 @@ _TOGETHER = 32
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
+_OF_A_THREAD = 2**21
+"""Elements that are worth a thread."""
+
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -142,11 +145,12 @@ class KeyedGaussian:
                 self._privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
-        # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
-        # this rank was given (torchrun sets it to 1).
+        # What draws releases the interpreter lock. torch's own number of threads is the share of the machine that this
+        # rank was given (torchrun sets it to 1); with less to do, threads wait for each other longer than they save.
         on_cpu = all(block.part.device.type == "cpu" for block in blocks)
-        threads = min(len(batches), torch.get_num_threads()) if on_cpu else 1
-        if threads == 1:
+        wanted = sum(len(block.part) for block in blocks) // _OF_A_THREAD
+        threads = min(len(batches), torch.get_num_threads(), wanted) if on_cpu else 1
+        if threads <= 1:
             for batch in batches:
                 privatize(batch)
             return
