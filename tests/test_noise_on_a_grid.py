@@ -89,12 +89,12 @@ def test_noise_does_not_depend_on_threads_and_layout():
         results = []
         for n in (1, 2):
             torch.set_num_threads(n)
-            target = torch.ones(BLOCK + 5, 2, dtype=torch.float64).t()
+            target = torch.ones(BLOCK + 5, 4, dtype=torch.float64).t()  # enough for two threads
             results.append(DISCRETE.add_(target, step=0, name="w", std=2.0, start=5))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
-    assert torch.equal(results[0].flatten(), 1 + 2 * DISCRETE.sample(0, "w", 5, 2 * BLOCK + 15, torch.float64))
+    assert torch.equal(results[0].flatten(), 1 + 2 * DISCRETE.sample(0, "w", 5, 4 * BLOCK + 25, torch.float64))
 
 
 @pytest.mark.parametrize("std", [0.37, 1e-12, 1e9])
