@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import warnings
 from importlib.util import find_spec
 
 import torch
@@ -22,7 +24,7 @@ def run_on(device: torch.device) -> bool:
     """Whether kernels run on tensors of `device`."""
     if os.environ.get("DPSHARD_TRITON") == "0" or not _is_installed():
         return False
-    return interpreted() if device.type == "cpu" else device.type == "cuda" and _has_tensor_cores(device)
+    return interpreted() if device.type == "cpu" else device.type == "cuda" and _runs(device)
 
 
 def interpreted() -> bool:
@@ -36,6 +38,24 @@ def _is_installed() -> bool:
 
 
 @functools.cache
+def _runs(device: torch.device) -> bool:
+    """Whether a GPU has the tensor cores, and this machine what Triton compiles with."""
+    if not _has_tensor_cores(device):
+        return False
+    try:
+        from dpshard.kernels import numbers
+
+        numbers.launch(device)
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        warnings.warn(
+            f"Triton cannot launch kernels on {device} ({type(error).__name__}: {error}). torch's products serve "
+            f"instead, slower in half precision. Triton needs a C compiler; DPSHARD_TRITON=0 silences this warning.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def _has_tensor_cores(device: torch.device) -> bool:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False

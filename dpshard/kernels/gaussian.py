@@ -1,8 +1,5 @@
 """Noise by the element, added in one pass; what it is, philox.py says. Needs Triton."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton is optional, and its decorators hide what they return.
-
 from __future__ import annotations
 
 import torch

@@ -4,9 +4,6 @@ Every program takes one tile of both matrices, of blocks of positions i >= j, mu
 off the diagonal it counts twice. Needs Triton.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton is optional, and its decorators hide what they return.
-
 from __future__ import annotations
 
 import torch

@@ -1,10 +1,8 @@
-"""How kernels multiply. Needs Triton."""
-
-# pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton is optional, and its decorators hide what they return.
+"""How kernels multiply, and whether Triton can launch one. Needs Triton."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,3 +17,14 @@ def factor_of_dot(x):
         return x.to(tl.float32)
     else:  # noqa: RET505 - Triton compiles the branch that is taken, and needs both
         return x
+
+
+@triton.jit
+def _touch(x):
+    tl.store(x, 1.0)
+
+
+def launch(device: torch.device) -> None:
+    """Compile and launch a kernel; raises whatever stands in the way: no C compiler, a driver that is too old, ..."""
+    with torch.cuda.device(device):
+        _touch[(1,)](torch.empty(1, device=device))

@@ -3,9 +3,6 @@
 Needs Triton.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton is optional, and its decorators hide what they return.
-
 from __future__ import annotations
 
 import torch

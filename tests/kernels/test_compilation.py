@@ -33,8 +33,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (80, "fp16"), (90, "bf16")])
 def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {**POINTERS, "rows": f"*{dtype}", "cols": f"*{dtype}"}
@@ -49,5 +48,5 @@ def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype):
         assert compiled.metadata.shared <= LEAST_SHARED_MEMORY
         if "rows" in signature:  # tensor cores, and nothing coarser than half precision
             instruction = "wgmma" if capability == 90 and sizes.get("TILE", sizes.get("R_TILE")) >= 64 else "mma.sync"
-            assert f"{instruction}" in compiled.asm["ptx"]
+            assert instruction in compiled.asm["ptx"]
             assert "tf32" not in compiled.asm["ptx"]

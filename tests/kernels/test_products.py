@@ -51,7 +51,7 @@ def check(rows, cols):
         assert result.dtype == torch.float32
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     B=st.integers(1, 3),
     G=st.integers(1, 2),
@@ -111,7 +111,7 @@ def test_rows_that_are_not_finite_show_in_the_norm_of_their_sample_alone():
 
 
 def test_results_are_the_same_every_time():
-    rows, cols, factors = randn(2, 2, 200, 70), randn(2, 2, 200, 90), torch.rand(2, device=DEVICE)
+    rows, cols, factors = randn(2, 1, 130, 40), randn(2, 1, 130, 70), torch.rand(2, device=DEVICE)
     for run in (
         lambda: kernels.ghost_norm_sq(rows, cols)[0],
         lambda: kernels.gradient_norm_sq(rows, cols),
