@@ -36,9 +36,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard import kernels
+from dpshard import kernels, philox
 from dpshard.errors import ConfigurationError
-from dpshard.philox import standard_normals
 from dpshard.randomness import SHORTEST, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
@@ -103,9 +102,8 @@ class KeyedGaussian:
         pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if len(flat)]
         if not pairs:
             return torch.zeros((), dtype=torch.float64)
-        drawn_there = [std > 0 and not self._draws_on_cpu(flat.device) for _, flat in pairs]
-        here = [pair for pair, there in zip(pairs, drawn_there, strict=True) if not there]
-        there = [pair for pair, there in zip(pairs, drawn_there, strict=True) if there]
+        here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
+        there = [pair for pair in pairs if std > 0 and not self._draws_on_cpu(pair[1].device)]
         norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
@@ -122,31 +120,25 @@ class KeyedGaussian:
             return []
         norms = torch._foreach_norm([block.part for block in blocks])
         if std > 0:
-            self._add_to_all(blocks, step, std)
-        torch._foreach_div_([flat for _, flat in pairs], divisor)
+            self._privatize_all(blocks, step, std, divisor)
+        else:
+            torch._foreach_div_([flat for _, flat in pairs], divisor)
         return norms
 
     def _release_there_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """`release_` of shards, flat, whose own device draws the noise by the element; their norms."""
-        blocks = [list(_blocks(shard, flat)) for shard, flat in pairs]
-        seeds = torch.tensor([self._seed(block, step) for of_one in blocks for block in of_one], dtype=torch.int64)
-        copies = {device: seeds.to(device, non_blocking=True) for device in {flat.device for _, flat in pairs}}
+        seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
+        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
+        copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
         norms, at = [], 0
-        for (shard, flat), of_one in zip(pairs, blocks, strict=True):
-            own = slice(at, at + len(of_one))
-            at = own.stop
-            if flat.dtype == torch.float32 and kernels.run_on(flat.device):
-                square = kernels.release_(flat, copies[flat.device][own], BLOCK, shard.start, std, divisor)
-                norms.append(square.sqrt())
-                continue
-            norms.append(torch.linalg.vector_norm(flat))
-            for block, seed in zip(of_one, seeds[own].tolist(), strict=True):
-                stop = block.lo + len(block.part)
-                noise = standard_normals(seed, block.lo, stop, flat.dtype, flat.device)
-                block.part.add_(noise, alpha=std)
-            flat.div_(divisor)
+        for (shard, flat), of_one in zip(pairs, seeds, strict=True):
+            own = copies[flat.device][at : at + len(of_one)]
+            at += len(of_one)
+            by_kernel = flat.dtype == torch.float32 and kernels.run_on(flat.device)
+            release_ = kernels.release_ if by_kernel else philox.release_
+            norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
         return norms
 
     def _seed(self, block: _Block, step: int) -> int:
@@ -156,10 +148,10 @@ class KeyedGaussian:
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
 
-    def _add_to_all(self, blocks: Sequence[_Block], step: int, std: float) -> None:
-        def add(batch: Sequence[_Block]) -> None:
+    def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        def privatize(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                self._add(piece, noise, std)
+                _privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
         # numpy and torch release the interpreter lock. torch's own number of threads is the share of the machine that
@@ -168,10 +160,10 @@ class KeyedGaussian:
         threads = min(len(batches), torch.get_num_threads()) if on_cpu else 1
         if threads == 1:
             for batch in batches:
-                add(batch)
+                privatize(batch)
             return
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(add, batches))  # list(): an exception in a thread is raised here
+            list(pool.map(privatize, batches))  # list(): an exception in a thread is raised here
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
@@ -207,12 +199,6 @@ class KeyedGaussian:
                 if len(batch) == _TOGETHER:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
-
-    def _add(self, piece: Tensor, noise: Tensor, std: float) -> None:
-        if self.secure:  # wider than the piece may be: the sum is rounded once, behind the addition
-            piece.copy_(noise.mul_(std).add_(piece))
-        else:
-            piece.add_(noise, alpha=std)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
@@ -263,6 +249,20 @@ def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+def _privatize(piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+    """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
+
+    While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more threads.
+    """
+    if piece.device.type != "cpu":
+        piece.add_(noise, alpha=std).div_(divisor)
+        return
+    drawn, target = noise.numpy(), piece.numpy()
+    drawn *= std
+    np.add(drawn, target, out=target, casting="same_kind")
+    target /= divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ of multiprocessors, and a part of a tensor is not the tensor's part.) It passes 
 Element k of the stream under a seed of 64 bits, which is the key: k lies in the half k // HALF % 2 of a tile of 2 HALF
 elements; both halves share the counters k // (2 HALF) * HALF + k % HALF, the first takes the cosine and the second the
 sine of Box and Muller's method. Its radius has 62 bits, so that tails reach 9.3 standard deviations; the angle has 32
-bits in float32 and 64 in float64. `kernels.release_` computes the same in one pass.
+bits in float32 and 64 in float64. `release_` adds it; `kernels.release_` does the same in one pass.
 """
 
 from __future__ import annotations
@@ -53,6 +53,19 @@ def standard_normals(
     angle *= math.pi * 2.0**-31
     halves = torch.stack([(radius * turn).view(-1, HALF) for turn in (angle.cos(), angle.sin())], 1)
     return halves.view(-1)[start - first * 2 * HALF :][: stop - start]
+
+
+def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+    """What `kernels.release_` does, in float32 or float64."""
+    norm_sq = torch.linalg.vector_norm(x).double().square()
+    at = 0
+    for number, seed in enumerate(seeds.tolist(), start=start // block):
+        first = start + at - number * block
+        noise = standard_normals(seed, first, min(block, first + len(x) - at), x.dtype, x.device)
+        x[at : at + len(noise)].add_(noise, alpha=std)
+        at += len(noise)
+    x.div_(divisor)
+    return norm_sq
 
 
 def _signed(word: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ speed of its tensor cores or less. The kernels multiply what is there on tensor 
     gradient_norm_sq    |sum_t r_t (x) c_t|^2, tile by tile in the registers; reference: OuterProduct.per_sample
     per_sample          the gradients themselves, and their squares from the same tiles; reference: the same
     weighted_sum        sum_i factor_i * gradient_i, a factor on float32 sums; reference: OuterProduct.clipped_sum
-    release_            (x + std * noise) / divisor and |x| in one pass; reference: philox.standard_normals
+    release_            (x + std * noise) / divisor and |x| in one pass; reference: philox.release_
 
 Rows and columns of float32 stay with torch: cuBLAS is better at IEEE products, and TF32 is too coarse for a norm. A sum
 of stored gradients, factors @ gradients, stays too: it is one pass over float32 numbers, and no kernel reads fewer.

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpshard.philox import HALF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "n"])
 def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr):
     """(x + std * noise) / divisor of 2 HALF elements, and the sum of their squares before."""
     pid = tl.program_id(0)
