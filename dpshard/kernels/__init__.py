@@ -16,8 +16,9 @@ of stored gradients, factors @ gradients, stays too: it is one pass over float32
 
 Nothing is drawn or decided by whether Triton is there: noise has the same definition with and without it. Sums are
 rounded in another order, as on another GPU. All sums have a fixed order: tiles write partial sums, and nothing is
-added atomically. Tensor cores may drop the last bit of each of the K / 16 additions that make a sum of K products,
-below K 2^-27 of it in all.
+added atomically. Tensor cores do not round their sums: each of the K / 16 additions that make a sum of K products may
+drop its last bit, below K 2^-27 of the sum in all. So Gram matrices, of rows as long as a vocabulary, are summed in
+chunks of 1024; the other sums are as long as a sample.
 
 They run on NVIDIA GPUs of compute capability 8.0 or more, and in Triton's interpreter (TRITON_INTERPRET=1) on CPU
 tensors, which is how they are tested where there is no GPU. DPSHARD_TRITON=0 switches them off.

@@ -14,19 +14,25 @@ from torch import Tensor
 from dpshard.kernels.choice import ghost_tile, triangle
 from dpshard.kernels.numbers import factor_of_dot
 
+_CHUNK = 1024
+"""Products that tensor cores sum up, each addition losing up to the last bit; sums of chunks are rounded as usual."""
+
 
 @triton.jit
-def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr):
+def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr):
     """Inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     left = x + i[:, None] * stride_t
     right = x + j[:, None] * stride_t
-    for start in range(0, n, STEP):
-        at = start + tl.arange(0, STEP)
-        offset = at.to(tl.int64)[None, :] * stride_n
-        a = tl.load(left + offset, mask=(i < T)[:, None] & (at < n)[None, :], other=0.0)
-        b = tl.load(right + offset, mask=(j < T)[:, None] & (at < n)[None, :], other=0.0)
-        total = tl.dot(factor_of_dot(a), tl.trans(factor_of_dot(b)), total)
+    for first in range(0, n, CHUNK):
+        part = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for start in range(first, min(first + CHUNK, n), STEP):
+            at = start + tl.arange(0, STEP)
+            offset = at.to(tl.int64)[None, :] * stride_n
+            a = tl.load(left + offset, mask=(i < T)[:, None] & (at < n)[None, :], other=0.0)
+            b = tl.load(right + offset, mask=(j < T)[:, None] & (at < n)[None, :], other=0.0)
+            part = tl.dot(factor_of_dot(a), tl.trans(factor_of_dot(b)), part)
+        total += part
     return total
 
 
@@ -51,6 +57,7 @@ def _ghost_norm_sq(
     cols_c,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Sum of one tile of the product of both Gram matrices, and of the roots of its diagonal, of one sample and group.
 
@@ -69,11 +76,11 @@ def _ghost_norm_sq(
     g = sample % G
     t = i.to(tl.int64) * TILE + tl.arange(0, TILE)
     s = j.to(tl.int64) * TILE + tl.arange(0, TILE)
-    gram_rows = _gram_tile(rows + b * rows_b + g * rows_g, t, s, R, T, rows_t, rows_r, TILE, STEP)
-    gram_cols = _gram_tile(cols + b * cols_b + g * cols_g, t, s, C, T, cols_t, cols_c, TILE, STEP)
+    gram_rows = _gram_tile(rows + b * rows_b + g * rows_g, t, s, R, T, rows_t, rows_r, TILE, STEP, CHUNK)
+    gram_cols = _gram_tile(cols + b * cols_b + g * cols_g, t, s, C, T, cols_t, cols_c, TILE, STEP, CHUNK)
     product = gram_rows * gram_cols
     times = tl.where(i == j, 1.0, 2.0)
-    tl.store(products + pid, tl.sum(tl.sum(product, 1), 0) * times)
+    tl.store(products + pid, tl.sum(product) * times)
     if i == j:
         diagonal = tl.sum(tl.where(t[:, None] == s[None, :], product, 0.0), 1)
         tl.store(scales + sample * tiles + i, tl.sum(tl.sqrt(diagonal), 0))
@@ -100,6 +107,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         *cols.stride(),
         TILE=TILE,
         STEP=min(128, 4096 // TILE),
+        CHUNK=_CHUNK,
         num_warps=8 if TILE == 128 else 4,
         num_stages=3,
     )

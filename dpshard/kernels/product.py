@@ -81,7 +81,8 @@ def _squares(
     x = rows + b * rows_b + g * rows_g
     y = cols + b * cols_b + g * cols_g
     tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
-    tl.store(squares + pid, tl.sum(tl.sum(tile * tile, 1), 0))
+    # Over both dimensions at once: one after the other, Triton 3.7 fails to compile for capability 10.0.
+    tl.store(squares + pid, tl.sum(tile * tile))
     if KEEP:
         place = gradients + sample * R * C + r[:, None] * C + c[None, :]
         tl.store(place, tile, mask=(r < R)[:, None] & (c < C)[None, :])

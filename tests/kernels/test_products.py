@@ -70,6 +70,10 @@ def test_every_pair_of_blocks_counts_as_often_as_in_the_square(T):
     check(randn(2, 1, T, 20), randn(2, 1, T, 17))
 
 
+def test_long_rows_are_summed_in_chunks():
+    check(randn(1, 1, 16, 2100), randn(1, 1, 16, 1024))
+
+
 @pytest.mark.parametrize("most", [1, 128])
 def test_large_tiles(most):
     with mock.patch.object(choice, "_MANY", most):
