@@ -164,19 +164,52 @@ def zero(
 
 @app.command()
 def profile(
-    workload: One,
+    workloads: Names = None,
     contender: Annotated[str, typer.Option("--contender", "-c", metavar="NAME")] = "dpshard:all-layer",
     steps: Annotated[int, typer.Option(min=1, help="Steps that are profiled.")] = 5,
     threads: Threads = 2,
     device: Device = "cpu",
+    out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Print where the time of a step goes, by groups of operators, beside the ordinary step."""
+    """Tell where the time of a step goes, by groups of operators, beside the ordinary step."""
     from benchmarks import profiling
 
+    contenders.expand([contender])
     torch.set_num_threads(threads)
-    with _quiet():
-        console.out.print(profiling.table(find(workload, tiny=tiny), contender, steps=steps, device=device))
+    chosen = _workloads(workloads, tiny)
+    with progress(len(chosen)) as advance, _quiet():
+        profiles = []
+        for workload in chosen:
+            profiles.append(profiling.measure(workload, contender, steps=steps, device=device))
+            advance(workload.name)
+    results_files.write(out, "profile", "profile", {"contender": contender, "threads": threads, "workloads": profiles})
+    report(out)
+
+
+@app.command()
+def data(
+    workloads: Names = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 5,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure what it costs to draw logical batches of up to millions of samples, and how long steps wait for them."""
+    from benchmarks import data as loading
+
+    torch.set_num_threads(threads)
+    chosen = _workloads(workloads, tiny)
+    with progress(len(chosen) + 1) as advance:
+        drawn = loading.draws(loading.SIZES[:1] if tiny else loading.SIZES)
+        advance("drawn")
+        waits = {}
+        for workload in chosen:
+            waits[workload.name] = loading.waiting(workload, steps=steps, device=device)
+            advance(workload.name)
+    results_files.write(out, "data", "data", {"draws": drawn, "waiting": waits, "threads": threads})
+    report(out)
 
 
 @app.command()

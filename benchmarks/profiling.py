@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from statistics import median
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch.profiler import ProfilerActivity
 
 from benchmarks import oracle
 from benchmarks.contenders import BASELINE, Task, make
 from benchmarks.workloads import Workload
-from dpshard.benchmark.timing import synchronize
+from dpshard.benchmark.timing import interleave, synchronize
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv"),
@@ -29,24 +28,29 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names, or parts of names, of operators; the first group that fits takes them."""
 REST = "elementwise and others"
 OUTSIDE = "outside of operators"
-"""Python, the dispatcher, and on the CPU the key stream of dpshard's noise, which no operator of torch draws."""
+"""Python, the dispatcher, and on the CPU dpshard's noise, which no operator of torch draws."""
+WHOLE = "whole step"
 
 
-def table(workload: Workload, name: str, *, steps: int, device: str) -> Table:
-    """Milliseconds of a step by group, of the baseline and of contender `name`."""
+def measure(workload: Workload, name: str, *, steps: int, device: str) -> dict[str, Any]:
+    """Milliseconds of a step by group, of the baseline and of contender `name`, as plain figures."""
     task = Task(workload=workload, threshold=oracle.typical_norm(workload, device=device), device=device)
-    found = {n: profile(n, task, steps) for n in dict.fromkeys([BASELINE, name])}
-    shown = Table(title=f"{workload.name}: ms of a step", title_justify="left", box=box.SIMPLE, show_edge=False)
-    shown.add_column("")
-    for n in found:
-        shown.add_column(n, justify="right")
-    shown.add_column("more", justify="right")
-    base = found[BASELINE]
-    for group in (*GROUPS, REST, OUTSIDE, "whole step"):
-        figures = [times[group] for times in found.values()]
-        if any(figures):
-            shown.add_row(group, *(f"{x:,.1f}" for x in figures), f"{figures[-1] - base[group]:+,.1f}")
-    return shown
+    ordinary, private = (profile(n, task, steps) for n in (BASELINE, name))
+    groups = [group for group in (*GROUPS, REST, OUTSIDE, WHOLE) if ordinary[group] or private[group]]
+    return {
+        "workload": workload.name,
+        "groups": groups,
+        "ordinary": [ordinary[group] for group in groups],
+        "private": [private[group] for group in groups],
+        "fixed": [_fixed(workload, n, device) for n in (BASELINE, name)],
+    }
+
+
+def _fixed(workload: Workload, name: str, device: str, steps: int = 30) -> float:
+    """Milliseconds of a step of the same model with tiny layers: Python, the dispatcher, and the start of threads."""
+    contender = make(name, Task(workload=workload.narrow(), threshold=1.0, device=device))
+    times = interleave({name: contender.step}, rounds=steps, warmup=5)
+    return 1e3 * median(times[name])
 
 
 def profile(name: str, task: Task, steps: int) -> Counter[str]:
@@ -73,7 +77,7 @@ def profile(name: str, task: Task, steps: int) -> Counter[str]:
     # Several threads may run operators at once, so their sum may exceed the time that passed.
     found[OUTSIDE] = 0.0  # what was found there is the profiler's own
     found[OUTSIDE] = max(0.0, whole - sum(found.values()))
-    found["whole step"] = whole
+    found[WHOLE] = whole
     return found
 
 

@@ -93,6 +93,8 @@ def text(folder: Path, seen_from: Path) -> str:
         *(_sweep(result) for result in results_files.read(folder, "sweep")),
         *(_largest(result) for result in results_files.read(folder, "largest-batch")),
         *(_zero(result) for result in results_files.read(folder, "zero")),
+        *(_profile(result) for result in results_files.read(folder, "profile")),
+        *(_data(result) for result in results_files.read(folder, "data")),
     ]
     if not parts:
         return "No results yet: `make bench` writes them."
@@ -179,3 +181,43 @@ def _zero(result: Figures) -> str:
     setting = result["setting"]
     where = f"{setting['ranks']} ranks, {setting['precision']}, {setting['device']}"
     return f"### {result['workload']['name']} by ZeRO stage\n\n{where}.\n\n{markdown(head, body)}"
+
+
+def _profile(result: Figures) -> str:
+    """Where the time goes: of each workload the ordinary step, and what the private one takes more."""
+    found = result["workloads"]
+    groups = list(dict.fromkeys(group for one in found for group in one["groups"]))
+    body = []
+    for group in sorted(groups, key=lambda group: group == "whole step"):
+        cells = [group]
+        for one in found:
+            at = one["groups"].index(group) if group in one["groups"] else None
+            ordinary, private = (0.0, 0.0) if at is None else (one["ordinary"][at], one["private"][at])
+            cells.append(f"{ordinary:,.1f} {private - ordinary:+,.1f}")
+        body.append(cells)
+    fixed = [f"{one['fixed'][0]:,.1f} {one['fixed'][1] - one['fixed'][0]:+,.1f}" for one in found]
+    body.append(["the same model, with tiny layers", *fixed])
+    head = ["ms of an ordinary step, and more in a private one", *(one["workload"] for one in found)]
+    setting = f"`{result['contender']}`, {result['threads']} threads, under the profiler, which slows small operators."
+    return f"### Where the time goes\n\n{setting}\n\n{markdown(head, body)}"
+
+
+def _data(result: Figures) -> str:
+    drawn = [
+        [
+            f"{row['sample_size']:,}", f"{row['batch_size']:,}", f"{1e3 * row['seconds']:,.1f}",
+            f"{row['peak_bytes'] / MIB:,.0f}",
+        ]
+        for row in result["draws"]
+    ]  # fmt: skip
+    waits = [
+        [name, f"{1e3 * row['seconds']:,.0f}", f"{1e3 * row['waiting']:,.1f}", f"{row['waiting'] / row['seconds']:.1%}"]
+        for name, row in result["waiting"].items()
+    ]
+    return "\n\n".join(
+        [
+            "### Data",
+            markdown(["samples of the data set", "of a logical batch", "ms to draw and plan it", "MiB"], drawn),
+            markdown(["eight micro-batches", "ms of a step", "ms in which it waits for data", "share"], waits),
+        ]
+    )

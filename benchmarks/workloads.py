@@ -63,6 +63,11 @@ class Workload:
         """The same kind of model, for tests."""
         return replace(self, batch=min(self.batch, 5), sizes={**self.sizes, **self.tiny})
 
+    def narrow(self) -> Workload:
+        """As many layers and samples, but tiny ones: what is left of a step is what does not depend on sizes."""
+        depth = {"layers": self.sizes["layers"]} if "layers" in self.sizes else {}
+        return replace(self, sizes={**self.sizes, **self.tiny, **depth})
+
     def resized(self, axis: str, value: int) -> Workload:
         """Another size along an axis of AXES; ConfigurationError if the model has none."""
         check_choice("axis", axis, list(AXES))

@@ -216,6 +216,14 @@ class Collector:
                 "or after optimizer.step(), and leave that loop."
             )
 
+    def require_private(self) -> None:
+        """Raise LogicalBatchError if the gradients are clipped sums without noise, or none at all."""
+        if self.state is not BatchState.PRIVATIZED:
+            raise LogicalBatchError(
+                "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical "
+                "batch, and look at them before the optimizer's step."
+            )
+
     def restart(self) -> None:
         """Another state was loaded: logical batches that were drawn before do not count."""
         self._restarts += 1

@@ -22,7 +22,9 @@ import hmac
 import math
 import operator
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -67,27 +69,27 @@ class RandomSource:
     def __init__(self, key: bytes) -> None:
         self._stream = Cipher(algorithms.AES256(key), modes.GCM(bytes(12))).encryptor()
 
+    def words(self, n: int) -> NDArray[np.uint64]:
+        """`n` words of 64 random bits."""
+        return self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
+
     def uniform(self, n: int) -> NDArray[np.float64]:
         """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
-        words = self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
-        return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+        return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-        """`n` standard normals of `dtype`, in pieces: the first are short, the others fit into the cache.
-
-        A piece is overwritten by the next one.
-        """
-        rows = 3 if dtype is np.float32 else 4
-        longest = SHORTEST if n <= SHORTEST else _LONGEST
-        octets = np.empty(2 * rows * longest + _ROOM, np.uint8)
-        words, normals = np.empty(rows * longest // 2, dtype), np.empty(longest, dtype)
-        drawn = 0
-        while drawn < n:
-            size = min(max(7 * drawn, SHORTEST), _LONGEST)
-            integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(rows, -1)
-            _box_muller(integers, words[: integers.size].reshape(rows, -1), normals[:size].reshape(2, -1), dtype)
-            yield normals[: min(size, n - drawn)]
-            drawn += size
+        """`n` standard normals of `dtype`, in pieces that fit into the cache; the next one overwrites a piece."""
+        rows, drawn = 3 if dtype is np.float32 else 4, 0
+        with _desk() as desk:
+            normals, words, octets = _laid_out(desk, dtype)
+            while drawn < n:
+                units = min(_UNITS, -(-(n - drawn) // UNIT))
+                size = units * UNIT
+                integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
+                made = normals[:size].reshape(units, 2, -1)
+                _box_muller(integers, words[: integers.size].reshape(rows, units, -1), made, dtype)
+                yield normals[: min(size, n - drawn)]
+                drawn += size
 
     def _octets(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The next octets of the stream, as many as `room` holds without what the cipher needs."""
@@ -98,26 +100,26 @@ class RandomSource:
 
 
 def first_normals(keys: Sequence[bytes], dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-    """The first normals under each of `keys`, [keys, SHORTEST], as from sources of their own, but drawn at once."""
+    """The first normals under each of `keys`, [keys, UNIT], as from sources of their own, but drawn at once."""
     rows, count = 3 if dtype is np.float32 else 4, len(keys)
-    octets = np.empty((count, 2 * rows * SHORTEST + _ROOM), np.uint8)
+    octets = np.empty((count, 2 * rows * UNIT + _ROOM), np.uint8)
     for key, room in zip(keys, octets, strict=True):
         RandomSource(key)._octets(room)
-    integers = octets[:, :-_ROOM].view("<i4").reshape(count, rows, -1).swapaxes(0, 1)
-    normals = np.empty((count, 2, SHORTEST // 2), dtype)
-    _box_muller(integers, np.empty(integers.shape, dtype), normals.swapaxes(0, 1), dtype)
-    return normals.reshape(count, SHORTEST)
+    integers = octets[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
+    normals = np.empty((count, 2, UNIT // 2), dtype)
+    _box_muller(integers, np.empty((rows, count, UNIT // 2), dtype), normals, dtype)
+    return normals.reshape(count, UNIT)
 
 
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
-    """Normals [2, ...] of random `integers` [rows, ...], by way of `words` [rows, ...]; Box and Muller 1958.
+    """Normals [units, 2, n] of random `integers` [units, rows, n], by way of `words` [rows, units, n].
 
-    Integers are signed: processors convert those to floats at once. And calls are few: around each of them, threads
-    that draw at the same time wait for the interpreter.
+    Box and Muller 1958. Integers are signed: processors convert those to floats at once. And calls are few: around each
+    of them, threads that draw at the same time wait for the interpreter.
     """
-    integers[:2] &= 2**31 - 1
-    scales = np.array(_SCALES[: len(words)], dtype).reshape(-1, *[1] * (words.ndim - 1))
-    np.multiply(integers, scales, out=words, dtype=dtype, casting="same_kind")
+    integers[:, :2] &= 2**31 - 1
+    scales = np.array(_SCALES[: len(words)], dtype)[:, None, None]
+    np.multiply(integers.swapaxes(0, 1), scales, out=words, dtype=dtype, casting="same_kind")
     radius, fine, angle, *finer = words
     # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
     fine += dtype(2.0**-63)
@@ -127,18 +129,45 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     np.sqrt(radius, out=radius)
     for word in finer:
         angle += word
-    np.cos(angle, out=normals[0])
-    np.sin(angle, out=normals[1])
-    normals *= radius
+    np.cos(angle, out=normals[:, 0])
+    np.sin(angle, out=normals[:, 1])
+    normals *= radius[:, None]
 
 
-SHORTEST, _LONGEST = 2**10, 2**17
-"""Lengths of the pieces in which normals are made: with shorter ones threads wait for the interpreter, and longer ones
-leave the cache. Part of the meaning of a key."""
+UNIT = 2**11
+"""Normals that are made of a stretch of the stream of their own. Part of the meaning of a key."""
+_UNITS = 2**7
+"""Units that are made at once: with fewer, threads wait for the interpreter; more would leave the cache."""
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """What the words of a pair of normals count: those of the radius, and those of the angle."""
 
-_ZEROS = memoryview(bytes(8 * _LONGEST))
+
+class _Desks(threading.local):
+    """Memory of this thread to draw in: fresh memory for each of many small tensors would take longer than drawing."""
+
+    def __init__(self) -> None:
+        self.free: list[NDArray[np.uint8]] = []
+
+
+_DESKS = _Desks()
+
+
+@contextmanager
+def _desk() -> Iterator[NDArray[np.uint8]]:
+    desk = _DESKS.free.pop() if _DESKS.free else np.empty(32 * UNIT * _UNITS + _ROOM, np.uint8)
+    try:
+        yield desk
+    finally:
+        _DESKS.free.append(desk)
+
+
+def _laid_out(desk: NDArray[np.uint8], dtype: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]:
+    """Places for normals, words and octets; those of float64 need most."""
+    normals, words, octets = np.split(desk, (8 * UNIT * _UNITS, 24 * UNIT * _UNITS))
+    return normals.view(dtype), words.view(dtype), octets
+
+
+_ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _ROOM = 16
 """What a block cipher may write beyond its message, and rows stay aligned."""

@@ -42,7 +42,7 @@ def test_noise_does_not_depend_on_the_split(secure, cuts):
 
 
 def test_noise_does_not_depend_on_the_number_of_threads():
-    threads, shape = torch.get_num_threads(), (3, BLOCK)
+    threads, shape = torch.get_num_threads(), (8, BLOCK)
     try:
         results = []
         for n in (1, 2, 4):

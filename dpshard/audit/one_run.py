@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess, subsampled
-from dpshard.audit.steps import SampleLoss, gradients, named_parameters, whole
+from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess
+from dpshard.audit.canary import JUST_BELOW, SampleLoss, named_parameters, norm_of
+from dpshard.audit.steps import log_likelihood_ratio, noise_unit
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource
@@ -59,7 +61,17 @@ class GradientCanaries:
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
         """What speaks for each canary's being in, [m]: the log likelihood ratio of the steps so far."""
         self.pull = pull
-        """Norm of a gradient before clipping. Clipping that drops what is too long needs one below the threshold."""
+        """Norm of a gradient before clipping. Clipping that drops what is too long needs `below_threshold`."""
+        self._next: tuple[float, ...] | None = None  # thresholds that the next release has, if they move
+
+    def below_threshold(self, engine: PrivacyEngine) -> None:
+        """Pull just below the threshold of the next step, for clipping that drops what is longer."""
+        self.pull = JUST_BELOW * self._threshold(engine, engine.thresholds.values())
+
+    def _threshold(self, engine: PrivacyEngine, thresholds: Iterable[float]) -> float:
+        """That of the group of the canaries' numbers."""
+        groups = zip(engine.mechanism.clipping_groups, thresholds, strict=True)
+        return next(threshold for names, threshold in groups if _Probed.NAME in names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` with the canaries' numbers beside it; its forward takes (x, canary [B]) and returns both outputs."""
@@ -81,14 +93,17 @@ class GradientCanaries:
         return weight_B * loss(output, y) + self.pull * probe_B
 
     def observe(self, engine: PrivacyEngine, step: int) -> None:
-        """Look at the release of `step`, which is in the gradients."""
-        mechanism = engine.mechanism
-        released = whole(gradients(engine.model)[_Probed.NAME])[:-1, 0].double().cpu().numpy()
-        z_m = released * mechanism.schedule[step] / _norm(engine, step)
-        q = mechanism.schedule[step] / mechanism.sample_size
-        shift = len(mechanism.clipping_groups) ** -0.5  # the threshold of the group of the canaries' numbers
-        gain_m = (shift * z_m - shift**2 / 2) / max(mechanism.noise_multiplier, 1e-3) ** 2
-        self.scores += subsampled(gain_m, q)
+        """Look at the release of `step`, which is in the gradients; of every step, from the first one on."""
+        mechanism, unit = engine.mechanism, noise_unit(engine, step)
+        released = engine.full_gradient(_Probed.NAME)
+        if released is None:
+            raise ConfigurationError("The canaries' numbers (probe.weight) were frozen: train them, too.")
+        z_m = released[:-1, 0].double().cpu().numpy() * mechanism.schedule[step] / unit
+        q, groups = mechanism.schedule[step] / mechanism.sample_size, len(mechanism.clipping_groups)
+        first = [mechanism.max_grad_norm / math.sqrt(groups)] * groups
+        shift = min(self.pull, self._threshold(engine, self._next or first)) / unit
+        self._next = tuple(engine.thresholds.values())
+        self.scores += log_likelihood_ratio(z_m, shift, q, max(mechanism.noise_multiplier, 1e-3))
 
     def guesses(self) -> Guesses:
         """Guess which canaries were in, and count who was right."""
@@ -131,19 +146,21 @@ class InputCanaries:
             raise ConfigurationError("Input canaries differentiate a copy of the model: call wrap(model) beforehand.")
         mechanism = engine.mechanism
         own = named_parameters(reference)
+        names = [name for group in mechanism.clipping_groups for name in group]
         with torch.no_grad():
-            for name, p in named_parameters(engine.model).items():
-                own[name].copy_(whole(p))
-        released = {name: whole(g) for name, g in gradients(engine.model).items()}
+            for name in names:
+                own[name].copy_(engine.full_value(name))
+        full = {name: engine.full_gradient(name) for name in names}
+        released = {name: g for name, g in full.items() if g is not None}
         parameters, device = [own[name] for name in released], next(reference.parameters()).device
+        unit = noise_unit(engine, step)
         z_m = np.zeros(len(self.scores))
         for i, (x, y) in enumerate(zip(self._x, self._y, strict=True)):
             value = self._loss(reference(x[None].to(device)), y[None].to(device)).sum()
             found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-            pairs = list(zip(found, released.values(), strict=True))
-            norm = math.sqrt(sum(float(g.square().sum()) for g, _ in pairs))
-            along = sum(float((g * release).sum()) for g, release in pairs)
-            z_m[i] = along / norm * mechanism.schedule[step] / _norm(engine, step) if norm > 0 else 0.0
+            along = sum(float((g * released[name]).sum()) for name, g in zip(released, found, strict=True))
+            norm = norm_of(found)
+            z_m[i] = along / norm * mechanism.schedule[step] / unit if norm > 0 else 0.0
         self.scores += z_m
 
     def guesses(self) -> Guesses:
@@ -157,14 +174,6 @@ Canaries = GradientCanaries | InputCanaries
 def refuted(guesses: Guesses, engine: PrivacyEngine) -> bool:
     """Whether a run proves more than its accounted epsilon; of a sound engine with 1 - REFUTED_BEYOND at most."""
     return guesses.epsilon(SMALL_DELTA, REFUTED_BEYOND) > engine.epsilon(SMALL_DELTA)
-
-
-def _norm(engine: PrivacyEngine, step: int) -> float:
-    """What the noise of `step` is sigma times: the clipping norm, which adaptive thresholds move."""
-    mechanism = engine.mechanism
-    if mechanism.noise_multiplier == 0:
-        return mechanism.max_grad_norm
-    return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
 class _Probed(nn.Module):

@@ -175,6 +175,23 @@ class DeepSpeedBackend(LocalBackend):
             else:
                 master.grad.copy_(gradient)  # it may be a buffer that DeepSpeed keeps
 
+    def full_gradient(self, name: str) -> Tensor | None:
+        """See LocalBackend."""
+        return self._assembled(name, self._reducer.fragment(name, self._private)) if self._private else None
+
+    def full_value(self, name: str) -> Tensor:
+        """See LocalBackend; in the precision of the fp32 partitions."""
+        place = self._reducer.layout.fragments[name]
+        return self._assembled(name, place.master.detach()[place.offset : place.offset + place.length])
+
+    def _assembled(self, name: str, fragment: Tensor) -> Tensor:
+        """All of a tensor of which every rank has the fragment that the layout says."""
+        place, shape = self._reducer.layout.fragments[name], self.shapes[name]
+        full = torch.zeros(math.prod(shape), dtype=fragment.dtype, device=self.model_engine.device)
+        full[place.start : place.start + place.length] = fragment
+        dist.all_reduce(full, group=self._group)  # nobody else has these elements
+        return full.view(*shape)
+
     def training_state(self, optimizer: Any) -> ZeroState:
         """See LocalBackend; DeepSpeed's wrapper may stand for the optimizer."""
         zero = self.model_engine.optimizer

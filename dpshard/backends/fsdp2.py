@@ -285,6 +285,9 @@ class FSDP2Backend(LocalBackend):
     def _local(self, x: Tensor) -> Tensor:
         return x.to_local() if isinstance(x, DTensor) else x
 
+    def _full(self, x: Tensor) -> Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
     def _start(self, name: str) -> int:
         shape = self.parameters[name].shape
         return min(shape[0], self._rows(name) * self._shard_mesh().get_local_rank()) * shape[1:].numel()

@@ -173,6 +173,10 @@ class LocalBackend:
         """The part of a parameter or gradient that this rank holds."""
         return x
 
+    def _full(self, x: Tensor) -> Tensor:
+        """All of a parameter or gradient, of which `x` may be the part that this rank holds."""
+        return x
+
     def _start(self, name: str) -> int:
         """Where that part begins in the flattened parameter."""
         return 0
@@ -244,6 +248,18 @@ class LocalBackend:
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
         return self._over_shards(norm.square()).sqrt()
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """All of a parameter's private gradient, on every rank, after `privatize` and before the optimizer's step.
+
+        All ranks call it, for the same names in the same order. None if the optimizer will find no gradient.
+        """
+        gradient = self.parameters[name].grad
+        return None if gradient is None else self._full(gradient)
+
+    def full_value(self, name: str) -> Tensor:
+        """All of a parameter that the optimizer steps on, on every rank; called like `full_gradient`."""
+        return self._full(self.parameters[name].detach())
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from dpshard.cli import console, launch
 from dpshard.cli.formats import to_json
 from dpshard.cli.run_folder import RunFolder, write_atomically
 from dpshard.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
+from dpshard.cli.train import processes, resumed
 from dpshard.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ if TYPE_CHECKING:
 
 REFUTED = 3
 """Exit code if an attack proved more than was accounted."""
+
+
+NAMES = {"step": "one step", "sampling": "sampling", "noise": "fresh noise", "run": "whole run"}
+"""The attacks by their keys in audit.json."""
+FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
 class CanaryKind(str, Enum):  # noqa: UP042
@@ -46,14 +50,23 @@ def command(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option(help="Trials of the single step with the odd sample, and as many without; 0: no such audit.")
+        int, typer.Option(help="Trials with the odd sample, and as many without; 0: no such audit.", min=0)
     ] = 1000,
-    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0: no such audit.")] = 1000,
+    steps_per_trial: Annotated[
+        int,
+        typer.Option(
+            help="Steps of a trial: 1 with all samples in it, or several with Poisson sampling, which also find faults "
+            "of sampling and noise that is used again; half of the trials each.",
+            min=1,
+            max=64,
+        ),
+    ] = 1,
+    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0: no such audit.", min=0)] = 1000,
     canary_kind: Annotated[
         CanaryKind,
         typer.Option(help="Canaries pull at numbers of their own (gradient), or are samples like no others (input)."),
     ] = CanaryKind.gradient,
-    confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with settings of `dpshard train`, which options override.")
     ] = None,
@@ -62,9 +75,9 @@ def command(
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon beside the accounted upper ones.
 
-    Two attacks: many releases of one step with and without an odd sample; and one training run with canaries, each in
-    it by the toss of a coin. Exit code 3 says that one of them proved more than was accounted: then something is wrong
-    with the model, the loss or the engine. All settings of `dpshard train` are options.
+    Two attacks: many releases of the same steps with and without an odd sample; and one training run with canaries,
+    each in it by the toss of a coin. Exit code 3 says that one of them proved more than was accounted: then something
+    is wrong with the model, the loss or the engine. All settings of `dpshard train` are options.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if run is None:
@@ -75,20 +88,47 @@ def command(
             f"options out, or leave the folder out."
         )
     else:
-        settings = replace(RunFolder.open(run).settings(), **given)
-        as_json = as_json or RunFolder.open(run).audit
+        folder = RunFolder.open(run)
+        settings, as_json = resumed(folder.settings(), given), as_json or folder.audit
+    plan = {
+        "trials": trials,
+        "steps-per-trial": steps_per_trial,
+        "canaries": canaries,
+        "canary-kind": canary_kind.value,
+        "confidence": confidence,
+    }
+    _check(plan)
     if settings.shard.startswith("deepspeed"):
-        raise ConfigurationError("DeepSpeed keeps gradients to itself: audit these settings with --shard fsdp2.")
-    plan = {"trials": trials, "canaries": canaries, "canary-kind": canary_kind.value, "confidence": confidence}
+        from dpshard.cli import zero
+
+        zero.require_deepspeed()
     if settings.shard != "none" and not launch.joined():
         raise typer.Exit(_start(settings, plan, as_json))
     _audit(settings, plan, as_json)
 
 
+def _check(plan: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a plan that would prove nothing."""
+    least = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
+    if 0 < plan["trials"] < least:
+        raise ConfigurationError(
+            f"trials={plan['trials']} proves nothing: take at least {least}, better hundreds, or 0 for no such audit."
+        )
+    if 0 < plan["canaries"] < FEWEST_CANARIES:
+        raise ConfigurationError(
+            f"canaries={plan['canaries']} proves nothing: take at least {FEWEST_CANARIES}, better hundreds, or 0 for "
+            f"no such audit."
+        )
+    if not plan["trials"] and not plan["canaries"]:
+        raise ConfigurationError("trials=0 and canaries=0 leave nothing to audit: drop one of the two.")
+    if not 0 < plan["confidence"] < 1:
+        raise ConfigurationError(
+            f"confidence={plan['confidence']:g}: it is a probability, strictly between 0 and 1; for example 0.95."
+        )
+
+
 def _start(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) -> int:
     """Have other processes do the work; their exit code."""
-    from dpshard.cli.train import processes
-
     count = processes(settings)
     with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
         config = Path(scratch) / "settings.yaml"
@@ -105,11 +145,11 @@ def _audit(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) 
     device = training.pick_device(settings.device)
     with world.joined(str(device)) as ranks:
         figures = _attack(replace(settings, device=str(device)), plan, ranks)
+        _print(figures)
         if as_json is not None:
             target = as_json
             ranks.on_first(lambda: write_atomically(target, to_json(figures, 2).encode()))
-        _print(figures)
-        if any(figures[attack]["refuted"] for attack in ("step", "run") if attack in figures):
+        if any(attack.refuted for attack in attacks(figures)):
             raise typer.Exit(REFUTED)
 
 
@@ -121,25 +161,20 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
 
     samples = data.load(settings)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
-    if plan["trials"]:
-        with console.out.status("taking one step again and again ..."):
-            figures["step"] = auditing.audit_step(settings, samples, plan["trials"], plan["confidence"])
+    confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}
+    for key, game in games.items():
+        trials = plan["trials"] // len(games)
+        title = f"{NAMES[key]}, again and again"
+        with console.progress(title, 2 * trials * game.steps, speaking=ranks.first) as advance:
+            figures[key] = auditing.audit_game(game, settings, samples, ranks, trials, confidence, advance)
     if plan["canaries"]:
-        with ExitStack() as stack:
-            count, kind = plan["canaries"], plan["canary-kind"]
-            progress = _progress(stack, ranks)
-            figures["run"] = auditing.audit_run(settings, samples, ranks, kind, count, plan["confidence"], progress)
+        with console.progress("training with canaries", None, speaking=ranks.first) as advance:
+            figures["run"] = auditing.audit_run(
+                settings, samples, ranks, plan["canary-kind"], plan["canaries"], confidence,
+                lambda steps: advance(total=steps),
+            )  # fmt: skip
     figures["shard"], figures["ranks"] = settings.shard, ranks.size
     return figures | {"versions": {"dpshard": dpshard.__version__, "torch": torch.__version__}}
-
-
-def _progress(stack: ExitStack, ranks: Ranks) -> Any:
-    if not ranks.first or not console.out.is_terminal:
-        return None
-    columns = (TextColumn("training with canaries"), BarColumn(), MofNCompleteColumn())
-    bar = stack.enter_context(Progress(*columns, console=console.out, transient=True))
-    task = bar.add_task("")
-    return lambda step, steps: bar.update(task, completed=step, total=steps)
 
 
 def _print(figures: dict[str, Any]) -> None:
@@ -176,19 +211,14 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
     from dpshard.accounting import rounded_up
 
     found = []
-    for key, name in (("step", "one step"), ("run", "whole run")):
+    for key, name in NAMES.items():
         if key not in figures:
             continue
         result = figures[key]
-        how = (
-            f"{result['trials']} trials that count, with and without one odd sample, in equal parts"
-            if key == "step"
-            else f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
-        )
         found.append(
             Attack(
                 name,
-                f"sigma = {result['noise_multiplier']:.4g}, {how}",
+                f"sigma = {result['noise_multiplier']:.4g}, {_how(result)}",
                 f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # rounded down: no more than was proved
                 rounded_up(math.inf if result["accounted"] is None else result["accounted"]),
                 f"{result['confidence']:g}",
@@ -197,3 +227,13 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
             )
         )
     return found
+
+
+def _how(result: Mapping[str, Any]) -> str:
+    """What was done, in words."""
+    if "canaries" in result:
+        return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
+    sampled = ""
+    if result.get("steps", 1) > 1:
+        sampled = f" of {result['steps']} steps (Poisson samples, {result['batch_size']} of {result['sample_size']})"
+    return f"{result['trials']} trials{sampled} count, half of them with one odd sample"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,43 +13,85 @@ from torch import Tensor, nn
 from dpshard import PrivacyEngine
 from dpshard.audit import Canaries, GradientCanaries, InputCanaries, StepsAudit, audit_steps, refuted, toss_coins
 from dpshard.backends.ranks import Ranks
-from dpshard.cli import fitting, models, sharding
+from dpshard.cli import fitting, models, own_model, sharding
 from dpshard.cli.data import BYTES, Data, Kind, size
 from dpshard.cli.settings import TrainSettings
-from dpshard.cli.training import draw_seed, make_optimizer, make_scheduler, pick_device, sample_losses
-from dpshard.errors import ConfigurationError
+from dpshard.cli.training import draw_seed, make_optimizer, make_scheduler, own_device, sample_losses
 from dpshard.randomness import new_run_secret
 
-NOISE = 0.5
-"""Noise multiplier of the audited single step: where few trials prove much (see docs/audit.md)."""
-ROWS = 4
-"""Samples of the audited single step; in micro-batches of 3, so that some rows are padding."""
 CANDIDATES = 32
-"""Odd samples of which the one with the longest gradient is the canary of the single step."""
+"""Odd samples of which the one with the longest gradient is the canary of the games."""
 
 
-def audit_step(settings: TrainSettings, data: Data, trials: int, confidence: float) -> dict[str, Any]:
-    """Many noisy releases of one step with and without an odd sample, as the figures of audit.json."""
-    settings, device = fitting.fit(settings, data), pick_device(settings.device)
-    model = _awake(_model(settings, data, device))
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """Steps that are played many times, with an odd sample and without; what it is good for, see docs/audit.md."""
+
+    steps: int = 1
+    """Steps of a trial."""
+    rows: int = 4
+    """Samples, the odd one included."""
+    batch_size: int
+    """Expected batch size; all rows are in every batch if it is their number."""
+    noise_multiplier: float
+    """Where few trials prove much."""
+    micro_batch_size: int
+    """Rows that are computed at once: less than all, so that some are padding."""
+
+
+def games(steps: int) -> dict[str, Game]:
+    """The games of trials of so many steps, by their keys in audit.json.
+
+    Faults of sampling show where there is little noise, and noise that is used again where there is much.
+    """
+    if steps == 1:
+        return {"step": Game(batch_size=4, noise_multiplier=0.5, micro_batch_size=3)}
+    return {
+        # An epoch, in which a shuffled loader shows every sample for certain.
+        "sampling": Game(steps=steps, rows=steps, batch_size=1, noise_multiplier=0.2, micro_batch_size=2),
+        "noise": Game(steps=steps, batch_size=2, noise_multiplier=2.0, micro_batch_size=2),
+    }
+
+
+def audit_game(
+    game: Game,
+    settings: TrainSettings,
+    data: Data,
+    ranks: Ranks,
+    trials: int,
+    confidence: float,
+    on_step: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Many noisy releases with and without an odd sample, as the figures of audit.json.
+
+    `on_step` is called after each of the 2 * trials * game.steps steps.
+    """
+    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    model = _awake(_model(settings, data, device, ranks))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
-    first = [data.train[i] for i in range(min(ROWS - 1, size(data.train)))]
+    first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
     options = settings.mechanism()
-    kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "accountant", "secure_mode")
+    kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "adaptive_thresholds", "accountant")
+    options = {name: options[name] for name in (*kept, "noise")}
     audit = audit_steps(
         model,
         x,
         y,
         sample_losses,
         trials=trials,
-        noise_multiplier=NOISE,
+        steps=game.steps,
+        batch_size=game.batch_size,
+        micro_batch_size=game.micro_batch_size,
+        noise_multiplier=game.noise_multiplier,
+        secure_mode=settings.secure_mode,
         target_delta=settings.target_delta,
         prepare=lambda model: (
             sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
         ),
-        **{name: options[name] for name in kept},
+        on_step=on_step,
+        **options,
     )
     return step_figures(audit, settings.target_delta, confidence)
 
@@ -62,6 +105,9 @@ def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str
         "delta": delta,
         "confidence": confidence,
         "noise_multiplier": audit.mechanism.noise_multiplier,
+        "steps": audit.steps,
+        "batch_size": audit.mechanism.schedule[0],
+        "sample_size": audit.mechanism.sample_size,
         "false_positives": trials.false_positives,
         "false_negatives": trials.false_negatives,
         "trials": trials.within + trials.without,
@@ -72,31 +118,34 @@ def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str
 
 
 def audit_run(
-    settings: TrainSettings, data: Data, ranks: Ranks, kind: str, count: int, confidence: float, progress: Any = None
+    settings: TrainSettings,
+    data: Data,
+    ranks: Ranks,
+    kind: str,
+    count: int,
+    confidence: float,
+    on_step: Callable[[int], object] = lambda steps: None,
 ) -> dict[str, Any]:
-    """A whole run with canaries, as the figures of audit.json; `progress(step, steps)` is called after each step.
+    """A whole run with canaries, as the figures of audit.json; `on_step(steps of the run)` is called after each step.
 
     Noise is calibrated anew for the data set with the canaries, and epsilon is that of this run.
     """
-    if settings.shard.startswith("deepspeed"):
-        raise ConfigurationError("DeepSpeed keeps gradients to itself: audit the same settings with --shard fsdp2.")
-    settings, device = fitting.fit(settings, data), pick_device(settings.device)
+    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
     included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
     canaries: Canaries
     if kind == "gradient":
         canaries = GradientCanaries(included)
     else:
         canaries = InputCanaries(included, *odd_samples(data, count), sample_losses)
-    model = canaries.wrap(_model(settings, data, device))
+    model = canaries.wrap(_model(settings, data, device, ranks))
     sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
     dataset = canaries.among(data.train)
     engine = PrivacyEngine(sharded.model, sample_size=size(dataset), **settings.mechanism())
     scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
-    if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
-        # It drops what is longer than the threshold of its group.
-        canaries.pull = 0.99 * settings.max_grad_norm / math.sqrt(len(engine.mechanism.clipping_groups))
     for logical_batch in engine.batches(dataset, settings.micro_batch_size):
         sharded.model.train()
+        if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
+            canaries.below_threshold(engine)  # it drops what is longer
         for x, y, canary_B, weight_B in logical_batch:
             torch.manual_seed(draw_seed(settings.seed, logical_batch.step, logical_batch.position, ranks.rank))
             x, y, canary_B, weight_B = (part.to(device) for part in (x, y, canary_B, weight_B))
@@ -105,8 +154,7 @@ def audit_run(
         canaries.observe(engine, logical_batch.step)
         sharded.step()
         scheduler.step()
-        if progress is not None:
-            progress(engine.step, engine.steps)
+        on_step(engine.steps)
     return _run_figures(canaries, engine, kind, confidence)
 
 
@@ -164,6 +212,8 @@ def _awake(model: nn.Module) -> nn.Module:
     return model
 
 
-def _model(settings: TrainSettings, data: Data, device: torch.device) -> nn.Module:
+def _model(settings: TrainSettings, data: Data, device: torch.device, ranks: Ranks) -> nn.Module:
     torch.manual_seed(settings.seed)
-    return models.build(settings.model, data, settings).to(device)
+    model = models.build(settings.model, data, settings).to(device)
+    own_model.require_equal(model, settings.model, ranks)
+    return model

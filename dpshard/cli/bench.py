@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dpshard.cli import console
@@ -67,31 +64,19 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     clippings = list(dict.fromkeys(chosen)) or list(DEFAULT_CLIPPINGS)
-    with progress(steps_of(clippings, rounds, compiled=compile, memory=memory)) as advance:
+    with console.progress("measuring", steps_of(clippings, rounds, compiled=compile, memory=memory)) as advance:
         comparison = compare(
-            subject, clippings=clippings, rounds=rounds, compiled=compile, memory=memory, on_step=advance
+            subject,
+            clippings=clippings,
+            rounds=rounds,
+            compiled=compile,
+            memory=memory,
+            on_step=lambda name: advance(description=name),
         )
     advice = advise(comparison)
     if as_json is not None:
         write_atomically(as_json, to_json(_figures(comparison, advice), 2).encode())
     _print(comparison, advice)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` steps, with the time that remains; yields a function that advances it."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console.err,
-        disable=not console.err.is_terminal,
-    )
-    task = bar.add_task("measuring", total=total)
-    with bar:
-        yield lambda name: bar.update(task, advance=1, description=escape(name))
 
 
 def _print(comparison: Comparison, advice: list[str]) -> None:

@@ -6,11 +6,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 from dpshard.errors import DpshardError
@@ -50,6 +51,39 @@ class OneLineErrors(TyperGroup):
 def print_error(message: object) -> None:
     """An error, on a line of its own."""
     err.print(f"[bold red]error:[/] {escape(one_line(message))}")
+
+
+class Advance(Protocol):
+    """Moves a progress bar on by one step."""
+
+    def __call__(self, *, description: str | None = None, total: int | None = None) -> None:
+        """`description` and `total` take the place of what was shown before."""
+
+
+@contextmanager
+def progress(description: str, total: int | None, *, speaking: bool = True) -> Iterator[Advance]:
+    """A bar over `total` steps (None: not known yet), with the time that remains; yields what moves it.
+
+    On a terminal alone, and only if `speaking`: of several ranks one shows it.
+    """
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=err,
+        disable=not (speaking and err.is_terminal),
+        transient=True,
+    )
+    task = bar.add_task(escape(description), total=total)
+
+    def advance(*, description: str | None = None, total: int | None = None) -> None:
+        described = None if description is None else escape(description)
+        bar.update(task, advance=1, description=described, total=total)
+
+    with bar:
+        yield advance
 
 
 @contextmanager

@@ -52,7 +52,9 @@ class RunFolder:
         """The existing run at `path`; RunFolderError if there is none."""
         folder = cls(path)
         if not folder.config.is_file():
-            raise RunFolderError(f"{path} is no run folder: it has no {folder.config.name}.")
+            raise RunFolderError(
+                f"{path} is no run folder: it has no {folder.config.name}. Name one that dpshard train has made."
+            )
         return folder
 
     @property

@@ -50,7 +50,7 @@ def command(
         )
     else:
         folder = RunFolder.open(resume)
-        settings = _resumed(folder.settings(), given)
+        settings = resumed(folder.settings(), given)
         if folder.report.exists():
             console.out.print(f"The run has finished already: its report is {folder.report}.")
             return
@@ -63,7 +63,8 @@ def command(
     _train(settings, folder, out)
 
 
-def _resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
+def resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
+    """The settings of a run with what may change about it."""
     if given.get("shard") == "none":
         given = {"nproc": None} | given
     return replace(settings, **given)

@@ -66,10 +66,7 @@ class Run:
     @classmethod
     def prepare(cls, settings: TrainSettings, data: Data, ranks: Ranks) -> Run:
         """A run before its first step, with settings that fit the data."""
-        settings = fitting.fit(settings, data)
-        device = torch.device(settings.device)
-        if device.type == "cuda" and not ranks.alone:
-            device = torch.device("cuda", torch.cuda.current_device())
+        settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         torch.manual_seed(settings.seed)
         model = models.build(settings.model, data, settings).to(device)
         own_model.require_equal(model, settings.model, ranks)
@@ -217,6 +214,12 @@ def pick_device(name: str) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"device={name!r} cannot be used here: {error}") from error
+
+
+def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
+    """The device of the settings; of several ranks, each has a GPU of its own."""
+    device = pick_device(settings.device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and not ranks.alone else device
 
 
 def draw_seed(*key: int) -> int:

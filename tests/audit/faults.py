@@ -21,10 +21,12 @@ def weaken_noise(monkeypatch, by):
     )
 
 
-def reuse_noise(monkeypatch):
-    """Every step has the noise of the first."""
+def reuse_noise(monkeypatch, steps=10**9):
+    """So many steps in a row have the noise of the first of them."""
     monkeypatch.setattr(
-        KeyedGaussian, "release_", lambda self, shards, *, step, **rest: RELEASE(self, shards, step=0, **rest)
+        KeyedGaussian,
+        "release_",
+        lambda self, shards, *, step, **rest: RELEASE(self, shards, step=step - step % steps, **rest),
     )
 
 

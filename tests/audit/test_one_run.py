@@ -12,9 +12,9 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.audit import GradientCanaries, InputCanaries, refuted, toss_coins
-from dpshard.errors import ConfigurationError
+from dpshard.errors import ConfigurationError, LogicalBatchError
 from tests.audit import faults
 
 FALSE_ALARM = 1e-6
@@ -43,7 +43,7 @@ def dataset(n=20):
     return TensorDataset(torch.randn(n, 4, generator=generator), torch.arange(n) % 3)
 
 
-def run(canaries, *, steps=1, expected=None, lr=0.1, **options):
+def run(canaries, *, steps=1, expected=None, lr=0.1, before=None, **options):
     """A training run with canaries; the model, its engine, and the gradients of the last step."""
     model = canaries.wrap(network())
     data = canaries.among(dataset())
@@ -52,6 +52,8 @@ def run(canaries, *, steps=1, expected=None, lr=0.1, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr)
     for logical_batch in engine.batches(data, 64):
         optimizer.zero_grad()
+        if before is not None:
+            before(engine)
         for rows in logical_batch:
             canaries.losses(model, *rows, loss).mean().backward()
         engine.privatize()
@@ -101,6 +103,23 @@ def test_scores_are_those_of_a_gaussian_mechanism():
     assert stats.kstest(normal, "norm").pvalue > FALSE_ALARM
 
 
+@pytest.mark.parametrize("clipping_fn", ["abadi", "global"])
+def test_scores_follow_thresholds_that_move(clipping_fn):
+    """The log likelihood ratio of a Gaussian has a mean of half its variance, whatever the canaries' share of it."""
+    included, sigma, steps = toss_coins(2000, SECRET), 2.0, 5
+    canaries = GradientCanaries(included)
+    tracking = QuantileTracking(0.2, learning_rate=1.0)
+    before = canaries.below_threshold if clipping_fn == "global" else None
+    options = {"clipping_style": "layer-wise", "adaptive_thresholds": tracking, "clipping_fn": clipping_fn}
+    engine, _ = run(canaries, steps=steps, noise_multiplier=sigma, before=before, **options)
+    assert max(abs(value * 3**0.5 - 1) for value in engine.thresholds.values()) > 0.2
+    # mu^2 of the steps: the square of the canaries' share of the sensitivity, over sigma^2.
+    spread = float(np.var(canaries.scores[included]))
+    assert canaries.scores[included].mean() == pytest.approx(spread / 2, abs=5 * (spread / 1000) ** 0.5)
+    assert canaries.scores[~included].mean() == pytest.approx(-spread / 2, abs=5 * (spread / 1000) ** 0.5)
+    assert 0.01 < spread < steps / sigma**2
+
+
 def test_scores_count_the_chance_of_being_drawn():
     """Of Poisson samples: e^score is a likelihood ratio, whose mean is 1 over the canaries that are out."""
     included = np.zeros(4000, bool)
@@ -120,6 +139,18 @@ def test_a_sound_run_passes_and_one_with_too_little_noise_does_not(monkeypatch):
         assert refuted(canaries.guesses(), engine) == faulty
         assert (canaries.guesses().epsilon(1e-5, 0.95) > engine.epsilon(1e-5)) == faulty
         assert canaries.guesses().epsilon(1e-5, 0.95) > 0.1
+
+
+def test_gradients_without_noise_are_shown_to_nobody():
+    engine = PrivacyEngine(network(), batch_size=2, sample_size=20, steps=1, noise_multiplier=1.0)
+    for logical_batch in engine.batches(dataset(), 8):
+        for x, y in logical_batch:
+            loss(engine.model(x), y).mean().backward()
+        with pytest.raises(LogicalBatchError, match="privatize"):
+            engine.full_gradient("0.weight")
+        engine.privatize()
+        assert engine.full_gradient("0.weight") is engine.model[0].weight.grad
+    engine.detach()
 
 
 def orthogonal_inputs():

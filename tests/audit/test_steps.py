@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpshard import QuantileTracking
 from dpshard.audit import REFUTED_BEYOND, audit_steps, gdp_epsilon
 from dpshard.errors import ConfigurationError
 from tests.audit import faults
@@ -69,7 +70,7 @@ SEVERAL = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 2, "
     "options", [{}, {"clipping_style": "layer-wise"}, {"secure_mode": True, "loss_reduction": "sum"}], ids=str
 )
 def test_a_sound_release_passes(options):
-    audit = audit_steps(*classifier(), **RELEASE, **options)
+    audit = audit_steps(*classifier(), **(RELEASE | {"trials": 600}), **options)
     assert audit.refuted_at() is None
     assert audit.accounted_mu == 2
     assert 1.5 < audit.trials.mu(0.95) < 2  # that one sample moves the release by the whole sensitivity
@@ -80,6 +81,23 @@ def test_sound_tied_weights_pass():
     audit = audit_steps(*tied(), **{**RELEASE, "trials": 1000})
     assert audit.refuted_at() is None
     assert audit.trials.mu(0.95) > 1.6
+
+
+MOVING = [
+    {"clipping_fn": "global"},
+    {"adaptive_thresholds": QuantileTracking(0.2), "clipping_style": "layer-wise"},
+    {"adaptive_thresholds": QuantileTracking(0.9), "clipping_fn": "global"},
+]
+
+
+@pytest.mark.parametrize("options", MOVING, ids=["global", "adaptive", "adaptive-global"])
+def test_clipping_that_drops_or_moves_is_audited_as_sharply(monkeypatch, options):
+    options = RELEASE | {"trials": 200} | options
+    audit = audit_steps(*classifier(), **options)
+    assert audit.refuted_at() is None
+    assert 1.2 < audit.trials.mu(0.95) < 2
+    faults.weaken_noise(monkeypatch, 3)
+    assert audit_steps(*classifier(), **options).refuted_at() is not None
 
 
 @pytest.mark.parametrize("options", [EPOCH, SEVERAL], ids=["epoch", "several"])
@@ -136,10 +154,11 @@ def test_a_sample_that_moves_the_gradients_of_others_is_refuted():
     assert audit_steps(model, x, y, mixing, **RELEASE, micro_batch_size=4, verify=False).refuted_at() is not None
 
 
-def test_the_model_is_given_back(monkeypatch):
+def test_the_model_is_given_back():
     model, x, y, loss = classifier()
-    before = [p.clone() for p in model.parameters()]
-    audit_steps(model, x, y, loss, **{**RELEASE, "trials": 20})
+    before, steps = [p.clone() for p in model.parameters()], []
+    audit_steps(model, x, y, loss, **{**RELEASE, "trials": 20}, steps=2, on_step=lambda: steps.append(1))
+    assert len(steps) == 2 * 20 * 2
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     loss(model(x), y).mean().backward()  # an ordinary model again: no engine objects
     assert model[0].weight.grad.norm() > 1

@@ -126,6 +126,22 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
     assert profiling.group_of("ProfilerStep") == profiling.OUTSIDE
 
 
+def test_profiles_and_data_leave_tables(tmp_path):
+    for command in (["profile", "W3", "W4", "--steps", "1"], ["data", "W4", "--steps", "2"]):
+        outcome = CliRunner().invoke(app, [*command, "--tiny", "--threads", "1", "--out", str(tmp_path)])
+        assert outcome.exit_code == 0, outcome.output
+    text = (tmp_path / "README.md").read_text("utf-8")
+    assert "| convolutions |" in text
+    assert "| whole step |" in text
+    assert "| 50,000 | 1,024 |" in text
+    (profiled,) = results_files.read(tmp_path, "profile")
+    for figures in profiled["workloads"]:
+        *groups, whole = figures["private"]
+        assert sum(groups) == pytest.approx(whole, rel=0.01) or 0.0 in groups
+    (loaded,) = results_files.read(tmp_path, "data")
+    assert 0 < loaded["waiting"]["W4"]["waiting"] < loaded["waiting"]["W4"]["seconds"]
+
+
 def test_a_sharded_model_of_the_gpu_set_trains_in_bfloat16_at_tiny_size():
     setting = zero.Setting(ranks=1, precision="bf16", rounds=2, tiny=True)
     times = zero.launch("time", "fsdp2", find("G3"), [zero.ORDINARY, "layer-wise"], setting)

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 
-from dpshard.cli import auditing, models
+from dpshard.backends.ranks import Ranks
+from dpshard.cli import auditing, data, models
+from dpshard.cli.settings import resolve
 from tests.audit import faults
 from tests.cli.conftest import QUICK
+from tests.extras import needs_deepspeed
 
 FAST = "--trials 60 --canaries 100".split()
 SETTINGS = "--steps 4 --noise-multiplier 1 --device cpu".split()
@@ -58,13 +61,15 @@ def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     dpshard("train", *QUICK, "--clipping-fn", "global", "--max-grad-norm", 4, "--out", folder)
     dpshard("audit", folder, *FAST)
     figures = json.loads((folder / "audit.json").read_text())
+    assert figures["step"]["mu_lower_bound"] > 1  # clipping drops no canary
     assert figures["run"]["steps"] == 6
     assert figures["run"]["noise_multiplier"] == 1
     assert "leave the other" in dpshard("audit", folder, "--steps", 5, exit_code=2).stderr
 
 
-def test_the_audit_of_a_sharded_configuration(dpshard, spawn, tmp_path, written):
-    flags = [*FAST, *SETTINGS, "--shard", "fsdp2", "--nproc", 2]
+@pytest.mark.parametrize("shard", ["fsdp2", pytest.param("deepspeed-3", marks=needs_deepspeed)])
+def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
+    flags = [*FAST, *SETTINGS, "--shard", shard, "--nproc", 2]
     process = spawn("audit", *flags, "--json", tmp_path / "audit.json")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -73,9 +78,44 @@ def test_the_audit_of_a_sharded_configuration(dpshard, spawn, tmp_path, written)
     assert 0 < written()["run"]["lower_bound"] < written()["run"]["accounted"]
 
 
-def test_what_cannot_be_audited_is_refused(dpshard):
-    assert "fsdp2" in dpshard("audit", "--shard", "deepspeed-2", "--nproc", 2, exit_code=2).stderr
-    assert "confidence" in dpshard("audit", "--confidence", 2, "--trials", 20, *SETTINGS, exit_code=2).stderr
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--trials 0 --canaries 0", "drop one of the two"),
+        ("--confidence 1", "strictly between 0 and 1"),
+        ("--confidence nan", "strictly between 0 and 1"),
+        ("--trials -5", "greater than or equal to 0"),
+        ("--trials 7", "at least 20"),
+        ("--trials 30 --steps-per-trial 2", "at least 40"),
+        ("--steps-per-trial 0", "greater than or equal to 1"),
+        ("--canaries 3", "at least 10"),
+        (".", "Name one that dpshard train has made"),
+    ],
+)
+def test_what_proves_nothing_is_refused_in_one_line(dpshard, options, said):
+    message = dpshard("audit", *options.split(), exit_code=2).stderr
+    assert said in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.usefixtures("known_secret")
+def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, written, monkeypatch):
+    faults.reuse_noise(monkeypatch, steps=4)
+    flags = ["--trials", 200, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json"]
+    dpshard("audit", *flags)  # one step alone cannot tell
+    output = dpshard("audit", *flags, "--steps-per-trial", 4, exit_code=3).stdout
+    assert "160 trials of 4 steps (Poisson samples, 2 of 4) count" in " ".join(output.replace("│", " ").split())
+    assert written()["noise"]["refuted"]
+    assert not written()["sampling"]["refuted"]
+    assert (written()["sampling"]["steps"], written()["sampling"]["batch_size"]) == (4, 1)
+
+
+@pytest.mark.usefixtures("known_secret")
+def test_a_shuffled_loader_is_found_by_several_steps(monkeypatch):
+    faults.shuffle(monkeypatch)
+    settings = resolve({"device": "cpu"})
+    game = auditing.games(3)["sampling"]
+    assert auditing.audit_game(game, settings, data.load(settings), Ranks(), 250, 0.95)["refuted"]
 
 
 def test_a_head_of_zeros_does_not_hide_the_layers_below():

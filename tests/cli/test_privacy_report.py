@@ -89,14 +89,32 @@ def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
     assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-9)
 
 
+def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
+    copy = tmp_path / "discrete"
+    shutil.copytree(run, copy)
+    report = json.loads((copy / "report.json").read_text())
+    report["privacy"] |= {
+        "noise": "discrete-gaussian",
+        "grid_elements": 77,
+        "accountant": "rdp",
+        "max_batch_size": None,
+    }
+    (copy / "report.json").write_text(json.dumps(report))
+    text = html.unescape(written(dpshard, copy))
+    assert "exact discrete Gaussian on a grid" in text
+    command = re.search(r"^dpshard (account .* --noise discrete-gaussian --elements 77 .*)$", text, re.MULTILINE)[1]
+    assert json.loads(dpshard(*command.split(), "--json").stdout)["plan"]["grid_elements"] == 77
+
+
 def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
-    dpshard("audit", folder, "--trials", 40, "--canaries", 50)
+    dpshard("audit", folder, "--trials", 40, "--steps-per-trial", 2, "--canaries", 50)
     figures = json.loads((folder / "audit.json").read_text())
     text = Page(written(dpshard, folder)).text
     assert "No attack was tried" not in text
     assert "50 gradient canaries in 6 steps" in text
-    assert f"{figures['step']['lower_bound']:.2f}"[:-1] in text
+    assert "32 trials of 2 steps (Poisson samples, 1 of 2)" in text
+    assert f"{figures['sampling']['accounted']:.2f}"[:-1] in text
     figures["run"]["refuted"] = True
     (folder / "audit.json").write_text(json.dumps(figures))
     assert "do not rely on this report" in written(dpshard, folder)
