@@ -120,6 +120,12 @@ def _promise(report: Mapping[str, Any]) -> str:
     return page.section("What is promised", f"{cards}{statement}{caution}<p>{meaning}</p><p>{relation}</p>")
 
 
+_NOISES = {
+    "gaussian": "Gaussian",
+    "discrete-gaussian": "exact discrete Gaussian on a grid of 2<sup>−24</sup> standard deviations",
+}
+
+
 def _unit(protected: str) -> str:
     return escape(protected.removeprefix("one "))
 
@@ -127,13 +133,14 @@ def _unit(protected: str) -> str:
 def _mechanism(privacy: Mapping[str, Any]) -> str:
     cap = privacy["max_batch_size"]
     sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
+    family = _NOISES[privacy.get("noise", "gaussian")]
     clipping = f"norm at most {norm:g}"
-    noise = f"Gaussian, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"
+    noise = f"{family}, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"
     counted = ""
     if quantile is not None:
         clipping += f" at first; then thresholds follow quantile {quantile:g} of the norms, by noisy counts"
         noise = (
-            f"Gaussian, σ = {sigma:.6g} times the sensitivity of a step's sum and counts, which changes with thresholds"
+            f"{family}, σ = {sigma:.6g} times the sensitivity of a step's sum and counts, which changes with thresholds"
         )
         counted = ", and with it noisy counts of the samples that were not clipped"
     facts = [
@@ -213,12 +220,14 @@ def _reproduce(folder: RunFolder, report: Mapping[str, Any]) -> str:
     privacy = report["privacy"]
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
+    elements = privacy.get("grid_elements")
+    noise = f" --noise {privacy['noise']} --elements {elements}" if elements else ""
     commands = (
         f"# in the run folder: the same settings, with noise and batches of its own\n"
         f"dpshard train --config config.yaml\n"
         f"# epsilon, from the mechanism alone\n"
         f"dpshard account --sample-size {privacy['sample_size']} --phases {phases} "
-        f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap} "
+        f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap}{noise} "
         f"--accountant {privacy['accountant']}\n"
         f"# attacks on the settings\ndpshard audit ."
     )
