@@ -9,7 +9,7 @@ multiplier of 1 would have: z ~ N(0 or r, sigma^2) where all is well, for an r o
 from "out" by the z of the steps of a trial:
 - the likelihood ratio of a Poisson-sampled Gaussian, the best there is against a sound engine;
 - the spread, max z - min z, which noise that is re-used across steps gives away.
-The first fifth of each kind of trial chooses the way and the threshold, the others are counted (dpshard/audit/bounds.py).
+The first fifth of each kind chooses the way and the threshold, the others are counted (dpshard/audit/bounds.py).
 
 The canary's loss is multiplied by what makes most of it pass the clipping of the step (dpshard/audit/canary.py): a
 guarantee holds for every loss, and clipping may drop what is long, or follow the gradients.
