@@ -94,6 +94,7 @@ def text(folder: Path, seen_from: Path) -> str:
         *(_largest(result) for result in results_files.read(folder, "largest-batch")),
         *(_zero(result) for result in results_files.read(folder, "zero")),
         *(_profile(result) for result in results_files.read(folder, "profile")),
+        *(_noise(result) for result in results_files.read(folder, "noise")),
         *(_data(result) for result in results_files.read(folder, "data")),
     ]
     if not parts:
@@ -200,6 +201,19 @@ def _profile(result: Figures) -> str:
     head = ["ms of an ordinary step, and more in a private one", *(one["workload"] for one in found)]
     setting = f"`{result['contender']}`, {result['threads']} threads, under the profiler, which slows small operators."
     return f"### Where the time goes\n\n{setting}\n\n{markdown(head, body)}"
+
+
+def _noise(result: Figures) -> str:
+    """What an element of noise costs, a row a kind."""
+    found = result["kinds"]
+    columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in found))
+    cells = {(row["kind"], row["dtype"], row["threads"]): f"{row['ns']:.1f}" for row in found}
+    body = [[f"`{kind}`", *(cells[kind, *c] for c in columns)] for kind in dict.fromkeys(row["kind"] for row in found)]
+    head = [
+        "ns an element, norm and division included",
+        *(f"{dtype}, {threads} thread{'s' * (threads > 1)}" for dtype, threads in columns),
+    ]
+    return f"### Noise\n\n{markdown(head, body)}"
 
 
 def _data(result: Figures) -> str:
