@@ -173,10 +173,11 @@ class Collector:
                     self.batch = None
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
 
-    def begin_release(self) -> bool:
+    def begin_release(self, step: int) -> bool:
         """Whether there is anything to release: not if the gradients are private already, or nothing was collected.
 
-        Raises LogicalBatchError on a half-finished logical batch, and for gradients of before it.
+        Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
+        of `step`, which the release would be counted as.
         """
         if self.state is BatchState.PRIVATIZED and (self.batch is None or self.batch.released):
             return False
@@ -184,6 +185,13 @@ class Collector:
             raise LogicalBatchError(
                 f"optimizer.step() came after {self.batch.position} of the {len(self.batch)} micro-batches of this "
                 f"logical batch. Step once per logical batch, after the loop over its micro-batches."
+            )
+        if self.batch is not None and self.batch.step != step:
+            # A run that is resumed from before it would draw the same noise for another batch: they would differ by
+            # sums without noise.
+            raise LogicalBatchError(
+                f"The release of step {self.batch.step} failed after it was counted, and its batch must not have the "
+                f"noise of step {step}. Leave the loop: engine.batches(...) goes on with step {step}."
             )
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()

@@ -331,10 +331,11 @@ class PrivacyEngine:
 
         `optimizer.step()` does it by itself; call it for a trainer that looks at gradients before. Does nothing if the
         gradients are private already.
-        Raises LogicalBatchError on a half-finished logical batch, BudgetExceededError if the budget is spent.
+        Raises LogicalBatchError on a half-finished logical batch, or one whose release failed halfway before;
+        BudgetExceededError if the budget is spent.
         """
         collector, backend = self._collector, self._backend
-        if not collector.begin_release():
+        if not collector.begin_release(self.step):
             return
         if collector.batch is None:
             self._thresholds.refuse_own_loop()

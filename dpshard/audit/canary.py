@@ -19,7 +19,8 @@ SampleLoss = Callable[[Any, Tensor], Tensor]
 """The loss of every sample, [B], of the model's output and the targets."""
 
 FAR_ABOVE, JUST_BELOW = 1e3, 0.99
-"""Norms of a canary's gradient over a threshold: clipping of either kind leaves the most of one of them."""
+"""Norms of a canary's gradient over a threshold: clipping of either kind leaves the most of one of them. (Automatic
+clipping adds 0.01 to norms, so its far above is over 1, too: adaptive thresholds may fall to 1e-12.)"""
 
 NEARLY = 0.99
 """Share of the best at which the gradient is left as it is."""
@@ -67,8 +68,9 @@ class OddGradient:
 
     def _aim(self, thresholds: Sequence[float]) -> Aim:
         threshold_M = torch.tensor(thresholds, dtype=torch.float64)
-        ratio_M = (threshold_M / self._norm_M)[self._norm_M > 0]
-        pull_S = torch.cat([ratio_M.new_ones(1), JUST_BELOW * ratio_M, FAR_ABOVE * ratio_M])
+        there_M = self._norm_M > 0
+        just_M, far_M = ((bound_M / self._norm_M)[there_M] for bound_M in (threshold_M, threshold_M.clamp(min=1)))
+        pull_S = torch.cat([just_M.new_ones(1), JUST_BELOW * just_M, FAR_ABOVE * far_M])
         norm_MS = self._norm_M[:, None] * pull_S
         factor_MS = torch.stack([self._function.factor(n, r) for n, r in zip(norm_MS, thresholds, strict=True)])
         length_MS = factor_MS * norm_MS

@@ -9,15 +9,16 @@ multiplier of 1 would have: z ~ N(0 or r, sigma^2) where all is well, for an r o
 from "out" by the z of the steps of a trial:
 - the likelihood ratio of a Poisson-sampled Gaussian, the best there is against a sound engine;
 - the spread, max z - min z, which noise that is re-used across steps gives away.
-The first fifth of the trials chooses the way and the threshold, the others are counted (dpshard/audit/bounds.py).
+The first fifth of each kind chooses the way and the threshold, the others are counted (dpshard/audit/bounds.py).
 
 The canary's loss is multiplied by what makes most of it pass the clipping of the step (dpshard/audit/canary.py): a
 guarantee holds for every loss, and clipping may drop what is long, or follow the gradients.
 
 With a sampling probability of 1 the other samples are live, so that a canary that changes *their* gradients is noticed;
 below, they are blanks, which contribute nothing, so that the other samples' own draws do not drown the canary's. They
-are blanks under adaptive thresholds, too: these move from trial to trial, and what they leave of the other samples
-would tell the earlier trials, with the canary, from the later ones.
+are blanks under adaptive thresholds, too: these move from trial to trial, and with them what they leave of the other
+samples, which would drown it as well. Trials with and without the canary come in random order: the first half of a run
+differs from the second in its thresholds, which is nothing that the canary did.
 """
 
 from __future__ import annotations
@@ -155,21 +156,30 @@ def audit_steps(
         odd = OddGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
         live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_thresholds is None)
         step, is_canary = _stepping(prepared), torch.arange(n) == n - 1
-        scores = {}
+        datasets = {}
         for canary in (1.0, 0.0):
             weights = torch.full((n,), live)
             weights[-1] = canary
             # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
             rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
-            data = TensorDataset(x[rows], y[rows], weights, is_canary)
+            datasets[canary] = TensorDataset(x[rows], y[rows], weights, is_canary)
+        played: dict[float, list[list[tuple[float, float]]]] = {1.0: [], 0.0: []}
+        for canary in _order(trials):
             found = []
-            for release in _releases(prepared, engine, step, data, loss, odd, trials * steps, micro_batch_size):
+            for release in _releases(prepared, engine, step, datasets[canary], loss, odd, steps, micro_batch_size):
                 found.append(release)
                 on_step()
-            scores[canary] = _Scores(*np.array(found).T.reshape(2, trials, steps))
+            played[canary].append(found)
     finally:
         engine.detach()
-    return StepsAudit(trials=_play(scores[0.0], scores[1.0], engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
+    return StepsAudit(trials=_play(without, within, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+
+
+def _order(trials: int) -> list[float]:
+    """1.0 for each trial with the canary, 0.0 for each without it, mixed; the same on all ranks."""
+    # What the steps before have left behind must tell nothing: adaptive thresholds, say.
+    return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
 
 class _Scores(NamedTuple):

@@ -100,6 +100,15 @@ def test_clipping_that_drops_or_moves_is_audited_as_sharply(monkeypatch, options
     assert audit_steps(*classifier(), **options).refuted_at() is not None
 
 
+def test_thresholds_that_fall_through_the_whole_audit_do_not_refute():
+    model, x, y, loss = classifier()
+    falling = QuantileTracking(learning_rate=0.15, budget_share=0.1)
+    options = RELEASE | {"clipping_fn": "automatic", "noise_multiplier": 1.0, "adaptive_thresholds": falling}
+    audit = audit_steps(model, x, y, lambda scores, y: 1e-5 * loss(scores, y), **options)
+    assert audit.refuted_at() is None
+    assert audit.trials.mu(0.95) > 0.5  # of a canary that is clipped at every threshold
+
+
 @pytest.mark.parametrize("options", [EPOCH, SEVERAL], ids=["epoch", "several"])
 def test_sound_sampling_passes(options):
     audit = audit_steps(*classifier(), **options, micro_batch_size=2)

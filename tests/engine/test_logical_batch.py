@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import checkpoint
 from dpshard.errors import BatchLayoutError, LogicalBatchError
+from dpshard.noise import KeyedGaussian
 from dpshard.sampling import PoissonSampler
 from tests.engine.script import UNWARNED, backward, data, engine_on, first_of, gradients, mlp, values
 from tests.oracle import relative_error
@@ -83,6 +84,27 @@ def test_a_logical_batch_that_was_not_released_is_refused():
         for logical_batch in engine.batches(TensorDataset(*data()), 4):
             for x, y in logical_batch:
                 F.cross_entropy(model(x), y).backward()
+
+
+def test_a_batch_whose_release_failed_does_not_get_the_noise_of_the_next_step(monkeypatch):
+    model = mlp()
+    engine = engine_on(model, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logical_batch = first_of(engine, 4)
+    for x, y in logical_batch:
+        F.cross_entropy(model(x), y).backward()
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):  # noqa: PT012
+        patch.setattr(KeyedGaussian, "_privatize_all", out_of_memory)
+        optimizer.step()
+    assert engine.step == 1  # counted first
+    # A run that is resumed from before it gives batch 1 the noise of step 1: the difference would be free of noise.
+    with pytest.raises(LogicalBatchError, match="release of step 0 failed"):
+        optimizer.step()
+    assert next(iter(engine.batches(TensorDataset(*data()), 4))).step == 1
 
 
 def test_an_optimizer_of_another_model_is_told_from_a_missing_step():
