@@ -16,7 +16,6 @@ from rich.markup import escape
 from benchmarks import contenders, measure, plots, results_files, tables
 from benchmarks.workloads import AXES, WORKLOADS, Workload, find
 from dpshard.cli import console
-from dpshard.cli.bench import progress
 from dpshard.errors import ConfigurationError
 
 app = typer.Typer(
@@ -65,7 +64,7 @@ def run(
     names = contenders.expand(contender or [])
     chosen = _workloads(workloads, tiny)
     settings = measure.Settings(rounds=rounds, threads=threads, memory=memory, device=device)
-    with progress(len(chosen) * measure.steps_of(names, settings)) as advance, _quiet():
+    with console.progress("measuring", len(chosen) * measure.steps_of(names, settings)) as advance, _quiet():
         for workload in chosen:
             figures = measure.measure(workload, names, settings, advance)
             results_files.write(out, workload.name, "workload", figures)
@@ -97,7 +96,7 @@ def sweep(
     base = find(workload, tiny=tiny)
     grown = [base.resized(axis, size) for size in sizes]
     settings = measure.Settings(rounds=rounds, threads=threads, memory=memory, device=device)
-    with progress(len(grown) * measure.steps_of(names, settings)) as advance, _quiet():
+    with console.progress("measuring", len(grown) * measure.steps_of(names, settings)) as advance, _quiet():
         points = [measure.measure(w, names, settings, advance) for w in grown]
     figures = {"workload": points[0]["workload"], "axis": axis, "values": sizes, "points": points}
     results_files.write(out, f"sweep-{base.name}-{axis}", "sweep", figures)
@@ -155,7 +154,7 @@ def zero(
     setting = sharded.Setting(ranks=ranks, precision=precision, rounds=rounds, device=device, tiny=tiny)
     stages = stage or list(sharded.STAGES)
     clippings = clipping or ["all-layer", "layer-wise"]
-    with progress(sharded.launches(chosen, stages, clippings)) as advance:
+    with console.progress("measuring", sharded.launches(chosen, stages, clippings)) as advance:
         for workload in chosen:
             figures = sharded.measure(workload, stages, clippings, setting, advance)
             results_files.write(out, f"zero-{workload.name}", "zero", figures)
@@ -178,7 +177,7 @@ def profile(
     contenders.expand([contender])
     torch.set_num_threads(threads)
     chosen = _workloads(workloads, tiny)
-    with progress(len(chosen)) as advance, _quiet():
+    with console.progress("measuring", len(chosen)) as advance, _quiet():
         profiles = []
         for workload in chosen:
             profiles.append(profiling.measure(workload, contender, steps=steps, device=device))
@@ -201,7 +200,7 @@ def data(
 
     torch.set_num_threads(threads)
     chosen = _workloads(workloads, tiny)
-    with progress(len(chosen) + 1) as advance:
+    with console.progress("measuring", len(chosen) + 1) as advance:
         drawn = loading.draws(loading.SIZES[:1] if tiny else loading.SIZES)
         advance("drawn")
         waits = {}

@@ -71,7 +71,7 @@ def command(
             rounds=rounds,
             compiled=compile,
             memory=memory,
-            on_step=lambda name: advance(description=name),
+            on_step=advance,
         )
     advice = advise(comparison)
     if as_json is not None:

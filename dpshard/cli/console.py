@@ -56,7 +56,7 @@ def print_error(message: object) -> None:
 class Advance(Protocol):
     """Moves a progress bar on by one step."""
 
-    def __call__(self, *, description: str | None = None, total: int | None = None) -> None:
+    def __call__(self, description: str | None = None, *, total: int | None = None) -> None:
         """`description` and `total` take the place of what was shown before."""
 
 
@@ -78,7 +78,7 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
     )
     task = bar.add_task(escape(description), total=total)
 
-    def advance(*, description: str | None = None, total: int | None = None) -> None:
+    def advance(description: str | None = None, *, total: int | None = None) -> None:
         described = None if description is None else escape(description)
         bar.update(task, advance=1, description=described, total=total)
 
