@@ -32,6 +32,7 @@ class Budget:
             sample_size=mechanism.sample_size,
             max_batch_size=mechanism.max_batch_size,
             counted_groups=mechanism.counted_groups,
+            grid_elements=mechanism.grid_elements,
         )
 
     def statement(self) -> str:
@@ -47,6 +48,7 @@ class Budget:
             mechanism.sample_size,
             mechanism.max_batch_size,
             mechanism.counted_groups,
+            mechanism.grid_elements,
         )
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
@@ -71,6 +73,7 @@ def noise_multiplier_for(
     schedule: BatchSchedule,
     sample_size: int,
     cap: int | None,
+    grid_elements: int | None,
     accountant: AccountantName,
 ) -> float:
     """The noise multiplier that was given, or the smallest one that keeps the run within target_epsilon.
@@ -87,13 +90,15 @@ def noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             max_batch_size=cap,
+            grid_elements=grid_elements,
             accountant=accountant,
         )
     assert noise_multiplier is not None
     check_delta(target_delta, sample_size)
     if not (is_number(noise_multiplier) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
         raise ConfigurationError(f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above.")
-    check_supported(Release(float(noise_multiplier), schedule[0] / sample_size, sample_size, cap), accountant)
+    release = Release(float(noise_multiplier), schedule[0] / sample_size, sample_size, cap, grid_elements=grid_elements)
+    check_supported(release, accountant)
     if noise_multiplier == 0:
         warnings.warn(
             "noise_multiplier=0: NO NOISE is added, the training is NOT private (epsilon is infinite).", stacklevel=3

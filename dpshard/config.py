@@ -18,6 +18,7 @@ BatchSize = int | Sequence[tuple[int, int]] | Callable[[int], int]
 ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
 AccountantName = Literal["pld", "rdp", "gdp"]
+NoiseName = Literal["gaussian", "discrete-gaussian"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,20 @@ class Mechanism:
     """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
     secure: bool
     """Whether the noise is drawn as [Note: Secure noise] in noise.py says; a replay must draw it likewise."""
+    grid_elements: int | None
+    """Number of trainable elements, of which each is rounded to the grid of discrete Gaussian noise ([Note: Noise on a
+    grid] in noise.py); None if the noise is Gaussian."""
     accountant: AccountantName
     """Who turns the ledger into epsilon."""
     target_delta: float
     """The delta at which epsilon is reported."""
     target_epsilon: float | None
     """The budget at which a run stops, or None when noise_multiplier was given."""
+
+    @property
+    def noise(self) -> NoiseName:
+        """Name of the distribution of the noise."""
+        return "gaussian" if self.grid_elements is None else "discrete-gaussian"
 
     @property
     def counted_groups(self) -> int:

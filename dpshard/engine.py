@@ -21,6 +21,7 @@ from dpshard.config import (
     ClippingStyle,
     LossReduction,
     Mechanism,
+    NoiseName,
     check_choice,
     check_positive,
     is_count,
@@ -32,7 +33,7 @@ from dpshard.grouping import partition
 from dpshard.interception import Interception, Run, plan_run
 from dpshard.logical_batch import LogicalBatch
 from dpshard.metrics import BatchMetrics
-from dpshard.noise import KeyedGaussian
+from dpshard.noise import KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
@@ -82,6 +83,8 @@ class PrivacyEngine:
             the GPU: all-layer clipping of models whose records do not fit, at the price of the traffic.
         secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
             bits tell nothing; else the device's generator draws it.
+        noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded, for which
+            accountant="rdp", without caps and adaptive thresholds. See docs/threat-model.md.
         verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.
@@ -113,6 +116,7 @@ class PrivacyEngine:
         max_batch_size: int | Literal["auto"] | None = None,
         offload_records: bool = False,
         secure_mode: bool = False,
+        noise: NoiseName = "gaussian",
         verify: bool = True,
         on_budget: Literal["raise", "continue"] = "raise",
     ) -> None:
@@ -124,11 +128,17 @@ class PrivacyEngine:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         check_choice("on_budget", on_budget, ("raise", "continue"))
         check_choice("secure_mode", secure_mode, (False, True))
+        check_choice("noise", noise, get_args(NoiseName))
         check_choice("verify", verify, (False, True))
         check_positive("max_grad_norm", max_grad_norm)
         if not isinstance(adaptive_thresholds, QuantileTracking | None):
             raise ConfigurationError(
                 f"adaptive_thresholds={adaptive_thresholds!r}: pass a dpshard.QuantileTracking(...), or None."
+            )
+        if adaptive_thresholds is not None and noise != "gaussian":
+            raise ConfigurationError(
+                f"noise={noise!r} is not analysed together with the counts of adaptive_thresholds, whose noise is "
+                f"Gaussian: fix the thresholds, or take noise='gaussian'."
             )
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
@@ -152,8 +162,9 @@ class PrivacyEngine:
             groups = partition(self._backend.core, clipping_style, list(self._backend.parameters), max_grad_norm)
             cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
             warn_of_low_cap(cap, schedule)
+            grid_elements = None if noise == "gaussian" else self._elements
             sigma = noise_multiplier_for(
-                noise_multiplier, target_epsilon, target_delta, schedule, sample_size, cap, accountant
+                noise_multiplier, target_epsilon, target_delta, schedule, sample_size, cap, grid_elements, accountant
             )
         except Exception:
             self._backend.detach()
@@ -169,6 +180,7 @@ class PrivacyEngine:
             max_batch_size=cap,
             loss_reduction=loss_reduction,
             secure=secure_mode,
+            grid_elements=grid_elements,
             accountant=accountant,
             target_delta=target_delta,
             target_epsilon=target_epsilon,
@@ -332,17 +344,21 @@ class PrivacyEngine:
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
         secret = self._thresholds.noise_secret(self._noise_secret())
-        noise = KeyedGaussian(secret, secure=mechanism.secure)
+        kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
+        noise = kind(secret, secure=mechanism.secure)
         backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)
         signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
-        elements = sum(math.prod(shape) for shape in backend.shapes.values())
-        collector.metrics.observe_sum(signal_norm, std * math.sqrt(elements))
+        collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
+
+    @property
+    def _elements(self) -> int:
+        return sum(math.prod(shape) for shape in self._backend.shapes.values())
 
     def _noise_secret(self) -> bytes:
         # A replayed step of engine.batches has the same batch, so it must have the same noise. Nobody knows whether a

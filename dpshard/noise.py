@@ -1,4 +1,4 @@
-"""Keyed Gaussian noise for a local shard: a function of the global element, whoever holds it.
+"""Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element, whoever holds it.
 
 [Note: Noise by the global element]
 A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements, and block k has a key of its own:
@@ -22,6 +22,20 @@ draw must not be two of them: their sum is one cosine again.) `secure` noise is 
 under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
 what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
 protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
+
+[Note: Noise on a grid]
+`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step
+g = std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. What comes out is on
+the grid, every point of which every other sum reaches, too. Rounding it to the dtype of the sum is post-processing.
+- Rounding may move sums apart. x / g and the integer for it differ by 1/2 and by the rounding of the quotient to a
+  double, which is at most 2^-6 below LIMIT = 2^48. So the integers of two sums, in each of the d elements, are apart by
+  their distance and ROUNDING = 1 + 2^-5 steps at most, all together by R / g + ROUNDING sqrt(d). The accountant is told
+  so ([Note: The price of a grid] in accounting/releases.py). Cutting x / g off beyond LIMIT brings none farther apart.
+- Integers are added as doubles, which hold all up to 2^53; noise beyond is 2^29 standard deviations long.
+- The quotient is made on the CPU by numpy, which divides; GPUs multiply by a reciprocal.
+- What a NaN in a sum makes is a NaN, as with Gaussian noise: nothing hides it.
+- Since candidates are rejected, how many random bits an integer takes is random. So a block is cut into pieces, each
+  under a key of its own and always drawn whole: short ones first, since most parameters are short.
 """
 
 from __future__ import annotations
@@ -36,6 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
 
@@ -45,8 +60,17 @@ BLOCK = 2**20
 SUMMANDS = 4
 """Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
+LIMIT = 2.0**48
+"""Steps of the grid at which sums are cut off; see [Note: Noise on a grid]."""
+
+SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
+"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the
+meaning of a run secret."""
+
 _TOGETHER = 32
 """Short parts of which noise is drawn at once."""
+
+_LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
 _OF_A_THREAD = 2**21
 """Elements that are worth a thread."""
@@ -118,7 +142,7 @@ class KeyedGaussian:
     def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
         def privatize(batch: Sequence[_Block]) -> None:
             for piece, noise in self._noise(batch, step):
-                _privatize(piece, noise, std, divisor)
+                self._privatize(piece, noise, std, divisor)
 
         batches = self._batches(blocks)
         # What draws releases the interpreter lock. torch's own number of threads is the share of the machine that this
@@ -168,6 +192,20 @@ class KeyedGaussian:
                     batches.append(short.pop(block.part.dtype))
         return [*batches, *short.values()]
 
+    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+        """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
+
+        While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more
+        threads.
+        """
+        if piece.device.type != "cpu":
+            piece.add_(noise, alpha=std).div_(divisor)
+            return
+        drawn, target = noise.numpy(), piece.numpy()
+        drawn *= std
+        np.add(drawn, target, out=target, casting="same_kind")
+        target /= divisor
+
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
 
@@ -201,6 +239,45 @@ class KeyedGaussian:
             at += len(normals)
 
 
+@dataclass(frozen=True)
+class KeyedDiscreteGaussian(KeyedGaussian):
+    """Discrete Gaussian noise of a run, for sums that are rounded to its grid; see [Note: Noise on a grid].
+
+    It is drawn on the CPU for every device, of the cryptographic stream, whatever `secure` says.
+    """
+
+    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+        """See KeyedGaussian; x is rounded to the grid. ConfigurationError for a std whose grid no double can hold."""
+        if 0 < std < _LEAST_STD:
+            raise ConfigurationError(
+                f"std={std!r} of the noise is so small that its grid, of steps 2^-{LOG2_STD} times as long, is none of "
+                f"normal doubles. Scale the loss and max_grad_norm up."
+            )
+        return super().release_(shards, step=step, std=std, divisor=divisor)
+
+    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
+        return [[block] for block in blocks]
+
+    def _draw(
+        self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[int, Tensor]]:
+        start, stop = 0, SHORTEST_PIECE
+        while start < hi:
+            if stop > lo:
+                integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
+                yield max(0, start - lo), torch.from_numpy(integers[max(0, lo - start) : hi - start])
+            start, stop = stop, stop + min(stop, LONGEST_PIECE)
+
+    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+        grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
+        with np.errstate(over="ignore"):  # what is infinite is cut off
+            steps = total / grid
+        np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
+        steps += noise.numpy()
+        steps *= grid
+        piece.copy_(torch.from_numpy(steps)).div_(divisor)
+
+
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
     """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
     sources = [RandomSource(summand).normals(n, np.float64) for summand in _summands(key)]
@@ -222,20 +299,6 @@ def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
-
-
-def _privatize(piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
-    """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
-
-    While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more threads.
-    """
-    if piece.device.type != "cpu":
-        piece.add_(noise, alpha=std).div_(divisor)
-        return
-    drawn, target = noise.numpy(), piece.numpy()
-    drawn *= std
-    np.add(drawn, target, out=target, casting="same_kind")
-    target /= divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -69,10 +69,13 @@ class RandomSource:
     def __init__(self, key: bytes) -> None:
         self._stream = Cipher(algorithms.AES256(key), modes.GCM(bytes(12))).encryptor()
 
+    def words(self, n: int) -> NDArray[np.uint64]:
+        """`n` words of 64 random bits."""
+        return self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
+
     def uniform(self, n: int) -> NDArray[np.float64]:
         """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
-        words = self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
-        return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+        return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
         """`n` standard normals of `dtype`, in pieces that fit into the cache; the next one overwrites a piece."""

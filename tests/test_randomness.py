@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import _ROOM, RandomSource, derive_key, new_run_secret
+from dpshard.randomness import _ROOM, UNIT, RandomSource, derive_key, new_run_secret
 
 SECRET = bytes(range(32))
 KEY = derive_key(SECRET, "test")
@@ -103,14 +103,14 @@ def _encrypted(key, block):
 def test_normals_are_those_of_box_and_muller():
     """Against the formula in float64, word by word."""
     for dtype, words_a_pair, tolerance in ((np.float32, 3, 2e-6), (np.float64, 4, 1e-14)):
-        w = np.frombuffer(octets(RandomSource(KEY), 4 * words_a_pair * 512), "<i4").reshape(words_a_pair, 512)
+        w = np.frombuffer(octets(RandomSource(KEY), 4 * words_a_pair * UNIT // 2), "<i4").reshape(words_a_pair, -1)
         magnitude = (w[:2] & 2**31 - 1).astype(np.float64)
         w = w.astype(np.float64)
         u = magnitude[0] * 2.0**-31 + (magnitude[1] + 0.5) * 2.0**-62
         angle = (w[2] + (w[3] * 2.0**-32 if words_a_pair == 4 else 0)) * np.pi * 2.0**-31
         radius = np.sqrt(-2 * np.log(u))
         expected = np.concatenate((radius * np.cos(angle), radius * np.sin(angle)))
-        drawn = normal(RandomSource(KEY), 1024, dtype)
+        drawn = normal(RandomSource(KEY), UNIT, dtype)
         # Near u = 1 the radius, a root of 1 - u, has half of the digits that u has.
         np.testing.assert_allclose(drawn, expected, rtol=tolerance, atol=np.sqrt(np.finfo(dtype).eps))
 

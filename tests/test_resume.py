@@ -82,10 +82,11 @@ def through_json(state):
         {"batch_size": [(4, 3), (8, 6)], "steps": None},
         {"max_batch_size": 9},
         {"secure_mode": True},
+        {"noise": "discrete-gaussian", "accountant": "rdp"},
         {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
         {"clipping_style": "layer-wise", "adaptive_thresholds": QuantileTracking()},
     ],
-    ids=["plain", "schedule", "cap", "secure", "layer-wise", "tracked"],
+    ids=["plain", "schedule", "cap", "secure", "discrete", "layer-wise", "tracked"],
 )
 def test_a_resumed_run_continues_bit_for_bit(way, options):
     whole, part = Run(**options), Run(**options)
@@ -154,6 +155,13 @@ def test_other_noise_or_batches_at_a_replay_are_refused():
     run.train(1)
     with pytest.raises(CheckpointError, match="secure"):
         Run(secure_mode=False).engine.load_state_dict(run.engine.state_dict())
+
+
+def test_discrete_noise_is_replayed_as_such_alone():
+    run = Run(noise="discrete-gaussian", accountant="rdp")
+    run.train(1)
+    with pytest.raises(CheckpointError, match="grid_elements: saved 51, now None"):
+        Run(accountant="rdp").engine.load_state_dict(run.engine.state_dict())
 
 
 def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):

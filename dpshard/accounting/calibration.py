@@ -10,7 +10,7 @@ from typing import cast
 
 from scipy import optimize
 
-from dpshard.accounting.composition import DRAFTS, check_accountant, epsilon_of
+from dpshard.accounting.composition import DRAFTS, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.releases import Release, planned_releases
 from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
@@ -31,17 +31,23 @@ def compute_epsilon(
     sample_size: int,
     target_delta: float,
     max_batch_size: int | None = None,
+    grid_elements: int | None = None,
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> float:
     """Epsilon at `target_delta` of a run of `phases` [(expected batch size, steps), ...]; inf without noise.
 
-    With `search`, epsilon of the outcome of a search over such runs (accountant "rdp" only).
+    With `search`, epsilon of the outcome of a search over such runs (accountant "rdp" only). With `grid_elements`, the
+    noise is discrete Gaussian, and that is the number of trainable elements (accountant "rdp" only).
     """
     check_accountant(accountant)
     check_delta(target_delta, sample_size)
     plan = planned_releases(
-        phases, noise_multiplier=noise_multiplier, sample_size=sample_size, max_batch_size=max_batch_size
+        phases,
+        noise_multiplier=noise_multiplier,
+        sample_size=sample_size,
+        max_batch_size=max_batch_size,
+        grid_elements=grid_elements,
     )
     return epsilon_of(plan, target_delta, accountant, search)
 
@@ -53,12 +59,14 @@ def calibrate_noise_multiplier(
     target_epsilon: float,
     target_delta: float,
     max_batch_size: int | None = None,
+    grid_elements: int | None = None,
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> float:
     """The smallest noise multiplier, to SIGMA_TOLERANCE, at which a run of `phases` stays within the budget.
 
-    With `search`, it is the search over such runs that stays within it (accountant "rdp" only).
+    With `search`, it is the search over such runs that stays within it (accountant "rdp" only); `grid_elements` are
+    those of `compute_epsilon`.
     Conservative: epsilon at the returned value was computed and does not exceed `target_epsilon`. At least MIN_SIGMA.
     Raises AccountingError if no amount of noise will do, by this accountant.
     """
@@ -67,7 +75,15 @@ def calibrate_noise_multiplier(
     check_delta(target_delta, sample_size)
     # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and
     # mu^2 = v (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
-    plan = planned_releases(phases, noise_multiplier=1.0, sample_size=sample_size, max_batch_size=max_batch_size)
+    plan = planned_releases(
+        phases,
+        noise_multiplier=1.0,
+        sample_size=sample_size,
+        max_batch_size=max_batch_size,
+        grid_elements=grid_elements,
+    )
+    for release, _ in plan:
+        check_supported(release, accountant)
     variance = sum(steps * release.sampling_probability**2 for release, steps in plan)
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
@@ -121,18 +137,21 @@ def steps_for_epsilon(
     target_epsilon: float,
     target_delta: float,
     max_batch_size: int | None = None,
+    grid_elements: int | None = None,
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> int:
     """The largest number of steps that stays within the budget; 0 if one step is too much.
 
-    With `search`, of each of its runs (accountant "rdp" only).
+    With `search`, of each of its runs (accountant "rdp" only); `grid_elements` are those of `compute_epsilon`.
     Raises AccountingError if more than MAX_STEPS fit.
     """
     check_accountant(accountant)
     check_positive("target_epsilon", target_epsilon)
     check_delta(target_delta, sample_size)
-    release = Release(noise_multiplier, batch_size / sample_size, sample_size, max_batch_size)
+    release = Release(
+        noise_multiplier, batch_size / sample_size, sample_size, max_batch_size, grid_elements=grid_elements
+    )
 
     def fits(steps: int) -> bool:
         return epsilon_of(((release, steps),), target_delta, accountant, search) <= target_epsilon

@@ -2,6 +2,26 @@
 
 The mathematics is that of `dp-accounting`: privacy loss distributions ("pld": tight, every rounding pessimistic) or
 Renyi divergences ("rdp": quick, looser). The central limit approximation ("gdp") is ours, and no upper bound.
+
+[Note: Discrete Gaussian noise under sampling]
+Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of which the length is at most
+1 / sigma standard deviations. A step that draws a sample with probability q releases M = (1 - q) Q + q P with the
+sample among the data, and Q without it. (All are shifted by the sum of the others, and mixed over which of these were
+drawn, on which v may depend; mixing increases no Renyi divergence.) Then, at every whole order a,
+- E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l], where E_Q[(P/Q)^l] is exp(l (l - 1)
+  |v|^2 / (2 s^2)), exactly as for Gaussian noise: what remains is the sum of exp(-|y - l v|^2 / (2 s^2)) over Z^d, and
+  l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
+- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, have it for densities. The
+  map y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over the pairs that it makes: with u = 1 - q + q r and
+  w = 1 - q + q / r, what is to be shown is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and
+  K(x, y) = (y^b - x^b) (x y)^((1 - b) / 2). Since r w = 1 + r - u, that is K(1, u) >= K(r w, r), of two intervals of
+  one length D = u - 1 = r - r w, of which the first lies lower: 1 <= r w. With y / x = e^(2 t), K is
+  D sinh(b t) / sinh(t), which does not fall with t, as b >= 1; and t is larger for the lower interval.
+So at whole orders its Renyi divergences are at most those of the sampled Gaussian, which dp-accounting has. Of other
+orders nothing is claimed ((a - 1) D_a is convex in a, but the chords between whole orders never give a lower epsilon),
+nor of privacy loss distributions: discrete noise looks different in every direction.
+(Zhu and Wang 2019, "Poisson subsampled Renyi differential privacy", Thm. 5, bounds any mechanism so, but with the terms
+of l >= 3 three times.)
 """
 
 from __future__ import annotations
@@ -49,6 +69,8 @@ def check_accountant(name: str) -> None:
 
 def check_supported(release: Release, accountant: str) -> None:
     """AccountingError unless `accountant` can analyse `release`."""
+    if release.grid_elements is not None:
+        _check_discrete(release, accountant)
     if release.max_batch_size is not None and not accountant.startswith("pld"):
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse Poisson batches with a cap (max_batch_size="
@@ -56,6 +78,24 @@ def check_supported(release: Release, accountant: str) -> None:
         )
     if release.max_batch_size is not None:
         feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
+
+
+def _check_discrete(release: Release, accountant: str) -> None:
+    if accountant != "rdp":
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'), of "
+            f"which Renyi divergences alone are proved under sampling. Take accountant='rdp', or noise='gaussian'."
+        )
+    if release.max_batch_size is not None:
+        raise AccountingError(
+            f"Discrete Gaussian noise (noise='discrete-gaussian') is not analysed for Poisson batches with a cap: drop "
+            f"max_batch_size={release.max_batch_size}, or take noise='gaussian' and accountant='pld'."
+        )
+    if release.counted_groups:
+        raise AccountingError(
+            "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
+            "adaptive_thresholds, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
 
 
 def check_search(accountant: str) -> None:
@@ -113,22 +153,29 @@ def _gdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _rdp_epsilon(counts: Counts, delta: float) -> float:
-    orders: Any = RdpAccountant().orders
-    curve: Any = sum(count * _rdp_curve(release) for release, count in _merged(counts))
+    orders = _orders(counts)
+    curve: Any = sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
     return float(compute_epsilon_of_rdp(orders, curve, delta)[0])
 
 
 def _searched_epsilon(counts: Counts, delta: float, search: Search) -> float:
     run = ComposedDpEvent([SelfComposedDpEvent(release.event(), count) for release, count in _merged(counts)])
     with _quiet_about_orders():
-        return float(RdpAccountant().compose(search.event(run)).get_epsilon(delta))
+        return float(RdpAccountant(_orders(counts)).compose(search.event(run)).get_epsilon(delta))
+
+
+def _orders(counts: Counts) -> tuple[float, ...]:
+    """The default orders of dp-accounting; with discrete noise, those of them that are whole numbers."""
+    orders: Any = RdpAccountant().orders
+    discrete = any(release.grid_elements is not None for release, _ in counts)
+    return tuple(order for order in orders if order == int(order) or not discrete)
 
 
 @lru_cache(maxsize=1024)
-def _rdp_curve(release: Release) -> Any:
-    """Renyi divergences of a plain Poisson release, at the default orders of dp-accounting."""
+def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
+    """Renyi divergences of a plain Poisson release at `orders`."""
     with _quiet_about_orders():
-        return RdpAccountant().compose(replace(release, max_batch_size=None).event()).rdp
+        return RdpAccountant(orders).compose(replace(release, max_batch_size=None).event()).rdp
 
 
 @contextmanager

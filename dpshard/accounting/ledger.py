@@ -85,12 +85,14 @@ class PrivacyLedger:
         cap = " with a cap" if relation is NeighboringRelation.REPLACE_SPECIAL else ""
         groups = max((release.counted_groups for release in self._counts), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
+        noise = " with discrete Gaussian noise" if any(r.grid_elements for r in self._counts) else ""
         trust = (
             f" ({self._on_trust} of them of batches that the script fed, if it drew them so)" if self._on_trust else ""
         )
+        releases = f"{self.steps} releases{counts}{noise}"
         return (
             f"epsilon = {rounded_up(self.epsilon(delta))} at delta = {delta:g}, {relation_name(relation)} neighbours, "
-            f"{self.steps} releases{counts} under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
+            f"{releases} under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,9 +59,11 @@ class StepsAudit:
 
     @property
     def accounted_mu(self) -> float | None:
-        """Mu of the guarantee, if it is Gaussian: every sample in every step."""
-        sure = self.mechanism.schedule[0] == self.mechanism.sample_size and self.mechanism.max_batch_size is None
-        return math.sqrt(self.steps) / self.mechanism.noise_multiplier if sure else None
+        """Mu of the guarantee, if it is Gaussian: every sample in every step, and Gaussian noise."""
+        mechanism = self.mechanism
+        sure = mechanism.schedule[0] == mechanism.sample_size and mechanism.max_batch_size is None
+        gaussian = sure and mechanism.noise == "gaussian"
+        return math.sqrt(self.steps) / mechanism.noise_multiplier if gaussian else None
 
     def accounted(self, delta: float) -> float:
         """Epsilon of the steps of one trial by the engine's accountant."""
@@ -74,6 +76,7 @@ class StepsAudit:
                 sample_size=mechanism.sample_size,
                 target_delta=delta,
                 max_batch_size=mechanism.max_batch_size,
+                grid_elements=mechanism.grid_elements,
                 accountant=mechanism.accountant,
             )
 

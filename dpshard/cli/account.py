@@ -16,7 +16,7 @@ from rich.table import Table
 from dpshard.cli import console, plots
 from dpshard.cli.formats import NEIGHBOURS, to_json
 from dpshard.cli.settings import parse_phases
-from dpshard.config import AccountantName, BatchSchedule
+from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Plan:
     target_epsilon: float | None
     target_delta: float
     max_batch_size: int | None
+    grid_elements: int | None
+    """Elements of a model that is trained with discrete Gaussian noise; None of Gaussian noise."""
     search: Search | None = None
     """How many such runs there are, of which the best is kept; None for a single run. The budget is that of all."""
 
@@ -84,6 +86,7 @@ class Plan:
             "sample_size": self.sample_size,
             "target_delta": self.target_delta,
             "max_batch_size": self.max_batch_size,
+            "grid_elements": self.grid_elements,
             "accountant": accountant,
             "search": self.search,
         }
@@ -128,6 +131,10 @@ def command(
     max_batch_size: Annotated[
         int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
     ] = None,
+    noise: Annotated[str, typer.Option(help="gaussian, or discrete-gaussian (rdp only).")] = "gaussian",
+    elements: Annotated[
+        int | None, typer.Option(help="Trainable elements of the model, which discrete noise asks for.")
+    ] = None,
     accountant: Annotated[
         list[str] | None,
         typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
@@ -161,6 +168,7 @@ def command(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         max_batch_size=max_batch_size,
+        grid_elements=_grid_elements(noise, elements),
         search=search,
     )
     # What the warning about gdp says, the table says.
@@ -182,9 +190,19 @@ def _search(mean_runs: float, distribution: Any) -> Search:
     return Search(mean_runs, distribution)
 
 
+def _grid_elements(noise: str, elements: int | None) -> int | None:
+    check_choice("noise", noise, get_args(NoiseName))
+    if (noise == "discrete-gaussian") != (elements is not None):
+        raise ConfigurationError(
+            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, and what that costs "
+            "depends on the number of trainable elements."
+        )
+    return elements
+
+
 def _able(plan: Plan) -> Sequence[str]:
     """The accountants that can analyse `plan`."""
-    if plan.search is not None:
+    if plan.search is not None or plan.grid_elements is not None:
         return ["rdp"]
     return ACCOUNTANTS if plan.max_batch_size is None else ["pld"]
 

@@ -74,6 +74,7 @@ def audit_game(
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
     options = settings.mechanism()
     kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "adaptive_thresholds", "accountant")
+    options = {name: options[name] for name in (*kept, "noise")}
     audit = audit_steps(
         model,
         x,
@@ -90,7 +91,7 @@ def audit_game(
             sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
         ),
         on_step=on_step,
-        **{name: options[name] for name in kept},
+        **options,
     )
     return step_figures(audit, settings.target_delta, confidence)
 

@@ -115,6 +115,12 @@ def _promise(report: Mapping[str, Any]) -> str:
     return page.section("What is promised", f"{cards}{statement}{caution}<p>{meaning}</p><p>{relation}</p>")
 
 
+_NOISES = {
+    "gaussian": "Gaussian",
+    "discrete-gaussian": "exact discrete Gaussian on a grid of 2<sup>−24</sup> standard deviations",
+}
+
+
 def _unit(protected: str) -> str:
     return escape(protected.removeprefix("one "))
 
@@ -122,10 +128,11 @@ def _unit(protected: str) -> str:
 def _mechanism(privacy: Mapping[str, Any]) -> str:
     cap = privacy["max_batch_size"]
     sigma, norm = privacy["noise_multiplier"], privacy["max_grad_norm"]
+    noise = _NOISES[privacy.get("noise", "gaussian")]
     facts = [
         ("sampling", escape(privacy["sampling"]) + (f", at most {cap:,} samples a step" if cap else "")),
         ("clipping", f"{escape(privacy['clipping_fn'])}, {escape(privacy['clipping_style'])}: norm at most {norm:g}"),
-        ("noise", f"Gaussian, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"),
+        ("noise", f"{noise}, σ = {sigma:.6g} times the norm: standard deviation {sigma * norm:.6g} on every sum"),
         ("releases", f"{privacy['steps']:,} noisy sums, each divided by its public expected batch size"),
         ("accountant", escape(privacy["accountant"])),
     ]
@@ -197,11 +204,13 @@ def _reproduce(folder: RunFolder, report: Mapping[str, Any]) -> str:
     privacy = report["privacy"]
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
+    elements = privacy.get("grid_elements")
+    noise = f" --noise {privacy['noise']} --elements {elements}" if elements else ""
     commands = (
         f"# the same settings, with noise and batches of its own\ndpshard train --config config.yaml\n"
         f"# epsilon, from the mechanism alone\n"
         f"dpshard account --sample-size {privacy['sample_size']} --phases {phases} "
-        f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap} "
+        f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap}{noise} "
         f"--accountant {privacy['accountant']}\n"
         f"# attacks on the settings\ndpshard audit {folder.path.name}"
     )

@@ -81,6 +81,7 @@ class TrainingProgress:
             noise_multiplier=mechanism.noise_multiplier,
             sample_size=mechanism.sample_size,
             max_batch_size=mechanism.max_batch_size,
+            grid_elements=mechanism.grid_elements,
         )
         return epsilon_of(plan, mechanism.target_delta, mechanism.accountant)
 

@@ -46,6 +46,8 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
             "max_batch_size": mechanism.max_batch_size,
             "noise_multiplier": mechanism.noise_multiplier,
+            "noise": mechanism.noise,
+            "grid_elements": mechanism.grid_elements,
             "max_grad_norm": mechanism.max_grad_norm,
             "clipping_fn": run.settings.clipping_fn,
             "clipping_style": run.settings.clipping_style,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
-from dpshard.config import AccountantName, ClippingStyle, check_choice
+from dpshard.config import AccountantName, ClippingStyle, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
 
 DATA, MODEL, PRIVACY, TRAINING, RANKS = "Data", "Model", "Privacy", "Training", "Several processes"
@@ -113,6 +113,11 @@ class TrainSettings:
         PRIVACY,
         False,
         "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
+    )
+    noise: NoiseName = _setting(
+        PRIVACY,
+        "gaussian",
+        "Distribution of the noise; discrete-gaussian is exact, on a grid to which sums are rounded (accountant rdp).",
     )
 
     recipe: Literal["none", "dp-bert"] = _setting(
@@ -331,6 +336,7 @@ _MECHANISM = (
     "clipping_mode",
     "accountant",
     "secure_mode",
+    "noise",
 )
 
 _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [

@@ -49,6 +49,14 @@ def test_a_cap_is_analysed_by_pld_under_its_own_relation(dpshard):
     assert answers["pld"]["neighbouring_relation"] == "replace-special"
 
 
+def test_discrete_noise_is_analysed_by_rdp_for_a_number_of_elements(dpshard):
+    run = ["--steps", 100, "--sigma", 1]
+    _, plain = ask(dpshard, *run, "--noise", "discrete-gaussian", "--elements", 1)
+    _, answers = ask(dpshard, *run, "--noise", "discrete-gaussian", "--elements", 10**10)
+    assert answers.keys() == {"rdp"}
+    assert 1.005 < answers["rdp"]["epsilon"] / plain["rdp"]["epsilon"] < 1.05
+
+
 def test_the_table_names_accountants_relation_and_caution(dpshard):
     output = dpshard("account", *MNIST, "--steps", 100, "--sigma", 1).stdout
     for word in ("pld", "rdp", "gdp", "under-state", "add-or-remove-one"):
@@ -100,6 +108,9 @@ def test_a_curve_has_a_point_where_a_phase_ends_and_at_the_first_step(dpshard, t
         (["--phases", "256x10", "--sigma", 1], "--phases"),
         (["--steps", 1, "--sigma", 1, "--accountant", "prv"], "prv"),
         (["--steps", 1, "--sigma", 1, "--max-batch-size", 300, "--accountant", "rdp"], "rdp"),
+        (["--steps", 1, "--sigma", 1, "--noise", "discrete-gaussian"], "--elements"),
+        (["--steps", 1, "--sigma", 1, "--elements", 9], "--noise discrete-gaussian"),
+        (["--steps", 1, "--sigma", 1, "--noise", "laplace"], "laplace"),
         (["--steps", 1, "--sigma", 1, "--plot", "/dev/null/x.png"], "/dev/null/x.png"),
     ],
 )

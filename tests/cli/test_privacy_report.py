@@ -89,6 +89,23 @@ def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
     assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-9)
 
 
+def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
+    copy = tmp_path / "discrete"
+    shutil.copytree(run, copy)
+    report = json.loads((copy / "report.json").read_text())
+    report["privacy"] |= {
+        "noise": "discrete-gaussian",
+        "grid_elements": 77,
+        "accountant": "rdp",
+        "max_batch_size": None,
+    }
+    (copy / "report.json").write_text(json.dumps(report))
+    text = html.unescape(written(dpshard, copy))
+    assert "exact discrete Gaussian on a grid" in text
+    command = re.search(r"^dpshard (account .* --noise discrete-gaussian --elements 77 .*)$", text, re.MULTILINE)[1]
+    assert json.loads(dpshard(*command.split(), "--json").stdout)["plan"]["grid_elements"] == 77
+
+
 def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     dpshard("audit", folder, "--trials", 40, "--steps-per-trial", 2, "--canaries", 50)

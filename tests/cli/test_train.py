@@ -136,11 +136,11 @@ def test_flags_override_the_file(tmp_path, dpshard):
     "flags",
     [
         ["--model", "vit", "--clipping-style", "layer-wise", "--clipping-quantile", 0.5],
-        ["--model", "cnn", "--clipping-style", "block-wise", "--optimizer", "adamw", "--weight-decay", 0.01],
+        ["--model", "cnn", "--clipping-style", "block-wise", "--optimizer", "adamw", "--lr-schedule", "constant"],
         ["--model", "mlp", "--clipping-style", "param-wise", "--max-batch-size", "auto", "--secure-mode"],
         ["--task", "pydoc", "--model", "gpt", "--max-length", 16, "--optimizer", "adam", "--num-workers", 2],
         ["--recipe", "dp-bert", "--task", "pydoc", "--max-length", 16, "--micro-batch-size", 32],
-        ["--phases", "16x1,32x1", "--clipping-fn", "abadi", "--accountant", "rdp", "--lr-schedule", "constant"],
+        ["--phases", "16x1,32x1", "--clipping-fn", "abadi", "--accountant", "rdp", "--noise", "discrete-gaussian"],
     ],
 )
 def test_every_kind_of_run_comes_to_its_report(tmp_path, dpshard, flags):

@@ -8,7 +8,7 @@ accelerate has them), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the s
 (non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced
 in the last micro-batch alone). For both sides: thawed (a block is trained every second step); lengths (texts of
 several lengths, each micro-batch as long as its longest); signsgd or adafactor, optimizers of little memory;
-tracked, adaptive thresholds; hf,
+tracked, adaptive thresholds; grid, discrete Gaussian noise; hf,
 transformers' GPT-2, with its own gradient checkpointing where sharded.
 """
 
@@ -165,6 +165,8 @@ def train(
         clipping_fn="abadi",
         clipping_style=style,  # type: ignore[arg-type]
         clipping_mode=mode,
+        noise="discrete-gaussian" if "grid" in options else "gaussian",
+        accountant="rdp" if "grid" in options else "pld",
         adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
     )
     engine.load_state_dict(_with_secret(engine))

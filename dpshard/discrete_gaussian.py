@@ -1,0 +1,198 @@
+"""Integers from the discrete Gaussian distribution, exactly: of random bits, by integer arithmetic alone.
+
+[Note: The discrete Gaussian]
+It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
+Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise whose values do
+not tell what they were added to, and sample it by rejection with integers alone. So does this module, in an order that
+suits arrays (that of Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
+1. |y| = k h + j is made of the number k of a cell of width h = s / 16, and a place j < h in it. Cells are drawn with
+   probabilities in proportion to exp(-(k h)^2 / (2 s^2)), by inversion.
+2. j is uniform: the lowest bits of a word, of which the highest bit is the sign.
+3. A candidate is accepted with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2), so that
+   all three steps together weigh y as they should. Negative zeros are refused, else 0 would come twice as often.
+Some 97% of the candidates are accepted. They are independent, so the first n that are accepted are the sample.
+
+A coin of probability exp(-a), 0 <= a < 1, is made of others: one of probability a, after a success one of probability
+a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et
+al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a; a coin of probability a / i
+asks for a certain one of i equal chances, too. Nothing is rounded.
+
+[Note: Cells by inversion]
+Cell k is drawn where a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of
+the cells. These are irrational numbers, of which `decimal`, whose exponential is correctly rounded at any precision,
+gives as many bits as one asks for. The first 64 bits of U decide, unless they are those of a C(k); then more bits of
+both are compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
+
+[Note: Overflow]
+Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) / 512
+< 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. A cell that takes more bits may be any, so its candidate is
+accepted or refused in Python's integers, which do not overflow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpshard.randomness import RandomSource
+
+LOG2_STD = 24
+"""Log2 of s, the standard deviation of the noise in steps of its grid. Part of the meaning of a run secret."""
+
+WORD = 64
+"""Bits of U that are drawn at once."""
+
+_LOOKUP = 12
+"""Bits of U by which most cells are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscreteGaussian:
+    """The distribution, cut into cells: see [Note: The discrete Gaussian]."""
+
+    log2_std: int = LOG2_STD
+    """Log2 of s, at most 30 ([Note: Overflow])."""
+    log2_cells: int = 4
+    """Log2 of the number of cells to one s, at least 4 ([Note: Overflow]), at most log2_std."""
+    word: int = WORD
+    """How many bits of U decide in arrays, at most WORD."""
+
+    def sample(self, n: int, source: RandomSource) -> NDArray[np.int64]:
+        """`n` independent integers, a function of the key of `source` and of `n`."""
+        found = [np.empty(0, np.int64)]
+        while (missing := n - sum(map(len, found))) > 0:
+            found.append(self._accepted(missing + missing // 32 + 64, source))
+        return np.concatenate(found)[:n]
+
+    def _accepted(self, n: int, source: RandomSource) -> NDArray[np.int64]:
+        """Those of `n` candidates that are accepted."""
+        uniform, word = source.words(2 * n).reshape(2, n)
+        uniform >>= np.uint64(WORD - self.word)
+        cell = _cells(uniform, self.log2_cells, self.word)
+        place = (word & np.uint64((1 << self._log2_width) - 1)).view(np.int64)
+        sign = 1 - 2 * (word >> np.uint64(63)).view(np.int64)
+        undecided = np.flatnonzero(cell < 0)
+        cell[undecided] = 0
+        y = (cell << self._log2_width) + place
+        accepted = exp_coins(place * (2 * y - place), 2 * self.log2_std + 1, source)  # 2 k h + j = 2 y - j
+        for i in undecided.tolist():
+            y[i], accepted[i] = self._candidate(int(uniform[i]), int(place[i]), source)
+        accepted &= (y != 0) | (sign > 0)
+        y *= sign
+        return y[accepted]
+
+    def _candidate(self, uniform: int, place: int, source: RandomSource) -> tuple[int, bool]:
+        """Magnitude of a candidate whose cell the first bits of U, `uniform`, do not tell; and whether it is taken."""
+        bits = self.word
+        while True:
+            uniform, bits = uniform << WORD | int(source.words(1)[0]), bits + WORD
+            thresholds = _thresholds(bits, self.log2_cells)
+            cell = bisect_left(thresholds, uniform)
+            if thresholds[cell] != uniform:
+                break
+        y = (cell << self._log2_width) + place
+        return y, exp_coin(place * (2 * y - place), 2 * self.log2_std + 1, source)
+
+    @property
+    def _log2_width(self) -> int:
+        return self.log2_std - self.log2_cells
+
+
+def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) -> NDArray[np.bool_]:
+    """Coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, and bits at most 62."""
+    shift = np.uint64(WORD - bits)
+
+    def successes(numerators: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return (source.words(len(numerators)) >> shift).view(np.int64) < numerators
+
+    even, number = np.ones(len(numerators), np.bool_), 1
+    heads = np.flatnonzero(successes(numerators))
+    while len(heads):
+        even[heads] = number % 2 == 0
+        number += 1
+        heads = heads[successes(numerators[heads]) & _one_in(number, len(heads), source)]
+    return even
+
+
+def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
+    """One coin of probability exp(-numerator / 2^bits), of any numbers that are not negative."""
+    while numerator >> bits:  # exp(-a) is exp(-a / 2) twice
+        if not exp_coin(numerator, bits + 1, source):
+            return False
+        bits += 1
+    words, number = -(-bits // WORD), 0
+    while int.from_bytes(source.words(words).tobytes(), "little") >> (WORD * words - bits) < numerator:
+        number += 1
+        if not _one_in(number, 1, source)[0]:
+            return number % 2 == 1
+    return number % 2 == 0
+
+
+def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
+    """Coins [n] of probability 1 / i."""
+    mask = np.uint64((1 << (i - 1).bit_length()) - 1)
+    chance = source.words(n) & mask
+    while len(again := np.flatnonzero(chance >= i)):
+        chance[again] = source.words(len(again)) & mask
+    return chance == 0
+
+
+def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
+    """The cells [n] of the numbers whose first `word` bits are `uniform` [n]; -1 where those do not tell."""
+    lookup, thresholds = _lookup(log2_cells, word)
+    cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
+    unknown = np.flatnonzero(cells < 0)
+    rest = uniform[unknown]
+    found = np.searchsorted(thresholds, rest)
+    cells[unknown] = np.where(thresholds[found] == rest, -1, found)
+    return cells
+
+
+@cache
+def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Cells by the first _LOOKUP bits of U, -1 where those do not tell; and the thresholds."""
+    thresholds = _thresholds(word, log2_cells)
+    shift = max(0, word - _LOOKUP)
+    cells = []
+    for first in range(1 << (word - shift)):
+        least, most = first << shift, ((first + 1) << shift) - 1
+        cell = bisect_left(thresholds, least)
+        cells.append(cell if thresholds[cell] > most else -1)
+    return np.array(cells, np.int64), np.array(thresholds, np.uint64)
+
+
+@cache
+def _thresholds(bits: int, log2_cells: int) -> list[int]:
+    """The first `bits` bits of C(0), C(1), ... up to the first of which all are ones; see [Note: Cells by inversion].
+
+    So U lies in cell k if k thresholds are below its first bits, and none is equal to them.
+    """
+    digits = bits // 3 + 30
+    while (thresholds := _certain_thresholds(bits, log2_cells, digits)) is None:
+        digits += 30
+    return thresholds
+
+
+def _certain_thresholds(bits: int, log2_cells: int, digits: int) -> list[int] | None:
+    """The same by decimals of `digits` digits; None where the error of their sums may change a bit."""
+    with localcontext(prec=digits):
+        weights = [Decimal(1)]
+        while weights[-1] > Decimal(10) ** -digits:
+            weights.append((Decimal(-(len(weights) ** 2)) / 2 / 4**log2_cells).exp())
+        # Each weight, sum and quotient is off by one in its last digit at most; what is left out is less than that.
+        total, error = sum(weights), len(weights) * Decimal(10) ** (2 - digits)
+        thresholds, below = [], Decimal(0)
+        for weight in weights:
+            below += weight
+            least, most = (int((below / total + side) * 2**bits) for side in (-error, error))
+            if least != most:
+                return None
+            thresholds.append(least)
+            if least == 2**bits - 1:
+                return thresholds
+    return None
