@@ -22,6 +22,7 @@ would tell the earlier trials, with the canary, from the later ones.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import compute_epsilon
-from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon, subsampled
+from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
 from dpshard.audit.canary import OddGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed_config import is_model_engine
 from dpshard.clipping import ClippingFunction, parse_clipping_fn
@@ -138,7 +139,7 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
     n = len(x)
-    gradient = sample_gradient(model, x[-1:], y[-1:], loss)
+    gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
     engine = PrivacyEngine(
         prepared,
@@ -252,7 +253,8 @@ def log_likelihood_ratio(
     z: NDArray[np.float64], shift: NDArray[np.float64] | float, q: float, sigma: float
 ) -> NDArray[np.float64]:
     """Of releases z: log of the density with a sample that adds `shift` with probability `q`, over that without it."""
-    return subsampled((shift * z - np.square(shift) / 2) / sigma**2, q)
+    drawn = (shift * z - np.square(shift) / 2) / sigma**2
+    return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
