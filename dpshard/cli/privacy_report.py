@@ -167,7 +167,7 @@ def _spent(privacy: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pictur
 
 
 def _training(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    from dpshard.cli.report import result_rows
+    from dpshard.cli.final_report import result_rows
 
     figures = "".join(page.figure(pictures[name], caption) for name, caption in _CAPTIONS.items() if name in pictures)
     results = page.facts([(escape(name), escape(value)) for name, value in result_rows(report)])
