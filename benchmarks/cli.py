@@ -212,6 +212,18 @@ def data(
 
 
 @app.command()
+def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
+    """Measure what noise of every kind costs on the CPU."""
+    from benchmarks import noise as kinds
+
+    torch.set_num_threads(threads)
+    with console.err.status("drawing ..."):
+        figures = kinds.measure(2**12) if tiny else kinds.measure()
+    results_files.write(out, "noise", "noise", {"kinds": figures})
+    report(out)
+
+
+@app.command()
 def report(out: Out = results_files.FOLDER) -> None:
     """Write tables and plots anew from the JSON files; those of benchmarks/results into docs/benchmarks.md as well."""
     for path in [*plots.draw(out), *tables.write(out)]:

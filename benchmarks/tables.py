@@ -188,6 +188,19 @@ def _profile(result: Figures) -> str:
     return f"### Where the time goes\n\n{setting}\n\n{markdown(head, body)}"
 
 
+def _noise(result: Figures) -> str:
+    """What an element of noise costs, a row a kind."""
+    found = result["kinds"]
+    columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in found))
+    cells = {(row["kind"], row["dtype"], row["threads"]): f"{row['ns']:.1f}" for row in found}
+    body = [[f"`{kind}`", *(cells[kind, *c] for c in columns)] for kind in dict.fromkeys(row["kind"] for row in found)]
+    head = [
+        "ns an element, norm and division included",
+        *(f"{dtype}, {threads} thread{'s' * (threads > 1)}" for dtype, threads in columns),
+    ]
+    return f"### Noise\n\n{markdown(head, body)}"
+
+
 def _data(result: Figures) -> str:
     drawn = [
         [
@@ -215,6 +228,7 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "largest-batch": _largest,
     "zero": _zero,
     "profile": _profile,
+    "noise": _noise,
     "data": _data,
 }
 """What is written of a results file, by its kind, in the order of the page."""

@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import dpshard.kernels  # noqa: F401 - its formulas join the registry
+
 _aten = torch.ops.aten
 
 # The registry knows the attention kernels of GPUs; on CPU tensors, fake ones too, torch picks the one of the CPU.

@@ -7,9 +7,9 @@ meet it, no others. By construction then
 - shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
 - the noisy update is the same on 1, 2 or 256 ranks;
 - a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
-The last holds on one kind of device. The CPU, a GPU, and GPUs with different numbers of multiprocessors (PyTorch lays
-its random numbers out by them) draw different normals from one key; `secure` noise is drawn on the CPU and is the
-same everywhere. (Between CPUs the last bit of a logarithm or a cosine may differ.)
+The last holds on one kind of device: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
+Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (Between two CPUs, or two
+GPUs, or with and without Triton, the last bits of a logarithm or a cosine may differ.)
 
 [Note: Secure noise]
 Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
@@ -50,6 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpshard import kernels, philox
 from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
@@ -125,19 +126,54 @@ class KeyedGaussian:
         for shard in shards:
             shard.check()
         dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
-        blocks = [block for shard, flat in zip(shards, dense, strict=True) for block in _blocks(shard, flat)]
-        if not blocks:
+        pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if len(flat)]
+        if not pairs:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm([block.part for block in blocks])
-        if std > 0:
-            self._privatize_all(blocks, step, std, divisor)
-        else:
-            torch._foreach_div_(dense, divisor)
+        here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
+        there = [pair for pair in pairs if std > 0 and not self._draws_on_cpu(pair[1].device)]
+        norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
+        return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
+
+    def _release_here_(
+        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    ) -> Sequence[Tensor]:
+        """`release_` of shards whose noise the CPU draws, or that get none, flat; the norms of parts of them."""
+        blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
+        if not blocks:
+            return []
+        norms = torch._foreach_norm([block.part for block in blocks])
+        if std > 0:
+            self._privatize_all(blocks, step, std, divisor)
+        else:
+            torch._foreach_div_([flat for _, flat in pairs], divisor)
+        return norms
+
+    def _release_there_(
+        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    ) -> Sequence[Tensor]:
+        """`release_` of shards, flat, whose own device draws the noise by the element; their norms."""
+        seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
+        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
+        copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
+        norms, at = [], 0
+        for (shard, flat), of_one in zip(pairs, seeds, strict=True):
+            own = copies[flat.device][at : at + len(of_one)]
+            at += len(of_one)
+            by_kernel = flat.dtype == torch.float32 and kernels.run_on(flat.device)
+            release_ = kernels.release_ if by_kernel else philox.release_
+            norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
+        return norms
+
+    def _seed(self, block: _Block, step: int) -> int:
+        """The first 64 bits of the block's key, with a sign, as int64 holds them."""
+        return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
+
+    def _key(self, block: _Block, step: int) -> bytes:
+        return derive_key(self.secret, "noise", step, block.name, block.number)
 
     def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
         def privatize(batch: Sequence[_Block]) -> None:
@@ -183,7 +219,7 @@ class KeyedGaussian:
         batches: list[list[_Block]] = []
         short: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            if block.lo + len(block.part) > UNIT or not self._draws_on_cpu(block.part.device):
+            if block.lo + len(block.part) > UNIT:
                 batches.append([block])
             else:
                 batch = short.setdefault(block.part.dtype, [])
@@ -211,7 +247,7 @@ class KeyedGaussian:
 
     def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
-        keys = [derive_key(self.secret, "noise", step, block.name, block.number) for block in batch]
+        keys = [self._key(block, step) for block in batch]
         first, dtype = batch[0], batch[0].part.dtype
         if len(batch) == 1:
             hi = first.lo + len(first.part)
@@ -226,11 +262,6 @@ class KeyedGaussian:
         self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
         """Elements [lo, hi) of the block under `key`, in pieces: where in the range a piece starts, and the piece."""
-        if not self._draws_on_cpu(device):
-            generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little"))
-            # The whole block: the first values of a shorter draw on a GPU would be others.
-            yield 0, torch.randn(BLOCK, generator=generator, dtype=dtype, device=device)[lo:hi]
-            return
         at = 0
         # Nothing is drawn past `hi`.
         for normals in _sums(key, hi) if self.secure else RandomSource(key).normals(hi, _NUMPY_DTYPE[dtype]):
@@ -254,6 +285,9 @@ class KeyedDiscreteGaussian(KeyedGaussian):
                 f"normal doubles. Scale the loss and max_grad_norm up."
             )
         return super().release_(shards, step=step, std=std, divisor=divisor)
+
+    def _draws_on_cpu(self, device: torch.device) -> bool:
+        return True  # no device draws it by the element
 
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
         return [[block] for block in blocks]

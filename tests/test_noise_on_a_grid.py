@@ -242,3 +242,10 @@ def test_what_is_not_proved_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         engine_on(model, **options)
     engine_on(model)  # nothing of the refused one is left
+
+
+def test_no_device_draws_it_by_the_element():
+    """What GPUs draw is Gaussian, not discrete."""
+    for device in ("cpu", "cuda"):
+        assert DISCRETE._draws_on_cpu(torch.device(device))
+    assert not KeyedGaussian(SECRET)._draws_on_cpu(torch.device("cuda"))

@@ -126,14 +126,15 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
     assert profiling.group_of("ProfilerStep") == profiling.OUTSIDE
 
 
-def test_profiles_and_data_leave_tables(tmp_path):
-    for command in (["profile", "W3", "W4", "--steps", "1"], ["data", "W4", "--steps", "2"]):
+def test_profiles_noise_and_data_leave_tables(tmp_path):
+    for command in (["profile", "W3", "W4", "--steps", "1"], ["data", "W4", "--steps", "2"], ["noise"]):
         outcome = CliRunner().invoke(app, [*command, "--tiny", "--threads", "1", "--out", str(tmp_path)])
         assert outcome.exit_code == 0, outcome.output
     text = (tmp_path / "README.md").read_text("utf-8")
     assert "| convolutions |" in text
     assert "| whole step |" in text
     assert "| 50,000 | 1,024 |" in text
+    assert "| `secure_mode=True` |" in text
     (profiled,) = results_files.read(tmp_path, "profile")
     for figures in profiled["workloads"]:
         *groups, whole = figures["private"]

@@ -271,6 +271,22 @@ def test_the_cheapest_norm():
     assert not instantiates(1, 3, 100, 100)
 
 
+def test_the_cheapest_norm_on_a_gpu_with_kernels():
+    """Tiles of a gradient that are not written cost their product alone; kept ones are written, with or without."""
+
+    def instantiates(B, T, R, C, kernels, kept=False):
+        size = ProductSize(B, 1, T, R, C, torch.float32, torch.device("cuda"), 0, kernels=kernels)
+        return size.instantiates(kept=kept)
+
+    assert instantiates(64, 128, 128, 128, kernels=True)  # 2 T R C against 3/4 T^2 (R + C)
+    assert not instantiates(64, 128, 128, 128, kernels=False)
+    assert not instantiates(64, 128, 1024, 1024, kernels=True)
+    assert instantiates(4, 100, 1024, 1024, kernels=True)  # few tiles: Gram matrices by torch, at its speed
+    assert not instantiates(4, 100, 1024, 1024, kernels=False)
+    assert not instantiates(64, 128, 128, 128, kernels=True, kept=True)
+    assert not outer(2, 60, 100, 100).size.kernels  # on a CPU
+
+
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 127, 128, 200, 513])
 def test_the_ghost_norm_costs_what_the_choice_assumes(T):
     """Blocks of positions are exact for any number of them; by symmetry about half of the Gram matrices is enough."""

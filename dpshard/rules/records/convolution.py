@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize
-from dpshard.rules.records.numerics import blank, gram_floor, wide, wide_dtype
-from dpshard.rules.records.outer_product import OuterProduct, norm_sq_of
+from dpshard.rules.records.numerics import blank, gram_floor, norms, wide, wide_dtype
+from dpshard.rules.records.outer_product import OuterProduct, floored
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Convolution:
         """Squared norms [B]."""
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not self.size.instantiates(kept=False)):
             return self._ghost_norm_sq() if self.size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
-        return self.norm_sq_of(self.per_sample())
+        return self.instantiated()[1]
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
@@ -82,10 +82,11 @@ class Convolution:
         """The output gradients as rows of a product, [B, G, T, R]."""
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
-    def norm_sq_of(self, gradient: Tensor) -> Tensor:
-        """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
+    def instantiated(self) -> tuple[Tensor, Tensor]:
+        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        gradient = self.per_sample()
         # An element of the input is in at most so many windows as the kernel has elements.
-        return norm_sq_of(gradient, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
+        return gradient, floored(norms(gradient), self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

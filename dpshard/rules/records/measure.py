@@ -68,8 +68,8 @@ def measure(
     if len(joined) == 1:
         (record,) = joined
         if keep and isinstance(record, OuterProduct | Convolution) and _keeps(record.size, method, closing):
-            gradient = record.per_sample()
-            return record.norm_sq_of(gradient), [PerSample(gradient)]
+            gradient, norm_sq = record.instantiated()
+            return norm_sq, [PerSample(gradient)]
         return record.norm_sq(method), joined
     squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
     total = squares

@@ -23,6 +23,11 @@ def flat(x: Tensor) -> Tensor:
     return wide(x).reshape(len(x), x.shape[1:].numel())
 
 
+def norms(x: Tensor) -> Tensor:
+    """The norm of each sample [B] of `x` [B, ...], float32 or wider."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide_dtype(x))
+
+
 def blank(x: Tensor, dead_B: Tensor) -> Tensor:
     """`x` [B, ...] with exact zeros for the samples of `dead_B` (bool [B])."""
     # masked_fill, not a product: 0 * NaN is NaN.

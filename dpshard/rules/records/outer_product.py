@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpshard import kernels
 from dpshard.config import NormMethod
 from dpshard.rules.records.cost import ProductSize, blocks
-from dpshard.rules.records.numerics import blank, flat, gram_floor, sum_floor, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, gram_floor, norms, sum_floor, wide, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +30,43 @@ class OuterProduct:
         """What costs depend on."""
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
-        return ProductSize(B, G, T, R, C, wide_dtype(self.rows), self.rows.device, nbytes)
+        dtype, device = wide_dtype(self.rows), self.rows.device
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=kernels.take(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
-            return self.norm_sq_of(self.per_sample())
+            if kernels.take(self.rows, self.cols):
+                return floored(kernels.gradient_norm_sq(self.rows, self.cols).sqrt(), self.rows, self.cols)
+            return self.instantiated()[1]
+        B, G, T, _ = self.rows.shape
+        if kernels.take(self.rows, self.cols) and kernels.takes_ghost_norm(B * G, T):
+            norm_sq, scale = kernels.ghost_norm_sq(self.rows, self.cols)
+            return torch.maximum(norm_sq, gram_floor(scale.square()))
         rows, cols = wide(self.rows), wide(self.cols)
-        if self.rows.shape[2] == 1:
+        if T == 1:
             return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
         norm_sq, scale = _ghost_norm_sq(rows, cols)
         return torch.maximum(norm_sq, gram_floor(scale.square()))
 
-    def norm_sq_of(self, gradient: Tensor) -> Tensor:
-        """Squared norms [B] of the per-sample gradients [B, *shape] of this record."""
-        return norm_sq_of(gradient, self.rows, self.cols)
+    def instantiated(self) -> tuple[Tensor, Tensor]:
+        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        if kernels.take(self.rows, self.cols):
+            gradient, norm_sq = kernels.per_sample(self.rows, self.cols)
+            return gradient.view(-1, *self.shape), floored(norm_sq.sqrt(), self.rows, self.cols)
+        gradient = (wide(self.rows).mT @ wide(self.cols)).reshape(-1, *self.shape)
+        return gradient, floored(norms(gradient), self.rows, self.cols)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
+        if kernels.take(self.rows, self.cols):
+            return kernels.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         return (wide(self.rows).mT @ wide(self.cols)).reshape(-1, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        if kernels.take(self.rows, self.cols):
+            return kernels.weighted_sum(self.rows, self.cols, factor_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
         # The cheaper side takes the factors.
         if rows.numel() <= cols.numel():
@@ -65,14 +81,13 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
 
 
-def norm_sq_of(gradient: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
-    """Squared norms [B] of per-sample gradients [B, ...] that are sums of products of `rows` and `cols` [B, ...].
+def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
+    """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
 
     The norm of all `cols` that take part is at most `times` that of `cols`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    norm, *scales = (torch.linalg.vector_norm(flat(x), dim=1) for x in (gradient, rows, cols))
-    return torch.maximum(norm, sum_floor(times * scales[0]) * scales[1]).square()
+    return torch.maximum(norm_B, sum_floor(times * norms(rows)) * norms(cols)).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

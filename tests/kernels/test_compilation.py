@@ -1,0 +1,52 @@
+"""Every kernel compiles for the GPUs it is meant for, down to their machine code, without one."""
+
+import os
+import re
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("pip install dpshard[triton]; Triton's interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from dpshard.kernels import gaussian, gram, product
+
+LEAST_SHARED_MEMORY = 99 * 1024
+"""Bytes that a program may have on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
+
+POINTERS = {
+    **dict.fromkeys(("products", "scales", "gradients", "squares", "total", "factors", "x"), "*fp32"),
+    "seeds": "*i64",
+    **dict.fromkeys(("std", "divisor"), "fp32"),
+    **dict.fromkeys(("rows_b", "cols_b", "start", "n"), "i64"),  # the largest: of tensors of 2**31 elements
+}
+KERNELS = [
+    (gram._ghost_norm_sq, {"TILE": 16, "STEP": 128, "CHUNK": 1024}, 4),
+    (gram._ghost_norm_sq, {"TILE": 64, "STEP": 64, "CHUNK": 1024}, 4),
+    (gram._ghost_norm_sq, {"TILE": 128, "STEP": 32, "CHUNK": 1024}, 8),
+    (product._squares, {"KEEP": False, "R_TILE": 64, "C_TILE": 16, "STEP": 32}, 4),
+    (product._squares, {"KEEP": True, "R_TILE": 128, "C_TILE": 128, "STEP": 32}, 8),
+    (product._weighted_sum, {"R_TILE": 128, "C_TILE": 128, "STEP": 32}, 8),
+    (gaussian._release, {"BLOCK": 2**20, "HALF": 512}, 4),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (100, "bf16"), (120, "fp16")])
+def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {**POINTERS, "rows": f"*{dtype}", "cols": f"*{dtype}"}
+    for kernel, sizes, warps in KERNELS:
+        constants = {**sizes, **{name: 1 for name in ("rows_r", "cols_c") if name in kernel.arg_names}}
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+        pointers = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+        source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in pointers})
+        compiled = compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3}
+        )
+        assert compiled.metadata.shared <= LEAST_SHARED_MEMORY
+        if "rows" in signature:  # tensor cores, and nothing coarser than half precision
+            assert re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", compiled.asm["ptx"])
+            assert "tf32" not in compiled.asm["ptx"]

@@ -1,0 +1,55 @@
+"""The kernel of noise against its definition in philox.py."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from dpshard import kernels
+from dpshard.noise import BLOCK, KeyedGaussian, Shard
+from dpshard.philox import standard_normals
+from tests.kernels.support import DEVICE, skip_without_kernels
+
+skip_without_kernels()
+
+SECRET = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("start", "n"),
+    [(0, 1), (0, 1024), (1, 1023), (511, 2), (5, 3000), (BLOCK - 1500, 4000), (2**33 + 7, 1500), (BLOCK, 1)],
+)
+def test_the_kernel_draws_what_is_defined(start, n):
+    x = torch.randn(n, device=DEVICE)
+    first, last = start // BLOCK, (start + n - 1) // BLOCK
+    seeds = [(-1) ** number * (2**62 + 12345678912345 * number) for number in range(first, last + 1)]
+    noise = [
+        standard_normals(seed, max(start - number * BLOCK, 0), min(start + n - number * BLOCK, BLOCK), device=DEVICE)
+        for number, seed in zip(range(first, last + 1), seeds, strict=True)
+    ]
+    expected, norm_sq = (x + 0.3 * torch.cat(noise)) / 7.0, x.double().square().sum()
+    found = kernels.release_(x, torch.tensor(seeds, device=DEVICE), BLOCK, start, 0.3, 7.0)
+    assert_close(x, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, norm_sq, rtol=1e-6, atol=0.0)
+
+
+def test_a_release_is_the_same_with_and_without_the_kernel():
+    gaussian = KeyedGaussian(SECRET)
+    sizes = [3, 0, 40_000, 7]
+    results = []
+    with mock.patch.object(KeyedGaussian, "_draws_on_cpu", return_value=False):
+        for switch in ("1", "0"):
+            shards = [Shard(f"w{i}", torch.full((n,), 2.0, device=DEVICE), start=i) for i, n in enumerate(sizes)]
+            strided = torch.full((9, 4), 2.0, device=DEVICE)[:, ::2]
+            shards += [Shard("strided", strided), Shard("wide", torch.full((9,), 2.0, device=DEVICE).double())]
+            with (
+                mock.patch.dict("os.environ", {"DPSHARD_TRITON": switch}),
+                mock.patch.object(kernels, "release_", wraps=kernels.release_) as kernel,
+            ):
+                norm = gaussian.release_(shards, step=4, std=0.5, divisor=8.0)
+            assert kernel.call_count == (4 if switch == "1" else 0)
+            results.append([norm, *(shard.local for shard in shards)])
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert float(results[0][0]) == pytest.approx(2 * (sum(sizes) + 18 + 9) ** 0.5)
