@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import MissingExtraError, Task, make
+from benchmarks.contenders import Task, make, reason
 from benchmarks.measure import peak_of_contender
 from benchmarks.workloads import Workload
 from dpshard.benchmark.memory import OutOfMemoryError, in_fresh_process
@@ -44,11 +44,8 @@ def search(
     for name in names:
         try:
             make(name, Task(workload=workload.at_tiny_size(), threshold=1.0, device=device)).step()
-        except MissingExtraError as error:
-            found.append({"name": name, "error": str(error)})
-            continue
         except Exception as error:  # noqa: BLE001 - a peer may raise anything, which is then its result
-            found.append({"name": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+            found.append({"name": name, "error": reason(error)})
             continue
 
         def fits(batch: int, name: str = name) -> bool:

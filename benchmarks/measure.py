@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import floor, oracle
-from benchmarks.contenders import BASELINE, MissingExtraError, Task, make
+from benchmarks.contenders import BASELINE, Task, make, reason
 from benchmarks.workloads import Workload
 from dpshard.benchmark import Spread, interleave, paired_ratio
 from dpshard.benchmark.memory import in_fresh_process, peak_of
@@ -79,7 +79,8 @@ def measure(
     gc.collect()
     if settings.memory:
         for name in times:
-            found[name]["peak_bytes"] = in_fresh_process(peak_of_contender, name, replace(task), settings.threads)
+            bare = replace(task)  # without the data that it remembers: the process makes its own
+            found[name]["peak_bytes"] = in_fresh_process(peak_of_contender, name, bare, settings.threads)
             on_step(f"{workload.name} {name}: memory")
     subject, speed = task.subject(), floor.machine(task.device, task.dtype)
     least = floor.floor_of(subject, workload.batch, speed)
@@ -109,12 +110,10 @@ def _checked(name: str, task: Task) -> dict[str, Any]:
         if not contender.is_private:
             return {}
         error = oracle.check(contender, trial)
-    except MissingExtraError as error:
-        return {"error": str(error), "missing": True}
     except Exception as error:
         if name.startswith(("dpshard", BASELINE)):
             raise DpshardError(f"{name} on {task.workload.name}: {error}") from error
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"error": reason(error)}
     return {"update_error": error}
 
 

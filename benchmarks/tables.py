@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ HEAD = ("contender", "ms", "time", "quartiles", "memory", "FLOPs", "above the fl
 
 def rows(result: Figures) -> list[list[str]]:
     """The cells of a workload's table, a row a contender that was timed."""
-    base = next(c for c in result["contenders"] if c["name"] == BASELINE)
     found = []
     for c in result["contenders"]:
         if "error" in c:
@@ -37,8 +36,8 @@ def rows(result: Figures) -> list[list[str]]:
                 f"{1e3 * c['seconds']['median']:,.1f}",
                 f"{ratio['median']:.2f}",
                 f"{ratio['low']:.2f}–{ratio['high']:.2f}",
-                _over(c, base, "peak_bytes"),
-                _over(c, base, "flops"),
+                _cell(ratio_at(result, c["name"], "peak_bytes")),
+                _cell(ratio_at(result, c["name"], "flops")),
                 "" if not c.get("update_error") else f"{ratio['median'] / result['floor']['ratio']:.2f}",
             ]
         )
@@ -47,8 +46,8 @@ def rows(result: Figures) -> list[list[str]]:
     return found
 
 
-def _over(c: Figures, base: Figures, what: str) -> str:
-    return f"{c[what] / base[what]:.2f}" if c.get(what) and base.get(what) else ""
+def _cell(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def refusals(result: Figures) -> list[str]:
@@ -88,15 +87,7 @@ def page(before: str) -> str:
 
 def text(folder: Path, seen_from: Path) -> str:
     """All results of `folder` as Markdown; pictures are linked as from a page in `seen_from`."""
-    parts = [
-        *(_workload(result) for result in results_files.read(folder, "workload")),
-        *(_sweep(result) for result in results_files.read(folder, "sweep")),
-        *(_largest(result) for result in results_files.read(folder, "largest-batch")),
-        *(_zero(result) for result in results_files.read(folder, "zero")),
-        *(_profile(result) for result in results_files.read(folder, "profile")),
-        *(_noise(result) for result in results_files.read(folder, "noise")),
-        *(_data(result) for result in results_files.read(folder, "data")),
-    ]
+    parts = [part(result) for kind, part in _PARTS.items() for result in results_files.read(folder, kind)]
     if not parts:
         return "No results yet: `make bench` writes them."
     prefix = Path(os.path.relpath(folder, seen_from))
@@ -135,14 +126,8 @@ def _floor(result: Figures) -> str:
     )
 
 
-def _timed(points: Sequence[Figures]) -> Iterator[str]:
-    for c in points[0]["contenders"]:
-        if c["name"] != BASELINE:
-            yield c["name"]
-
-
 def ratio_at(point: Figures, name: str, what: str = "ratio") -> float | None:
-    """Time, or `peak_bytes`, of a contender over the baseline's; None if it was not measured there."""
+    """Time, `peak_bytes` or `flops` of a contender over the baseline's; None if it was not measured there."""
     by_name = {c["name"]: c for c in point["contenders"]}
     c, base = by_name[name], by_name[BASELINE]
     if what == "ratio":
@@ -152,11 +137,11 @@ def ratio_at(point: Figures, name: str, what: str = "ratio") -> float | None:
 
 def _sweep(result: Figures) -> str:
     points, axis = result["points"], result["axis"]
-    cell = lambda x: "" if x is None else f"{x:.2f}"  # noqa: E731
     body = [
-        [f"{name}, {label}", *(cell(ratio_at(point, name, what)) for point in points)]
+        [f"{c['name']}, {label}", *(_cell(ratio_at(point, c["name"], what)) for point in points)]
         for what, label in (("ratio", "time"), ("peak_bytes", "memory"))
-        for name in _timed(points)
+        for c in points[0]["contenders"]
+        if c["name"] != BASELINE
     ]
     head = [f"over the ordinary step, {axis} =", *map(str, result["values"])]
     return f"### {result['workload']['name']}, {axis} grows\n\n{markdown(head, body)}"
@@ -235,3 +220,15 @@ def _data(result: Figures) -> str:
             markdown(["eight micro-batches", "ms of a step", "ms in which it waits for data", "share"], waits),
         ]
     )
+
+
+_PARTS: dict[str, Callable[[Figures], str]] = {
+    "workload": _workload,
+    "sweep": _sweep,
+    "largest-batch": _largest,
+    "zero": _zero,
+    "profile": _profile,
+    "noise": _noise,
+    "data": _data,
+}
+"""What is written of a results file, by its kind, in the order of the page."""

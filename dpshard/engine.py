@@ -347,7 +347,6 @@ class PrivacyEngine:
         secret = self._thresholds.noise_secret(self._noise_secret())
         kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
         noise = kind(secret, secure=mechanism.secure)
-        backend.check_sums()
         # Counted first: an error in between may only over-state what was spent.
         self._budget.ledger.record(release, on_trust=collector.batch is None)
         signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))

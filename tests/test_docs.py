@@ -79,9 +79,11 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
         if program == "dpshard":
             name, *options = arguments
             commands.commands[name].make_context(name, options)  # raises for what it does not know
-        elif program == "python":
-            script = (ROOT / arguments[0]).read_text("utf-8")
-            assert all(f'"{option}"' in script for option in arguments if option.startswith("--"))
+        elif program in ("python", "torchrun"):
+            first, *rest = [argument for argument in arguments if not argument.startswith("--nproc_per_node=")]
+            file = ROOT / rest.pop(0).replace(".", "/") / "__main__.py" if first == "-m" else ROOT / first
+            script = file.read_text("utf-8")
+            assert all(f'"{option}"' in script for option in rest if option.startswith("--"))
         else:
             assert program == "make"
             assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text("utf-8")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.contenders.contender import Contender, Task
-from benchmarks.contenders.extras import MissingExtraError
+from benchmarks.contenders.extras import reason
 from benchmarks.contenders.masked_jax import Jax
 from benchmarks.contenders.opacus import Opacus
 from benchmarks.contenders.ours import Dpshard, Ordinary
@@ -46,11 +46,6 @@ _KINDS: dict[str, Callable[..., Contender]] = {
 _COMPILED = ("nonprivate", "dpshard", "vmap")
 
 
-def every_mode() -> list[str]:
-    """Dpshard in every style and mode."""
-    return [f"dpshard:{style}:{mode}" for style in STYLES for mode in CLIPPING_MODES]
-
-
 def expand(names: list[str]) -> list[str]:
     """The contenders to run, without repetition: `default`, `modes` and `compiled` stand for several.
 
@@ -58,7 +53,7 @@ def expand(names: list[str]) -> list[str]:
     """
     sets = {
         "default": list(DEFAULT),
-        "modes": every_mode(),
+        "modes": [f"dpshard:{style}:{mode}" for style in STYLES for mode in CLIPPING_MODES],
         "compiled": ["nonprivate+compile", "dpshard:all-layer+compile", "dpshard:layer-wise+compile", "vmap+compile"],
     }
     found = [BASELINE, *(name for given in names or ["default"] for name in sets.get(given, [given]))]
@@ -87,4 +82,4 @@ def _parse(name: str) -> tuple[str, list[str], bool]:
     return kind, arguments, bool(plus)
 
 
-__all__ = ["BASELINE", "DEFAULT", "Contender", "MissingExtraError", "Task", "every_mode", "expand", "make"]
+__all__ = ["BASELINE", "DEFAULT", "Contender", "Task", "expand", "make", "reason"]

@@ -1,9 +1,10 @@
-"""Libraries that only a contender needs."""
+"""Libraries that only a contender needs, and what is said of one that cannot run."""
 
 from __future__ import annotations
 
 import importlib
 
+from dpshard.cli.console import one_line
 from dpshard.errors import ConfigurationError
 
 
@@ -19,3 +20,8 @@ def needed(library: str, *, extra: str) -> None:
         raise MissingExtraError(
             f"needs {library}, which cannot be imported ({error}): pip install -e '.[{extra}]', or leave it out."
         ) from error
+
+
+def reason(error: Exception) -> str:
+    """Why a contender is not timed, on one line."""
+    return one_line(error if isinstance(error, MissingExtraError) else f"{type(error).__name__}: {error}")

@@ -72,11 +72,6 @@ class Trials:
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
 
 
-def subsampled(gain: NDArray[np.float64], q: float) -> NDArray[np.float64]:
-    """The log likelihood ratio of releases of which the sample is part with probability `q`, from that if it were."""
-    return gain if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + gain)
-
-
 def gdp_delta(mu: float, epsilon: float) -> float:
     """The smallest delta at which a mu-GDP mechanism is (epsilon, delta)-DP; Dong, Roth and Su 2022, Corollary 2.13."""
     if mu == 0:

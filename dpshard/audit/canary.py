@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,15 +43,20 @@ class Aim:
 class OddGradient:
     """The gradient of the canary, in the clipping groups of an engine.
 
-    `gradient` has it by parameter name, `groups` are the names of the M clipping groups, and `function` clips.
+    `gradient` has it by parameter name, `groups` are the names of the M clipping groups, and `function` clips. Raises
+    ConfigurationError if it is 0, or not finite.
     """
 
     def __init__(
         self, gradient: dict[str, Tensor], groups: Sequence[Sequence[str]], function: ClippingFunction
     ) -> None:
-        parts = [{name: gradient[name] for name in names if name in gradient} for names in groups]
-        self._norm_M = torch.tensor([norm_of(part.values()) for part in parts], dtype=torch.float64)
-        norms = self._norm_M.tolist()
+        parts = [{name: gradient[name].double() for name in names} for names in groups]
+        norms = [norm_of(part.values()) for part in parts]
+        if not 0 < math.hypot(*norms) < math.inf:
+            raise ConfigurationError(
+                f"The gradient of the canary has norm {math.hypot(*norms)}: choose a sample that the model can learn."
+            )
+        self._norm_M = torch.tensor(norms, dtype=torch.float64)
         self._units = [
             {name: g / norm for name, g in part.items()} if norm > 0 else {}
             for part, norm in zip(parts, norms, strict=True)
@@ -91,22 +95,12 @@ class OddGradient:
 
 
 def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
-    """The gradient of one sample by plain autograd, by parameter name, in float64.
-
-    Raises ConfigurationError if it is 0, or not finite.
-    """
-    model = copy.deepcopy(model).train()
+    """The gradient of one sample (x [1, ...], y [1, ...]) by plain autograd, by the names of trained parameters."""
     device = next(model.parameters()).device
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    total = loss(model(x.to(device)), y.to(device)).sum()
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    found = {name: g.double() for name, g in zip(parameters, gradients, strict=True) if g is not None}
-    norm = norm_of(found.values())
-    if not (0 < norm < math.inf):
-        raise ConfigurationError(
-            f"The gradient of the canary has norm {norm}: choose a sample that the model can learn."
-        )
-    return found
+    value = loss(model(x.to(device)), y.to(device)).sum()
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpshard.audit.bounds import REFUTED_BEYOND, Guesses, guess
-from dpshard.audit.canary import JUST_BELOW, SampleLoss, named_parameters, norm_of
+from dpshard.audit.canary import JUST_BELOW, SampleLoss, named_parameters, norm_of, sample_gradient
 from dpshard.audit.steps import log_likelihood_ratio, noise_unit
 from dpshard.config import is_count
 from dpshard.engine import PrivacyEngine
@@ -153,14 +153,12 @@ class InputCanaries:
                 own[name].copy_(engine.full_value(name))
         full = {name: engine.full_gradient(name) for name in names}
         released = {name: g for name, g in full.items() if g is not None}
-        parameters, device = [own[name] for name in released], next(reference.parameters()).device
         unit = noise_unit(engine, step)
         z_m = np.zeros(len(self.scores))
-        for i, (x, y) in enumerate(zip(self._x, self._y, strict=True)):
-            value = self._loss(reference(x[None].to(device)), y[None].to(device)).sum()
-            found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-            along = sum(float((g * released[name]).sum()) for name, g in zip(released, found, strict=True))
-            norm = norm_of(found)
+        for i in range(len(z_m)):
+            found = sample_gradient(reference, self._x[i : i + 1], self._y[i : i + 1], self._loss)
+            along = sum(float((found[name] * g).sum()) for name, g in released.items())
+            norm = norm_of(found[name] for name in released)
             z_m[i] = along / norm * mechanism.schedule[step] / unit if norm > 0 else 0.0
         self.scores += z_m
 

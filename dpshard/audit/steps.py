@@ -23,6 +23,7 @@ differs from the second in its thresholds, which is nothing that the canary did.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import compute_epsilon
-from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon, subsampled
+from dpshard.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
 from dpshard.audit.canary import OddGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed_config import is_model_engine
 from dpshard.clipping import ClippingFunction, parse_clipping_fn
@@ -141,7 +142,7 @@ def audit_steps(
         raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
     check_positive("noise_multiplier", noise_multiplier)
     n = len(x)
-    gradient = sample_gradient(model, x[-1:], y[-1:], loss)
+    gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
     engine = PrivacyEngine(
         prepared,
@@ -270,7 +271,8 @@ def log_likelihood_ratio(
     z: NDArray[np.float64], shift: NDArray[np.float64] | float, q: float, sigma: float
 ) -> NDArray[np.float64]:
     """Of releases z: log of the density with a sample that adds `shift` with probability `q`, over that without it."""
-    return subsampled((shift * z - np.square(shift) / 2) / sigma**2, q)
+    drawn = (shift * z - np.square(shift) / 2) / sigma**2
+    return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:

@@ -92,15 +92,18 @@ class DDPBackend(LocalBackend):
         return self.guard.expect(name, (clipped_sum * self.world_size).to(parameter.dtype))
 
     def complete_sums(self) -> None:
-        """Sum what half-precision parameters keep beside their `.grad` over ranks, in float32, all in one reduction.
-
-        DDP's reducer, which would round it to the dtype of the parameters, sees zeros. LogicalBatchError if it has not
-        reduced the others; see [Note: Reduced or not].
-        """
+        """See LocalBackend; LogicalBatchError if DDP has not reduced the sums, see [Note: Reduced or not]."""
         self._refuse_unreduced()
         half = [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
-        if not half:
-            return
+        if half:
+            self._sum_over_ranks(half)
+        super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+
+    def _sum_over_ranks(self, half: Sequence[str]) -> None:
+        """Sum what half-precision parameters keep beside their `.grad`, in float32, all in one reduction.
+
+        DDP's reducer, which would round it to the dtype of the parameters, sees zeros.
+        """
         zeros = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in half}
         sums = [self._wide_sums.get(name, zeros[name]) for name in half]
         flat = torch.cat([x.flatten() for x in sums])

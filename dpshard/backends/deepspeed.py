@@ -137,11 +137,8 @@ class DeepSpeedBackend(LocalBackend):
             )
 
     def complete_sums(self) -> None:
-        """See LocalBackend."""
-        self._reducer.complete()
-
-    def check_sums(self) -> None:
         """See LocalBackend; nobody but this back-end has hold of the sums."""
+        self._reducer.complete()
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """See LocalBackend; the result waits for DeepSpeed's step."""

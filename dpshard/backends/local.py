@@ -161,7 +161,11 @@ class LocalBackend:
             raise
 
     def complete_sums(self) -> None:
-        """Called once per logical batch, before its sums are looked at: what is still to be summed over ranks, is."""
+        """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
+
+        LogicalBatchError if somebody else has changed a sum.
+        """
+        self._require_untouched(self.parameters)
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad
@@ -217,10 +221,6 @@ class LocalBackend:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """A block in which one micro-batch of a logical batch is worked on."""
         return nullcontext()
-
-    def check_sums(self) -> None:
-        """Called once per logical batch, before its noise; LogicalBatchError if somebody else has changed a sum."""
-        self._require_untouched(self.parameters)
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.

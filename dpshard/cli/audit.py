@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 REFUTED = 3
 """Exit code if an attack proved more than was accounted."""
-
-
 NAMES = {"step": "one step", "sampling": "sampling", "noise": "fresh noise", "run": "whole run"}
 """The attacks by their keys in audit.json."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
@@ -236,6 +234,6 @@ def _how(result: Mapping[str, Any]) -> str:
     if "canaries" in result:
         return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
     sampled = ""
-    if result.get("steps", 1) > 1:
+    if result["steps"] > 1:
         sampled = f" of {result['steps']} steps (Poisson samples, {result['batch_size']} of {result['sample_size']})"
     return f"{result['trials']} trials{sampled} count, half of them with one odd sample"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpshard import PrivacyEngine
 from dpshard.audit import Canaries, GradientCanaries, InputCanaries, StepsAudit, audit_steps, refuted, toss_coins
+from dpshard.audit.canary import norm_of, sample_gradient
 from dpshard.backends.ranks import Ranks
 from dpshard.cli import fitting, models, own_model, sharding
 from dpshard.cli.data import BYTES, Data, Kind, size
@@ -21,6 +22,9 @@ from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
 """Odd samples of which the one with the longest gradient is the canary of the games."""
+
+OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
+"""Settings of the mechanism that a game replaces by its own; all others are audited as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,7 @@ def audit_game(
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    options = settings.mechanism()
-    kept = ("max_grad_norm", "clipping_fn", "clipping_style", "clipping_mode", "adaptive_thresholds", "accountant")
-    options = {name: options[name] for name in (*kept, "noise")}
+    options = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     audit = audit_steps(
         model,
         x,
@@ -85,8 +87,6 @@ def audit_game(
         batch_size=game.batch_size,
         micro_batch_size=game.micro_batch_size,
         noise_multiplier=game.noise_multiplier,
-        secure_mode=settings.secure_mode,
-        target_delta=settings.target_delta,
         prepare=lambda model: (
             sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
         ),
@@ -192,13 +192,9 @@ def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
 
 def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The sample with the longest gradient."""
-    plain, norms = copy.deepcopy(model).train(), []
-    device = next(model.parameters()).device
-    for i in range(len(x)):
-        loss = sample_losses(plain(x[i : i + 1].to(device)), y[i : i + 1].to(device)).sum()
-        parameters = [p for p in plain.parameters() if p.requires_grad]
-        found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        norms.append(sum(float(g.square().sum()) for g in found))
+    plain = copy.deepcopy(model).train()
+    samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+    norms = [norm_of(sample_gradient(plain, *sample, sample_losses).values()) for sample in samples]
     best = max(range(len(norms)), key=norms.__getitem__)
     return x[best], y[best]
 

@@ -17,8 +17,19 @@ from dpshard.cli.formats import NEIGHBOURS
 from dpshard.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import RunFolderError
 
-PRIVATE_PANELS = ("loss", "accuracy", "perplexity", "clip_fraction", "gradient_snr")
-"""Pictures of figures that epsilon does not cover."""
+_CAPTIONS = {
+    "loss": "Mean loss of the samples of a step, and of held-out ones.",
+    "accuracy": "Share of held-out answers that the model gets right: labels, or masked bytes.",
+    "perplexity": "Perplexity of held-out text.",
+    "clip_fraction": "Share of samples whose gradient was longer than the clipping norm.",
+    "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
+}
+"""Of the pictures of figures that epsilon does not cover."""
+
+_NOISES = {
+    "gaussian": "Gaussian",
+    "discrete-gaussian": "exact discrete Gaussian on a grid of 2<sup>−24</sup> standard deviations",
+}
 
 
 def command(
@@ -120,12 +131,6 @@ def _promise(report: Mapping[str, Any]) -> str:
     return page.section("What is promised", f"{cards}{statement}{caution}<p>{meaning}</p><p>{relation}</p>")
 
 
-_NOISES = {
-    "gaussian": "Gaussian",
-    "discrete-gaussian": "exact discrete Gaussian on a grid of 2<sup>−24</sup> standard deviations",
-}
-
-
 def _unit(protected: str) -> str:
     return escape(protected.removeprefix("one "))
 
@@ -175,20 +180,11 @@ def _spent(budget: float | None, rows: Sequence[Mapping[str, Any]], pictures: Ma
 
 
 def _training(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    from dpshard.cli.report import result_rows
+    from dpshard.cli.final_report import result_rows
 
-    figures = "".join(page.figure(pictures[name], _CAPTIONS[name]) for name in PRIVATE_PANELS if name in pictures)
+    figures = "".join(page.figure(pictures[name], caption) for name, caption in _CAPTIONS.items() if name in pictures)
     results = page.facts([(escape(name), escape(value)) for name, value in result_rows(report)])
     return page.section("Training", f"{results}<div class='grid'>{figures}</div>", badge="not covered by epsilon")
-
-
-_CAPTIONS = {
-    "loss": "Mean loss of the samples of a step, and of held-out ones.",
-    "accuracy": "Share of held-out answers that the model gets right: labels, or masked bytes.",
-    "perplexity": "Perplexity of held-out text.",
-    "clip_fraction": "Share of samples whose gradient was longer than the clipping norm.",
-    "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
-}
 
 
 def _audit(folder: RunFolder) -> str:

@@ -113,7 +113,7 @@ def _check_ranks(settings: TrainSettings, count: int) -> None:
 def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
-        from dpshard.cli import data, report, training
+        from dpshard.cli import data, final_report, training
 
         samples = data.load(settings)
         run = training.Run.prepare(settings, samples, ranks)
@@ -146,15 +146,15 @@ def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, r
             raise typer.Exit(console.INTERRUPTED)
         with console.out.status("scoring the test split, drawing plots ..."):
             weights, scores = run.sharded.weights(), {"before": before, "after": run.score(samples.test)}
-            result = report.collect(run, scores)
+            result = final_report.collect(run, scores)
             ranks.on_first(lambda: _conclude(folder, weights, result))
-        report.show(console.out, folder, result)
+        final_report.show(console.out, folder, result)
 
 
 def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]) -> None:
     import torch
 
-    from dpshard.cli import plots, report
+    from dpshard.cli import final_report, plots
 
     content = io.BytesIO()
     torch.save(weights, content)
@@ -163,4 +163,4 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
         plots.draw(folder)
     except ConfigurationError as error:  # no matplotlib; a trained model is not lost for that
         warnings.warn(str(error), stacklevel=2)
-    report.write(folder, result)  # last: a run that has its report has finished
+    final_report.write(folder, result)  # last: a run that has its report has finished

@@ -1,3 +1,5 @@
+"""Batch sizes and learning rates over a run, at the figures of the papers and at small ones."""
+
 import pytest
 import torch
 

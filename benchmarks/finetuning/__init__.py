@@ -1,0 +1,7 @@
+"""GPT-2 and a vision transformer of Hugging Face, fine-tuned with privacy and without, whole and by LoRA, in shards.
+
+    python -m benchmarks.finetuning --nproc 2 --shard fsdp2
+
+Both are trained on public inputs first, without privacy, and kept in --out. Then PrivateTrainer fine-tunes them on
+private ones, and Trainer does, by the same arguments, to compare. docs/integrations.md has the table.
+"""
