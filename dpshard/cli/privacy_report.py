@@ -73,7 +73,7 @@ def render(folder: RunFolder, *, public: bool = False) -> str:
             "" if public else _training(report, pictures),
             "" if public else _audit(folder),
             page.section("What epsilon does not cover", page.bullets(privacy["not_covered"])),
-            _reproduce(folder, report),
+            _reproduce(folder, report, public=public),
         ]
         title = f"Privacy report: {report['task']}, {report['model']}"
     note = (
@@ -212,8 +212,11 @@ def _audit(folder: RunFolder) -> str:
     return page.section("Audit", text + verdict + table)
 
 
-def _reproduce(folder: RunFolder, report: Mapping[str, Any]) -> str:
-    privacy = report["privacy"]
+def _reproduce(folder: RunFolder, report: Mapping[str, Any], *, public: bool) -> str:
+    privacy, settings = report["privacy"], folder.config.read_text("utf-8")
+    data = folder.settings().data
+    if public and data is not None:  # names of files may tell whose data they hold
+        settings = settings.replace(data, "(your data)")
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
     elements = privacy.get("grid_elements")
@@ -231,6 +234,6 @@ def _reproduce(folder: RunFolder, report: Mapping[str, Any]) -> str:
     where = f"{report['device']}" + ("" if report["shard"] == "none" else f" x {report['ranks']}, {report['shard']}")
     text = (
         f"<pre>{escape(commands)}</pre><p>Versions: {escape(versions)}; trained on {escape(where)}.</p>"
-        f"<details open><summary>config.yaml</summary><pre>{escape(folder.config.read_text('utf-8'))}</pre></details>"
+        f"<details open><summary>config.yaml</summary><pre>{escape(settings)}</pre></details>"
     )
     return page.section("To reproduce", text)

@@ -7,6 +7,7 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from dpshard.cli import app
@@ -128,6 +129,14 @@ def test_a_page_for_the_public_holds_no_figures_of_the_data(dpshard, run):
     assert "not covered by epsilon" not in public
     assert public.count("<svg") == 1  # epsilon over steps, which the schedule decides
     assert Page(public).text.count("Privacy report") == 2
+
+
+def test_a_page_for_the_public_holds_no_names_of_files(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "task": "data", "data": "clinic/jane-doe.csv"}))
+    assert "jane-doe" in written(dpshard, folder)
+    assert "jane-doe" not in written(dpshard, folder, "--public")
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
