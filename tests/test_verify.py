@@ -433,6 +433,7 @@ def test_padding_does_not_stand_in_for_samples():
     """The first logical batch has one sample: padded with its copies, all sentences are of one length."""
     model = LanguageModel(token_mean)
     engine = engine_on(model, batch_size=1, sample_size=B)
+    engine._secret = bytes([4]) * 32  # of 1, 0, 0, 1 and 2 samples are the first batches
     data = TensorDataset(*sentences())
     real = []
     with pytest.raises(VerificationError, match="token-mean loss"):  # noqa: PT012
