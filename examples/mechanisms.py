@@ -18,6 +18,7 @@ import argparse
 import ast
 import copy
 import json
+import math
 import statistics
 import sysconfig
 import time
@@ -178,9 +179,11 @@ def train(
         optimizer.zero_grad()
         warmup.step()
         metrics = engine.metrics()
-        series["loss"].append(metrics["loss"])
+        series["loss"].append(metrics.get("loss", math.nan))  # an empty batch has none
         series["gradient-SNR"].append(metrics["gradient_snr"])
-        series["gradient norm"].append(next(v for name, v in metrics.items() if name.startswith("grad_norm/")))
+        series["gradient norm"].append(
+            next((v for name, v in metrics.items() if name.startswith("grad_norm/")), math.nan)
+        )
         series["watched"].append(watch(model) if watch else 0.0)
     return series | {
         "accuracy": accuracy(model, held_out),
