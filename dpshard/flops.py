@@ -7,15 +7,23 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import dpshard.kernels  # noqa: F401 - its formulas join the registry
 
 _aten = torch.ops.aten
 
+
+def _convolution_backward(gradient: Any, x: Any, weight: Any, *args: Any, **_: Any) -> int:
+    """Each gradient takes what the convolution takes; torch's formula counts that of the weight once a group."""
+    *_, transposed, _, _, mask = args
+    return (mask[0] + mask[1]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed)
+
+
 # The registry knows the attention kernels of GPUs; on CPU tensors, fake ones too, torch picks the one of the CPU.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    _aten.convolution_backward: _convolution_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),

@@ -185,3 +185,13 @@ def test_the_subject_trains_in_training_mode(module):
     assert subject.model.training
     assert subject.rows == 8
     torch.testing.assert_close(subject.loss(subject.x, subject.y), F.cross_entropy(subject.model(subject.x), subject.y))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_convolution_takes_two_of_itself_backward_whatever_its_groups(groups):
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    weight = torch.randn(12, 8 // groups, 3, 3, requires_grad=True)
+    with FlopMeter() as meter:
+        F.conv2d(x, weight, padding=1, groups=groups).sum().backward()
+    multiplications = 2 * 36 * 12 * (8 // groups) * 9  # samples, positions, outputs, inputs, kernel
+    assert meter.flops == 3 * 2 * multiplications
