@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *args: Any, **_: Any) -> int:
     """Each gradient takes what the convolution takes; torch's formula counts that of the weight once a group."""
-    *_, transposed, _, _, mask = args
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, mask = args
     return (mask[0] + mask[1]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed)
 
 
