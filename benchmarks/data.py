@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import Workload, loss
 from dpshard import PrivacyEngine
+from dpshard.benchmark import interleave
 from dpshard.config import BatchSchedule
 from dpshard.sampling import PoissonSampler, plan_micro_batches
 
@@ -27,19 +29,19 @@ def draws(sizes: Iterable[tuple[int, int]] = SIZES, *, micro_batch_size: int = 6
     """Seconds to draw a logical batch and to divide it into micro-batches, and the bytes that this takes at most."""
     found = []
     for sample_size, batch_size in sizes:
-        sampler = PoissonSampler(sample_size, BatchSchedule((batch_size,)), bytes(32))
-
-        def plan(step: int, sampler: PoissonSampler = sampler) -> None:
-            plan_micro_batches(sampler.draw(step), step, micro_batch_size)
-
-        seconds = median(_seconds(lambda step=step: plan(step)) for step in range(steps))
+        plan = partial(_plan, PoissonSampler(sample_size, BatchSchedule((batch_size,)), bytes(32)), micro_batch_size)
+        seconds = median(interleave({"plan": plan}, rounds=steps)["plan"])
         tracemalloc.start()
-        plan(steps)
+        plan()
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         sizes_and_costs = {"sample_size": sample_size, "batch_size": batch_size}
         found.append(sizes_and_costs | {"seconds": seconds, "peak_bytes": peak_bytes})
     return found
+
+
+def _plan(sampler: PoissonSampler, micro_batch_size: int) -> None:
+    plan_micro_batches(sampler.draw(0), 0, micro_batch_size)
 
 
 def waiting(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
@@ -52,7 +54,7 @@ def waiting(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
             model, batch_size=MICRO_BATCHES * workload.batch, sample_size=len(x), steps=steps + 1, noise_multiplier=1.0
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    waited, waits, whole = 0.0, [], []
+    waits, whole = [], []
     batches = iter(engine.batches(TensorDataset(x, y), workload.batch))
     while engine.step < engine.steps:
         begun = time.perf_counter()
@@ -69,9 +71,3 @@ def waiting(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
         whole.append(time.perf_counter() - begun)
         waits.append(waited)
     return {"seconds": median(whole[1:]), "waiting": median(waits[1:])}  # the first one verifies the model
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
