@@ -53,7 +53,7 @@ from torch import Tensor
 from dpshard import kernels, philox
 from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
+from dpshard.randomness import FIRST_UNIT, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
@@ -219,7 +219,7 @@ class KeyedGaussian:
         batches: list[list[_Block]] = []
         short: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            if block.lo + len(block.part) > UNIT:
+            if block.lo + len(block.part) > FIRST_UNIT:
                 batches.append([block])
             else:
                 batch = short.setdefault(block.part.dtype, [])
@@ -323,7 +323,7 @@ def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
 
 
 def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
-    """The first of `_sums` under each of `keys`, [keys, UNIT], bit by bit."""
+    """The first of `_sums` under each of `keys`, [keys, FIRST_UNIT], bit by bit."""
     total, *others = (first_normals(summands, np.float64) for summands in zip(*map(_summands, keys), strict=True))
     for other in others:
         total += other

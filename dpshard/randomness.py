@@ -22,7 +22,6 @@ import hmac
 import math
 import operator
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,8 +82,8 @@ class RandomSource:
         with _desk() as desk:
             normals, words, octets = _laid_out(desk, dtype)
             while drawn < n:
-                units = min(_UNITS, -(-(n - drawn) // UNIT))
-                size = units * UNIT
+                units, unit = (min(_UNITS, -(-(n - drawn) // UNIT)), UNIT) if drawn else (1, FIRST_UNIT)
+                size = units * unit
                 integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
                 made = normals[:size].reshape(units, 2, -1)
                 _box_muller(integers, words[: integers.size].reshape(rows, units, -1), made, dtype)
@@ -100,15 +99,15 @@ class RandomSource:
 
 
 def first_normals(keys: Sequence[bytes], dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-    """The first normals under each of `keys`, [keys, UNIT], as from sources of their own, but drawn at once."""
+    """The first normals under each of `keys`, [keys, FIRST_UNIT], as from sources of their own, but drawn at once."""
     rows, count = 3 if dtype is np.float32 else 4, len(keys)
-    octets = np.empty((count, 2 * rows * UNIT + _ROOM), np.uint8)
+    octets = np.empty((count, 2 * rows * FIRST_UNIT + _ROOM), np.uint8)
     for key, room in zip(keys, octets, strict=True):
         RandomSource(key)._octets(room)
     integers = octets[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
-    normals = np.empty((count, 2, UNIT // 2), dtype)
-    _box_muller(integers, np.empty((rows, count, UNIT // 2), dtype), normals, dtype)
-    return normals.reshape(count, UNIT)
+    normals = np.empty((count, 2, FIRST_UNIT // 2), dtype)
+    _box_muller(integers, np.empty((rows, count, FIRST_UNIT // 2), dtype), normals, dtype)
+    return normals.reshape(count, FIRST_UNIT)
 
 
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
@@ -134,32 +133,30 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     normals *= radius[:, None]
 
 
-UNIT = 2**11
-"""Normals that are made of a stretch of the stream of their own. Part of the meaning of a key."""
-_UNITS = 2**7
+FIRST_UNIT, UNIT = 2**11, 2**14
+"""Normals that are made of a stretch of the stream of their own: the first ones under a key, and all others. Most
+parameters are short, and loops over long rows are faster. Part of the meaning of a key."""
+_UNITS = 2**4
 """Units that are made at once: with fewer, threads wait for the interpreter; more would leave the cache."""
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """What the words of a pair of normals count: those of the radius, and those of the angle."""
 
 
-class _Desks(threading.local):
-    """Memory of this thread to draw in: fresh memory for each of many small tensors would take longer than drawing."""
-
-    def __init__(self) -> None:
-        self.free: list[NDArray[np.uint8]] = []
-
-
-_DESKS = _Desks()
+_DESKS: list[NDArray[np.uint8]] = []
+"""Memory to draw in that is free: fresh memory for each of many small tensors would take longer than drawing."""
 
 
 @contextmanager
 def _desk() -> Iterator[NDArray[np.uint8]]:
-    desk = _DESKS.free.pop() if _DESKS.free else np.empty(32 * UNIT * _UNITS + _ROOM, np.uint8)
+    try:
+        desk = _DESKS.pop()  # atomic: threads share the list
+    except IndexError:
+        desk = np.empty(32 * UNIT * _UNITS + _ROOM, np.uint8)
     try:
         yield desk
     finally:
-        _DESKS.free.append(desk)
+        _DESKS.append(desk)
 
 
 def _laid_out(desk: NDArray[np.uint8], dtype: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]:
