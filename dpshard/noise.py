@@ -41,9 +41,10 @@ the grid, every point of which every other sum reaches, too. Rounding it to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -53,10 +54,14 @@ from torch import Tensor
 from dpshard import kernels, philox
 from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import FIRST_UNIT, RandomSource, derive_key, first_normals
+from dpshard.randomness import RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+
+HEAD = 2**11
+"""Elements at the beginning of a block that have a key of their own: noise for the heads of many parameters, most of
+which are no longer, is drawn at once. Part of the meaning of a run secret."""
 
 SUMMANDS = 4
 """Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
@@ -69,12 +74,9 @@ SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 meaning of a run secret."""
 
 _TOGETHER = 32
-"""Short parts of which noise is drawn at once."""
+"""Heads of which noise is drawn at once."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
-
-_OF_A_THREAD = 2**21
-"""Elements that are worth a thread."""
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -182,16 +184,23 @@ class KeyedGaussian:
 
         batches = self._batches(blocks)
         # What draws releases the interpreter lock. torch's own number of threads is the share of the machine that this
-        # rank was given (torchrun sets it to 1); with less to do, threads wait for each other longer than they save.
-        on_cpu = all(block.part.device.type == "cpu" for block in blocks)
-        wanted = sum(len(block.part) for block in blocks) // _OF_A_THREAD
-        threads = min(len(batches), torch.get_num_threads(), wanted) if on_cpu else 1
-        if threads <= 1:
-            for batch in batches:
+        # rank was given (torchrun sets it to 1).
+        threads = min(len(batches), torch.get_num_threads(), self._worth_threads(blocks))
+        left = deque(batches)
+
+        def privatize_the_rest() -> None:
+            while True:
+                try:
+                    batch = left.popleft()  # atomic
+                except IndexError:
+                    return
                 privatize(batch)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(privatize, batches))  # list(): an exception in a thread is raised here
+
+        with ThreadPoolExecutor(threads) as pool:  # which starts no thread for nothing
+            helpers = [pool.submit(privatize_the_rest) for _ in range(threads - 1)]
+            privatize_the_rest()
+        for helper in helpers:
+            helper.result()  # an exception in a thread is raised here
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
@@ -214,19 +223,28 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
+    def _worth_threads(self, blocks: Sequence[_Block]) -> int:
+        """How many threads have enough to do: with less, they wait for each other longer than they save."""
+        if any(block.part.device.type != "cpu" for block in blocks):
+            return 1
+        slow = self.secure or any(block.part.dtype == torch.float64 for block in blocks)
+        return max(1, _elements(blocks) // (2**18 if slow else 2**22))
+
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        """`blocks` one by one, but short parts of one dtype together: each alone would be mostly overhead."""
+        """The heads of blocks, several of one dtype at once, for each alone would be mostly overhead; and the rests."""
         batches: list[list[_Block]] = []
-        short: dict[torch.dtype, list[_Block]] = {}
+        heads: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            if block.lo + len(block.part) > FIRST_UNIT:
-                batches.append([block])
-            else:
-                batch = short.setdefault(block.part.dtype, [])
-                batch.append(block)
+            head = max(0, HEAD - block.lo)
+            if head:
+                batch = heads.setdefault(block.part.dtype, [])
+                batch.append(replace(block, part=block.part[:head]))
                 if len(batch) == _TOGETHER:
-                    batches.append(short.pop(block.part.dtype))
-        return [*batches, *short.values()]
+                    batches.append(heads.pop(block.part.dtype))
+            if len(block.part) > head:
+                batches.append([replace(block, lo=block.lo + head, part=block.part[head:])])
+        batches.extend(heads.values())
+        return sorted(batches, key=_elements, reverse=True)  # threads that share them end at about the same time
 
     def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
         """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
@@ -247,26 +265,21 @@ class KeyedGaussian:
 
     def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
-        keys = [self._key(block, step) for block in batch]
-        first, dtype = batch[0], batch[0].part.dtype
-        if len(batch) == 1:
-            hi = first.lo + len(first.part)
-            for at, noise in self._draw(keys[0], first.lo, hi, dtype, first.part.device):
-                yield first.part[at : at + len(noise)], noise
+        keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
+        if batch[0].lo < HEAD:
+            rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
+            for block, row in zip(batch, rows, strict=True):
+                noise = torch.from_numpy(row[block.lo : block.lo + len(block.part)])
+                yield block.part, noise.to(block.part.device)
             return
-        rows = _first_sums(keys) if self.secure else first_normals(keys, _NUMPY_DTYPE[dtype])
-        for block, row in zip(batch, torch.from_numpy(rows), strict=True):
-            yield block.part, row[block.lo : block.lo + len(block.part)].to(block.part.device)
-
-    def _draw(
-        self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Elements [lo, hi) of the block under `key`, in pieces: where in the range a piece starts, and the piece."""
-        at = 0
-        # Nothing is drawn past `hi`.
-        for normals in _sums(key, hi) if self.secure else RandomSource(key).normals(hi, _NUMPY_DTYPE[dtype]):
-            if at + len(normals) > lo:
-                yield max(0, at - lo), torch.from_numpy(normals[max(0, lo - at) :]).to(device)
+        (block,), key, at = batch, derive_key(keys[0], "rest"), HEAD
+        n = block.lo + len(block.part) - HEAD  # nothing is drawn past the end of the part
+        for normals in _sums(key, n) if self.secure else RandomSource(key).normals(n, dtype):
+            skipped = max(0, block.lo - at)
+            if skipped < len(normals):
+                noise = torch.from_numpy(normals[skipped:])
+                start = at + skipped - block.lo
+                yield block.part[start : start + len(noise)], noise.to(block.part.device)
             at += len(normals)
 
 
@@ -289,17 +302,22 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return True  # no device draws it by the element
 
+    def _worth_threads(self, blocks: Sequence[_Block]) -> int:
+        return 1  # it takes many short calls, around which threads wait for each other
+
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
         return [[block] for block in blocks]
 
-    def _draw(
-        self, key: bytes, lo: int, hi: int, dtype: torch.dtype, device: torch.device
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        (block,) = batch
+        key, end = self._key(block, step), block.lo + len(block.part)
         start, stop = 0, SHORTEST_PIECE
-        while start < hi:
-            if stop > lo:
+        while start < end:
+            if stop > block.lo:
                 integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
-                yield max(0, start - lo), torch.from_numpy(integers[max(0, lo - start) : hi - start])
+                first = max(start, block.lo)
+                noise = torch.from_numpy(integers[first - start : end - start])
+                yield block.part[first - block.lo : stop - block.lo], noise
             start, stop = stop, stop + min(stop, LONGEST_PIECE)
 
     def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
@@ -314,7 +332,10 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
     """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
-    sources = [RandomSource(summand).normals(n, np.float64) for summand in _summands(key)]
+    return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
+
+
+def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArray[np.float64]]:
     for first, *others in zip(*sources, strict=True):
         for other in others:
             first += other
@@ -322,17 +343,18 @@ def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
         yield first
 
 
-def _first_sums(keys: Sequence[bytes]) -> NDArray[np.float64]:
-    """The first of `_sums` under each of `keys`, [keys, FIRST_UNIT], bit by bit."""
-    total, *others = (first_normals(summands, np.float64) for summands in zip(*map(_summands, keys), strict=True))
-    for other in others:
-        total += other
-    total *= SUMMANDS**-0.5
-    return total
+def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
+    """`first_normals`, of float64, each a sum of SUMMANDS independent ones."""
+    sources = (first_normals(summands, HEAD, np.float64) for summands in zip(*map(_summands, keys), strict=True))
+    return _summed(sources)
 
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+def _elements(blocks: Iterable[_Block]) -> int:
+    return sum(len(block.part) for block in blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

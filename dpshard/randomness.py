@@ -82,8 +82,8 @@ class RandomSource:
         with _desk() as desk:
             normals, words, octets = _laid_out(desk, dtype)
             while drawn < n:
-                units, unit = (min(_UNITS, -(-(n - drawn) // UNIT)), UNIT) if drawn else (1, FIRST_UNIT)
-                size = units * unit
+                units = min(_UNITS, -(-(n - drawn) // UNIT))
+                size = units * UNIT
                 integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
                 made = normals[:size].reshape(units, 2, -1)
                 _box_muller(integers, words[: integers.size].reshape(rows, units, -1), made, dtype)
@@ -98,16 +98,21 @@ class RandomSource:
         return room[:n]
 
 
-def first_normals(keys: Sequence[bytes], dtype: type[np.float32] | type[np.float64]) -> NDArray[Any]:
-    """The first normals under each of `keys`, [keys, FIRST_UNIT], as from sources of their own, but drawn at once."""
+def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
+    """The `n` standard normals of a unit of its own under each of `keys`, drawn at once; rows of memory in use.
+
+    `n` is even, and at most UNIT; all rows are at most UNITS * UNIT.
+    """
     rows, count = 3 if dtype is np.float32 else 4, len(keys)
-    octets = np.empty((count, 2 * rows * FIRST_UNIT + _ROOM), np.uint8)
-    for key, room in zip(keys, octets, strict=True):
-        RandomSource(key)._octets(room)
-    integers = octets[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
-    normals = np.empty((count, 2, FIRST_UNIT // 2), dtype)
-    _box_muller(integers, np.empty((rows, count, FIRST_UNIT // 2), dtype), normals, dtype)
-    return normals.reshape(count, FIRST_UNIT)
+    with _desk() as desk:
+        normals, words, octets = _laid_out(desk, dtype)
+        rooms = octets[: count * (2 * rows * n + _ROOM)].reshape(count, -1)
+        for key, room in zip(keys, rooms, strict=True):
+            RandomSource(key)._octets(room)
+        integers = rooms[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
+        made = normals[: count * n].reshape(count, 2, -1)
+        _box_muller(integers, words[: integers.size].reshape(rows, count, -1), made, dtype)
+        yield from made.reshape(count, n)
 
 
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
@@ -133,9 +138,9 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     normals *= radius[:, None]
 
 
-FIRST_UNIT, UNIT = 2**11, 2**14
-"""Normals that are made of a stretch of the stream of their own: the first ones under a key, and all others. Most
-parameters are short, and loops over long rows are faster. Part of the meaning of a key."""
+UNIT = 2**14
+"""Normals that are made of a stretch of the stream of their own: loops over shorter rows are slower. Part of the
+meaning of a key."""
 _UNITS = 2**4
 """Units that are made at once: with fewer, threads wait for the interpreter; more would leave the cache."""
 

@@ -21,8 +21,8 @@ from scipy import stats
 
 from dpshard import noise
 from dpshard.errors import ConfigurationError
-from dpshard.noise import BLOCK, KeyedGaussian, Shard
-from dpshard.randomness import RandomSource, derive_key
+from dpshard.noise import BLOCK, HEAD, KeyedGaussian, Shard
+from dpshard.randomness import RandomSource, derive_key, first_normals
 
 SECRET = bytes(range(32))
 GAUSSIAN = KeyedGaussian(SECRET)
@@ -35,7 +35,7 @@ both_sources = pytest.mark.parametrize("secure", [False, True])
 @given(cuts=st.lists(st.integers(0, 300), max_size=6))
 def test_noise_does_not_depend_on_the_split(secure, cuts):
     gaussian, bounds = KeyedGaussian(SECRET, secure=secure), [0, *sorted(cuts), 300]
-    with mock.patch.object(noise, "BLOCK", 64):
+    with mock.patch.object(noise, "BLOCK", 64), mock.patch.object(noise, "HEAD", 16):
         whole = gaussian.sample(3, "w", 0, 300)
         shards = [gaussian.sample(3, "w", a, b) for a, b in itertools.pairwise(bounds)]
     assert torch.equal(torch.cat(shards), whole)
@@ -145,10 +145,16 @@ def test_float64_noise_has_float64_bits():
 
 
 def secure_normals(n):
-    """The first normals of a parameter's first block in secure mode, summand by summand."""
+    """The first normals of a parameter's first block in secure mode, summand by summand: its head, and the rest."""
     key = derive_key(SECRET, "noise", 0, "w", 0)
-    streams = [RandomSource(derive_key(key, "summand", i)) for i in range(4)]
-    return sum(np.concatenate([piece.copy() for piece in stream.normals(n, np.float64)]) for stream in streams) / 2
+    rest = derive_key(key, "rest")
+    total = np.zeros(n)
+    for i in range(4):
+        (head,) = first_normals([derive_key(key, "summand", i)], HEAD, np.float64)
+        total[:HEAD] += head
+        pieces = RandomSource(derive_key(rest, "summand", i)).normals(n - HEAD, np.float64)
+        total[HEAD:] += np.concatenate([piece.copy() for piece in pieces])
+    return total / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
