@@ -3,17 +3,19 @@
 [Note: Anchor, slot, tap]
 Three autograd nodes make every clipping style, and the rules know none of them:
 
-    parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of the forward
-                  (1 a group)       (1 a use)        (on the output of the function that used the parameter)
+    parameters --> Anchor --token--> Tap --> rest of the forward
+                  (1 a group)       (on the output of the function that used the parameter)
 
-Tap    passes the output gradient g on, and returns what was kept in forward, and g, as the gradients of its dummies.
-Slot   receives these as its incoming gradients and hands them to the tape, as records.
-Anchor has an edge to every slot of its group, so that autograd runs it after all of them; it asks the tape for the
+    parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
+                                    (1 a use)
+
+Tap    passes the output gradient g on, and hands what was kept in forward, and g, to the tape, as records.
+Anchor has an edge to every tap of its group, so that autograd runs it after all of them; it asks the tape for the
        clipped sums and returns them as the gradients of the parameters. Rules see detached parameters, so no gradient
        reaches a parameter but through its anchor.
-
-Records travel as gradients because that survives torch.compile: a compiled region takes its dummies as inputs and
-returns their gradients, while slots and anchors run outside of it, in eager mode.
+Slot   stands between the two where the tape cannot be reached: a compiled region takes dummies as inputs, and the tap
+       returns its records as their gradients, which arrive at the slot, outside of the region and in eager mode.
+       Copies of a parameter, one a sample, are the outputs of a slot, too: their gradients are the records.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from dpshard.errors import UnsupportedParameterError
 
@@ -101,9 +104,12 @@ def hold(x: Tensor) -> Tensor:
     Activation checkpointing repeats a segment up to the last tensor that it saved. A tap comes after its function and
     would save there: the last matrix product of a segment would be repeated for a tensor that went into it.
     """
-    recorded = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # What autocast makes of `x` is known when the function has run.
-    return _Hold.apply(x) if recorded and not torch.is_autocast_enabled(x.device.type) else x
+    if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return x
+    # What autocast makes of `x` is known when the function has run. And where nobody waits for what is saved, nothing
+    # is repeated.
+    waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
+    return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
 
 def _node_of(x: Tensor) -> Any:
@@ -113,14 +119,22 @@ def _node_of(x: Tensor) -> Any:
     return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
 
 
+Arrive = Callable[[Sequence[Tensor | None]], None]
+"""Takes the tensors that were kept for the records of a use, and the output gradient."""
+
+
 class _Tap(torch.autograd.Function):
-    """`output` unchanged; backward: g passes on, and the kept tensors and g are the gradients of the dummies."""
+    """`output` unchanged; in backward g passes on, and the kept tensors and g arrive: as gradients, if not otherwise.
+
+    The tensors are `count` that are saved, and those that the tap has edges to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
-        kept = tensors[:count]
-        ctx.nodes, ctx.count = nodes, count
-        ctx.save_for_backward(*kept)
+    def forward(
+        ctx: Any, arrive: Arrive | None, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        ctx.arrive, ctx.nodes, ctx.others = arrive, nodes, len(tensors)
+        ctx.save_for_backward(*tensors[:count])
         if torch.compiler.is_compiling():
             return output.clone()  # the compiler removes the copy, and refuses mark_dirty
         ctx.mark_dirty(output)
@@ -136,15 +150,24 @@ class _Tap(torch.autograd.Function):
             )
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
+        if ctx.arrive is not None:
+            with without_autocast(gradient.device):
+                ctx.arrive((*kept, gradient))
+            return (None, None, None, gradient, *(None,) * ctx.others)
+        count = sum(node is None for node in ctx.nodes)
         kept = [x if x.is_floating_point() else x.double() for x in kept]
-        return (None, None, gradient, *(None,) * ctx.count, *kept, gradient)
+        return (None, None, None, gradient, *(None,) * count, *kept, gradient)
 
 
-def tap(output: Tensor, keep: tuple[Tensor, ...], dummies: tuple[Tensor, ...]) -> Tensor:
-    """`output`, tapped: in backward, `keep` and the output gradient arrive as the gradients of `dummies`."""
+def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
+    """`output`, tapped: in backward, `keep` and the output gradient are handed to `arrive`.
+
+    `ends`: the tokens of the anchors that wait for it. If `arrive` is None: the dummies as the gradients of which they
+    arrive at their slot.
+    """
     nodes = tuple(_node_of(x) for x in keep)
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
-    return _Tap.apply(nodes, len(own), output, *own, *dummies)
+    return _Tap.apply(arrive, nodes, len(own), output, *own, *ends)
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

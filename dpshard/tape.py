@@ -21,7 +21,7 @@ from torch import Tensor
 from dpshard.clipping import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.nodes import Anchor, Slot, without_autocast
+from dpshard.nodes import Anchor, Arrive, Slot, without_autocast
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 from dpshard.rules.records import Bundle, PerSample, Record, fetched, measure, offloaded, wide_dtype
@@ -94,6 +94,11 @@ class Tape:
 
         A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
         """
+        tokens, arrive = self.expect(use)
+        return Slot.apply(arrive, len(templates), *templates, *tokens)
+
+    def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
+        """Count on the records of `use`: the tokens of the anchors that wait for them, and what takes them."""
         tokens = []
         for anchor in self.clipper.anchors_of(use.sources):
             self._tokens[anchor] = self.clipper.token(anchor)
@@ -102,7 +107,7 @@ class Tape:
             for name in source.roots:
                 expected = self.groups.setdefault(self.clipper.group_of[name].index, GroupTape()).expected
                 expected[name] = expected.get(name, 0) + 1
-        return Slot.apply(functools.partial(self.arrive, use), len(templates), *templates, *tokens)
+        return tokens, functools.partial(self.arrive, use)
 
     def tokens(self) -> list[Tensor]:
         """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""

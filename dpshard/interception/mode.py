@@ -193,8 +193,11 @@ class _InterceptedCall:
         return x if isinstance(self.mode.slots, Rehearsal) else hold(x)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
-        dummies = self.mode.slots.slot(Use(tuple(sources), build), *dummies_like(output, keep))
-        return output if isinstance(self.mode.slots, Rehearsal) else tap(output, keep, dummies)
+        use, slots = Use(tuple(sources), build), self.mode.slots
+        if (expected := slots.expect(use)) is not None:
+            return tap(output, keep, *expected)
+        dummies = slots.slot(use, *dummies_like(output, keep))
+        return output if isinstance(slots, Rehearsal) else tap(output, keep, dummies, None)
 
     def per_sample(self, x: Tensor) -> Tensor:
         source = self.mode.sources[x]

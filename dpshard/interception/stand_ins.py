@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from dpshard.errors import REENTRANT, UnsupportedParameterError
+from dpshard.nodes import Arrive
 from dpshard.tape import Use
 
 
@@ -19,6 +21,10 @@ class SlotMaker(Protocol):
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """See Tape.slot."""
+        ...
+
+    def expect(self, use: Use) -> tuple[Sequence[Tensor], Arrive] | None:
+        """See Tape.expect; None in a compiled region, where slots alone lead to the tape."""
         ...
 
 
@@ -32,6 +38,10 @@ class Recomputation:
         """Stand-ins that refuse to be differentiated."""
         return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
 
+    def expect(self, use: Use) -> tuple[Sequence[Tensor], Arrive]:
+        """What takes no records."""
+        return (), _refuse
+
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
@@ -40,7 +50,11 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedParameterError(REENTRANT)
+        _refuse()
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise UnsupportedParameterError(REENTRANT)
 
 
 @dataclass(slots=True)
@@ -54,6 +68,9 @@ class Rehearsal:
         """Note the request; gradients are off, so the templates themselves will do."""
         self.asked.append((use, templates))
         return templates
+
+    def expect(self, use: Use) -> None:
+        """None: see SlotMaker."""
 
 
 class Premade:
@@ -70,6 +87,9 @@ class Premade:
         if labels != tuple([source.label for source in use.sources]):
             raise UnsupportedParameterError(ANOTHER_COURSE)
         return tensors
+
+    def expect(self, use: Use) -> None:
+        """None: see SlotMaker."""
 
 
 ANOTHER_COURSE = (
