@@ -133,7 +133,7 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, arrive: Arrive | None, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.arrive, ctx.nodes, ctx.others = arrive, nodes, len(tensors)
+        ctx.arrive, ctx.nodes, ctx.count, ctx.others = arrive, nodes, count, len(tensors)
         ctx.save_for_backward(*tensors[:count])
         if torch.compiler.is_compiling():
             return output.clone()  # the compiler removes the copy, and refuses mark_dirty
@@ -148,15 +148,23 @@ class _Tap(torch.autograd.Function):
                 "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways "
                 "that dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
             )
+        unchanged = (None, None, None, gradient)
+        # autograd.grad(loss, input) comes by here, too, and asks for no gradient of a parameter.
+        if ctx.arrive is not None and not _any_runs(ctx.next_functions[1 + ctx.count :]):
+            return (*unchanged, *(None,) * ctx.others)
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
         if ctx.arrive is not None:
             with without_autocast(gradient.device):
                 ctx.arrive((*kept, gradient))
-            return (None, None, None, gradient, *(None,) * ctx.others)
-        count = sum(node is None for node in ctx.nodes)
+            return (*unchanged, *(None,) * ctx.others)
         kept = [x if x.is_floating_point() else x.double() for x in kept]
-        return (None, None, None, gradient, *(None,) * count, *kept, gradient)
+        return (*unchanged, *(None,) * ctx.count, *kept, gradient)
+
+
+def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Whether the backward pass that runs now gets to any of the nodes behind `edges`."""
+    return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:

@@ -79,8 +79,7 @@ class RandomSource:
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
         """`n` standard normals of `dtype`, in pieces that fit into the cache; the next one overwrites a piece."""
         rows, drawn = 3 if dtype is np.float32 else 4, 0
-        with _desk() as desk:
-            normals, words, octets = _laid_out(desk, dtype)
+        with _desk(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, octets):
             while drawn < n:
                 units = min(_UNITS, -(-(n - drawn) // UNIT))
                 size = units * UNIT
@@ -99,20 +98,15 @@ class RandomSource:
 
 
 def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-    """The `n` standard normals of a unit of its own under each of `keys`, drawn at once; rows of memory in use.
-
-    `n` is even, and at most UNIT; all rows are at most UNITS * UNIT.
-    """
+    """`n` standard normals under each of `keys`, of a unit of their own, drawn at once; `n` is even."""
     rows, count = 3 if dtype is np.float32 else 4, len(keys)
-    with _desk() as desk:
-        normals, words, octets = _laid_out(desk, dtype)
-        rooms = octets[: count * (2 * rows * n + _ROOM)].reshape(count, -1)
+    with _desk(count * n, dtype, rooms=count) as (normals, words, octets):
+        rooms = octets.reshape(count, -1)
         for key, room in zip(keys, rooms, strict=True):
             RandomSource(key)._octets(room)
         integers = rooms[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
-        made = normals[: count * n].reshape(count, 2, -1)
-        _box_muller(integers, words[: integers.size].reshape(rows, count, -1), made, dtype)
-        yield from made.reshape(count, n)
+        _box_muller(integers, words.reshape(rows, count, -1), normals.reshape(count, 2, -1), dtype)
+        yield from normals.reshape(count, n)
 
 
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
@@ -153,21 +147,21 @@ _DESKS: list[NDArray[np.uint8]] = []
 
 
 @contextmanager
-def _desk() -> Iterator[NDArray[np.uint8]]:
+def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
+    """Places for `n` normals, for their words, and for the octets of these from so many streams."""
+    itemsize, words = np.dtype(dtype).itemsize, (3 if dtype is np.float32 else 4) * n // 2
+    cuts = np.cumsum((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM))
     try:
         desk = _DESKS.pop()  # atomic: threads share the list
     except IndexError:
-        desk = np.empty(32 * UNIT * _UNITS + _ROOM, np.uint8)
+        desk = np.empty(0, np.uint8)
+    if len(desk) < cuts[-1]:
+        desk = np.empty(cuts[-1], np.uint8)
     try:
-        yield desk
+        first, second, third, _ = np.split(desk, cuts)
+        yield first.view(dtype), second.view(dtype), third
     finally:
         _DESKS.append(desk)
-
-
-def _laid_out(desk: NDArray[np.uint8], dtype: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]:
-    """Places for normals, words and octets; those of float64 need most."""
-    normals, words, octets = np.split(desk, (8 * UNIT * _UNITS, 24 * UNIT * _UNITS))
-    return normals.view(dtype), words.view(dtype), octets
 
 
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))

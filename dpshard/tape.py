@@ -147,6 +147,11 @@ class Tape:
             for name in source.roots:
                 group = self._group(name)
                 group.arrived[name] = group.arrived.get(name, 0) + 1
+                if group.arrived[name] > group.expected[name]:
+                    raise LogicalBatchError(
+                        f"Backward reached {source.label} twice before the samples of this micro-batch were clipped: a "
+                        f"sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
+                    )
                 if self.current is Pass.SUMS:
                     self._sum(group, name)
                 elif group.arrived[name] == group.expected[name]:

@@ -5,10 +5,13 @@ test_micro_batches; 5 test_padded_micro_batches; 7 (tied weights, loops, crossin
 10 test_autocast, test_sums_of_half_precision_parameters_accumulate_in_float32.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import UnsupportedParameterError
@@ -22,6 +25,7 @@ from tests.oracle import (
     norm,
     per_sample_gradients,
     private_step,
+    ramp_loss,
     relative_error,
 )
 
@@ -154,6 +158,31 @@ def test_padded_micro_batches(micro_batch_size, mode):
 def test_activation_checkpointing(style, mode):
     update = step(Network(reentrant=False), clipping_style=style, clipping_mode=mode, micro_batch_sizes=[4, 2])
     assert_update(update, groups=STYLES[style])
+
+
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.parametrize("mode", ["auto", "ghost", "per-example"])
+def test_checkpointing_of_what_meets_the_data_first(mode):
+    """Its input has no gradient: what a repetition saves must be as many tensors as at first."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.inner, self.head = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def begin(self, ids):
+            return self.inner(torch.tanh(self.embedding(ids)))
+
+        def forward(self, ids):
+            hidden = checkpoint(self.begin, ids, use_reentrant=False) if self.training else self.begin(ids)
+            return self.head(torch.tanh(hidden).sum(1))
+
+    model, ids = First().double(), torch.randint(7, (6, 4))
+    expected = clipped_mean(per_sample_gradients(copy.deepcopy(model).eval(), [ids]), max_grad_norm=0.1, batch_size=6)
+    engine = noise_free_engine(model, batch_size=6, max_grad_norm=0.1, clipping_mode=mode)
+    ramp_loss(model(ids)).backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), expected) < 1e-12
 
 
 # Not every step of it sees gradients: that torch warns of it is not the point.

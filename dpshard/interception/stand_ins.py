@@ -39,8 +39,8 @@ class Recomputation:
         return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
 
     def expect(self, use: Use) -> tuple[Sequence[Tensor], Arrive]:
-        """What takes no records."""
-        return (), _refuse
+        """What takes no records; outputs get a graph as they had at first, where nothing else gives them one."""
+        return (torch.zeros(0, requires_grad=True),), _refuse
 
 
 class _Refusing(torch.autograd.Function):

@@ -311,3 +311,41 @@ def test_gradients_of_inputs_may_be_asked_for():
     ramp_loss(model(adversarial(model, x))).backward()
     engine.privatize()
     assert relative_error(gradients_of(model), expected) < 1e-12
+
+
+class Hidden(nn.Module):
+    """Keeps what is between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        self.hidden = torch.tanh(self.first(x))
+        return self.second(self.hidden)
+
+
+def by_grad(model, x, loss):
+    torch.autograd.grad(loss, model.hidden, retain_graph=True)
+    torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def by_inputs(model, x, loss):
+    model.hidden.retain_grad()
+    loss.backward(inputs=[model.hidden, x], retain_graph=True)
+
+
+@pytest.mark.parametrize("ask", [by_grad, by_inputs])
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+def test_a_backward_for_other_gradients_counts_no_sample(ask, style):
+    """It comes by the taps of the second layer: what it brings must not be added to what the loss brings."""
+    model, x = Hidden().double(), randn(6, 4).requires_grad_()
+    samples = per_sample_gradients(copy.deepcopy(model), [x.detach()])
+    groups = None if style == "all-layer" else [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
+    expected = clipped_mean(samples, max_grad_norm=0.1, batch_size=6, groups=groups)
+    engine = noise_free_engine(model, batch_size=6, max_grad_norm=0.1, clipping_style=groups or style)
+    loss = ramp_loss(model(x))
+    ask(model, x, loss)
+    loss.backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), expected) < 1e-12

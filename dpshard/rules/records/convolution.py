@@ -94,9 +94,13 @@ class Convolution:
             # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
             return self.outer().per_sample()
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
-        # side are groups of one convolution.
-        input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in (self.input, self.gradient))
-        return self._summed(input, gradient, samples=len(self.input)).view(-1, *self.shape)
+        # side are groups of one convolution. It takes three times the memory of what it returns.
+        total = torch.empty(len(self.input), *self.shape, dtype=wide_dtype(self.gradient), device=self.input.device)
+        samples = max(1, _AT_ONCE // total[0].nbytes)
+        for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
+            input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
+            part.copy_(self._summed(input, gradient, samples=len(part)).view(part.shape))
+        return total
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
@@ -136,6 +140,10 @@ class Convolution:
     def without(self, dead_B: Tensor) -> Convolution:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
         return replace(self, input=blank(self.input, dead_B), gradient=blank(self.gradient, dead_B))
+
+
+_AT_ONCE = 4 * 2**20
+"""Bytes of per-sample gradients that are made at once."""
 
 
 def windows(
