@@ -11,7 +11,7 @@ import torch
 from dpshard.benchmark import interleave
 from dpshard.noise import KeyedDiscreteGaussian, KeyedGaussian, Shard
 
-ELEMENTS = 2**22
+ELEMENTS = 2**24
 
 KINDS: dict[str, KeyedGaussian] = {
     "default": KeyedGaussian(bytes(32)),
