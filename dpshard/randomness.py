@@ -78,7 +78,7 @@ class RandomSource:
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
         """`n` standard normals of `dtype`, in pieces that fit into the cache; the next one overwrites a piece."""
-        rows, drawn = 3 if dtype is np.float32 else 4, 0
+        rows, drawn = _WORDS[dtype], 0
         with _desk(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, octets):
             while drawn < n:
                 units = min(_UNITS, -(-(n - drawn) // UNIT))
@@ -99,7 +99,7 @@ class RandomSource:
 
 def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
     """`n` standard normals under each of `keys`, of a unit of their own, drawn at once; `n` is even."""
-    rows, count = 3 if dtype is np.float32 else 4, len(keys)
+    rows, count = _WORDS[dtype], len(keys)
     with _desk(count * n, dtype, rooms=count) as (normals, words, octets):
         rooms = octets.reshape(count, -1)
         for key, room in zip(keys, rooms, strict=True):
@@ -138,9 +138,10 @@ meaning of a key."""
 _UNITS = 2**4
 """Units that are made at once: with fewer, threads wait for the interpreter; more would leave the cache."""
 
+_WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
+"""Words of 32 bits that a pair of normals is made of."""
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """What the words of a pair of normals count: those of the radius, and those of the angle."""
-
 
 _DESKS: list[NDArray[np.uint8]] = []
 """Memory to draw in that is free: fresh memory for each of many small tensors would take longer than drawing."""
@@ -149,7 +150,7 @@ _DESKS: list[NDArray[np.uint8]] = []
 @contextmanager
 def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
     """Places for `n` normals, for their words, and for the octets of these from so many streams."""
-    itemsize, words = np.dtype(dtype).itemsize, (3 if dtype is np.float32 else 4) * n // 2
+    itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
     cuts = np.cumsum((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM))
     try:
         desk = _DESKS.pop()  # atomic: threads share the list

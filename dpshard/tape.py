@@ -110,11 +110,11 @@ class Tape:
         return tokens, functools.partial(self.arrive, use)
 
     def tokens(self) -> list[Tensor]:
-        """The anchors' tokens that the slots of this tape hang on; another backward may have retired them since."""
+        """The anchors' tokens that the uses of this tape hang on; another backward may have retired them since."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """The tokens of the anchors that no slot of this tape hangs on, though their group has others that do.
+        """The tokens of the anchors that no use of this tape hangs on, though their group has others that do.
 
         Whoever waits for the gradients of a group (DDP's reducer) waits for these parameters, too.
         """
