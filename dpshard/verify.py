@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpshard.calls import outputs_of
-from dpshard.clipping import ClippingFunction, ClippingGroup
+from dpshard.clipping import ClippingGroup
 from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import Interception, Run, Undisturbed
 from dpshard.tape import Clipper, Take, Tape
@@ -73,7 +74,8 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
                 f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
                 f"not treat samples one by one. Hand the loss in: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
-        seed = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
         found.append((seed, dims[0] if dims else None, y.shape[dims[0]] if dims else 0))
     return found
 
@@ -101,12 +103,13 @@ def compare(
         values, values_alone = _values(outputs[0]), list[list[Tensor]]()
         del outputs
 
+        plain = {name: backend.differentiated[name] for name in names}
         for objective in objectives:
             norms: dict[int, Tensor] = {}
-            sums: dict[str, Tensor | None] = {}
+            together: dict[str, Sketch] = {}
 
-            def deliver(names: Sequence[str], take: Take, sums: dict[str, Tensor | None] = sums) -> list[None]:
-                sums.update({name: take(name) for name in names})
+            def deliver(names: Sequence[str], take: Take, together: dict[str, Sketch] = together) -> list[None]:
+                together.update({name: Sketch.of(total) for name in names if (total := take(name)) is not None})
                 return [None] * len(names)
 
             def observe(group: ClippingGroup, norm_B: Tensor, *_: Any, norms: dict[int, Tensor] = norms) -> None:
@@ -116,28 +119,16 @@ def compare(
             output = interception.run_recorded(
                 run, chosen, functools.partial(Tape, beside, n, None, n if mean else 1), state
             )
-            _gradients(objective(output, chosen), beside.differentiated())
+            _differentiate(objective(output, chosen), beside.differentiated())
             singles = []
             for sample in chosen:
                 state.rewind()
                 output = _run_plain(interception, run, [sample])
                 values_alone.append(_values(output))
-                value = objective(output, [sample])
-                plain = {name: backend.differentiated[name] for name in names}
-                found = zip(plain.items(), _gradients(value, list(plain.values())), strict=True)
-                # A parameter that is partitioned by now has another shape, and its shard is another kind of tensor.
-                device = value.device
-                singles.append(
-                    [
-                        torch.zeros(clipper.shapes[n], dtype=p.dtype, device=device) if g is None else g
-                        for (n, p), g in found
-                    ]
-                )
-            together = [
-                torch.zeros_like(single) if (found := sums.get(name)) is None else found
-                for name, single in zip(names, singles[0], strict=True)
-            ]
-            _check(names, together, singles, norms, clipper.groups, clipper.function, precision.half)
+                singles.append(_sketched_gradients(objective(output, [sample]), plain))
+            eps = min(max(torch.finfo(x.dtype).eps for x in plain.values()), torch.finfo(torch.float32).eps)
+            tolerance = _tolerance(list(plain.values()), precision.half)
+            _check(together, singles, norms, clipper, tolerance=tolerance, eps=eps, half=precision.half)
         if loss is None:
             for sample in chosen:
                 _refuse_mixed_outputs(values, values_alone[sample], sample, n, precision.half)
@@ -212,7 +203,7 @@ def _objectives(together: Any, alone: Any, n: int, *, mean: bool) -> list[Object
             for i, (seed, dim, rows) in zip(wide, seeds, strict=True):
                 if dim is not None and len(samples) < n:
                     seed = seed.narrow(dim, samples[0] * rows, rows)
-                total = total + (found[i] * seed.to(found[i].dtype)).sum()
+                total = total + (found[i] * seed).sum()
             return total / len(samples) if mean else total
 
         objectives.append(along)
@@ -247,11 +238,12 @@ def _refuse_mixed_outputs(together: Sequence[Tensor], alone: Sequence[Tensor], s
             )
 
 
-def _gradients(value: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
+def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
+    """Run backward from `value` to `parameters`; what they get is left to hooks and anchors."""
     if not parameters:
-        return []
+        return
     try:
-        return torch.autograd.grad(value, parameters, allow_unused=True)
+        torch.autograd.grad(value, parameters, allow_unused=True)
     except RuntimeError as error:
         # What torch says, and DeepSpeed.
         if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
@@ -259,46 +251,110 @@ def _gradients(value: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | Non
         raise UnsupportedParameterError(REENTRANT) from error
 
 
+def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
+    """Sketches of the gradients of `value` by name, where there are any; one whole gradient is alive at a time."""
+    found: dict[str, Sketch] = {}
+
+    def note(name: str, gradient: Tensor) -> Tensor:
+        found[name] = Sketch.of(gradient)
+        return gradient.new_zeros(()).expand_as(gradient)  # what backward keeps for its caller takes no memory
+
+    handles = [p.register_hook(functools.partial(note, name)) for name, p in parameters.items()]
+    try:
+        _differentiate(value, list(parameters.values()))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What is kept of a gradient: its norm, and a linear image that nearly keeps the norms of differences.
+
+    Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
+    random signs and are added up in WIDTH places: the squared norm of the image is right on average, and its relative
+    standard deviation is about sqrt(2 / WIDTH). This is the count sketch of Charikar, Chen and Farach-Colton 2002,
+    "Finding frequent items in data streams". A gradient of at most WIDTH elements is kept as it is.
+    """
+
+    norm: Tensor
+    """[], float64"""
+    image: Tensor
+    """[at most WIDTH], float64"""
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Sketch:
+        """The sketch of a gradient; two of one shape and device get the same signs."""
+        flat = gradient.detach().reshape(-1)
+        if len(flat) <= WIDTH:
+            return cls(flat.double().norm(), flat.double())
+        signs = torch.Generator(flat.device).manual_seed(0)
+        norm_sq, image = (torch.zeros(n, dtype=torch.float64, device=flat.device) for n in (1, WIDTH))
+        for part in flat.split(_AT_ONCE):
+            wide = part.double()
+            norm_sq += wide.square().sum()
+            wide *= torch.randint(0, 2, wide.shape, generator=signs, device=wide.device, dtype=torch.int8) * 2 - 1
+            image += F.pad(wide, (0, -len(wide) % WIDTH)).view(-1, WIDTH).sum(0)
+        return cls(norm_sq.sqrt()[0], image)
+
+
+WIDTH = 4093
+"""A prime: the elements of one column of a matrix do not meet in few places, whatever its number of columns."""
+_AT_ONCE = 256 * WIDTH
+"""Elements that are in float64 at a time; a multiple of WIDTH, so that places go on where they ended."""
+
+
 def _check(
-    names: list[str],
-    together: list[Tensor],
-    singles: list[list[Tensor]],
-    norms: dict[int, Tensor],
-    groups: Iterable[ClippingGroup],
-    function: ClippingFunction,
+    together: Mapping[str, Sketch],
+    singles: Sequence[Mapping[str, Sketch]],
+    norms: Mapping[int, Tensor],
+    clipper: Clipper,
+    *,
+    tolerance: float,
+    eps: float,
     half: bool,
 ) -> None:
-    place = {name: i for i, name in enumerate(names)}
-    tolerance = _tolerance(singles[0], half)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
-    total = max(float(torch.linalg.vector_norm(torch.stack([x.double().norm() for x in g]))) for g in singles)
-    eps = min(max(torch.finfo(x.dtype).eps for x in singles[0]), torch.finfo(torch.float32).eps)
+    total = max((float(_norm(single.values())) for single in singles), default=0.0)
     rounding = 64 * eps * total if math.isfinite(total) else 0.0
-    for group in groups:
-        members = [name for name in group.names if name in place]
-        if not members:
-            continue
-        flat = [torch.cat([g[place[name]].flatten().double() for name in members]) for g in singles]
-        exact = torch.stack([x.norm() for x in flat])
+    for group in clipper.groups:
+        exact = torch.stack([_norm(single[name] for name in group.names if name in single) for single in singles])
         if not bool(torch.isfinite(exact).all()):
             continue  # such a sample is dropped, and counted, in training as well
         found = norms.get(group.index, torch.zeros_like(exact)).double().to(exact.device)
-        factor = function.factor(exact, group.threshold)
-        expected = (factor[:, None] * torch.stack(flat)).sum(0)
-        got = torch.cat([together[place[name]].flatten().double() for name in members])
+        factor = clipper.function.factor(exact, group.threshold)
+        off = {name: float(_difference(name, together, singles, factor)) for name in group.names}
+        own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
         norms_agree = (found - exact).abs().max() <= tolerance * exact.max() + rounding
         # Measured against one sample's contribution: contributions may cancel in the sum.
-        sums_agree = (got - expected).norm() <= tolerance * (factor * exact).max() + rounding * factor.max()
-        if not (bool(norms_agree) and bool(sums_agree)):
-            raise _failure(group, together, singles, exact, found, factor, place)
-        if half:
-            continue  # the small gradients are rounded by more
-        # A loss that balances experts is small, but not beside what else their router learns from.
-        for name in members:
-            own = torch.stack([g[place[name]].flatten().double() for g in singles])
-            off = (together[place[name]].flatten().double() - (factor[:, None] * own).sum(0)).norm()
-            if not bool(off <= tolerance * (factor * own.norm(dim=1)).max() + rounding * factor.max()):
-                raise _failure(group, together, singles, exact, found, factor, place)
+        slack = rounding * float(factor.max())
+        sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
+        # A loss that balances experts is small, but not beside what else their router learns from. (In half precision
+        # small gradients are rounded by more.)
+        parts_agree = half or all(
+            off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
+            for name in group.names
+        )
+        if not (bool(norms_agree) and sums_agree and parts_agree):
+            raise _failure(group, max(off, key=lambda name: off[name]), exact, found)
+
+
+def _norm(sketches: Iterable[Sketch]) -> Tensor:
+    """The norm [] of several gradients together, float64 on the CPU."""
+    squares = [sketch.norm.square().cpu() for sketch in sketches]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def _difference(
+    name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
+) -> Tensor:
+    """The norm [] of the clipped sum of a parameter, less that of the samples alone."""
+    image = together[name].image.cpu() if name in together else torch.zeros((), dtype=torch.float64)
+    for f, single in zip(factor, singles, strict=True):
+        if name in single:
+            image = image - f * single[name].image.cpu()
+    return image.norm()
 
 
 _HALF_PRECISION = 5e-2
@@ -313,22 +369,9 @@ def _tolerance(tensors: Sequence[Tensor], half: bool) -> float:
     return 1e-6
 
 
-def _failure(
-    group: ClippingGroup,
-    together: list[Tensor],
-    singles: list[list[Tensor]],
-    exact: Tensor,
-    found: Tensor,
-    factor: Tensor,
-    place: dict[str, int],
-) -> VerificationError:
-    def error(name: str) -> float:
-        expected = sum(f * g[place[name]].double() for f, g in zip(factor, singles, strict=True))
-        return float((together[place[name]].double() - expected).norm())
-
-    worst = max((name for name in group.names if name in place), key=error)
+def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> VerificationError:
     return VerificationError(
-        f"{worst} (clipping group {group.label!r}): the gradients of {len(singles)} samples together are not those of "
+        f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together are not those of "
         f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
         f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; of tokens "
         f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "

@@ -11,12 +11,15 @@ test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in
 
 import copy
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
@@ -24,6 +27,7 @@ from dpshard.errors import BatchLayoutError, UnsupportedParameterError, Verifica
 from dpshard.rules import RULES
 from dpshard.rules.records import OuterProduct
 from dpshard.tape import Tape
+from dpshard.verify import WIDTH, Sketch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -401,6 +405,86 @@ def test_a_broken_rule_is_caught(monkeypatch, fault, style):
     engine_on(model, clipping_style=style, clipping_mode="bk")
     with pytest.raises(VerificationError, match=r"layer|head"):
         model(normal(B, D))
+
+
+@pytest.mark.parametrize("fault", ["one element", "one row", "one sample"])
+def test_a_broken_sum_of_a_large_parameter_is_caught(monkeypatch, fault):
+    """Gradients of more than WIDTH elements are compared by their sketches."""
+    clipped_sum = OuterProduct.clipped_sum
+
+    def broken(self, factor):
+        if fault == "one sample":
+            return clipped_sum(self, factor * torch.tensor([1.0, 1.0, 0.99]))
+        total = clipped_sum(self, factor).clone()
+        spoiled = total[0, :1] if fault == "one element" else total[0]
+        spoiled += 0.01 * total.norm() / len(spoiled) ** 0.5
+        return total
+
+    model = nn.Linear(90, 100)
+    assert model.weight.numel() > 2 * WIDTH
+    engine_on(model)
+    x = normal(3, 90)
+    model(x)  # as it is, it passes
+    monkeypatch.setattr(OuterProduct, "clipped_sum", broken)
+    model = nn.Linear(90, 100)
+    engine_on(model)
+    with pytest.raises(VerificationError, match="weight"):
+        model(x)
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant", "one element", "one column", "product"])
+def test_a_sketch_is_linear_and_nearly_keeps_norms(kind):
+    R, C = 300, 4096  # more than is in float64 at a time
+    x = {
+        "normal": normal(R, C),
+        "constant": torch.ones(R, C),
+        "one element": torch.zeros(R, C).index_put((torch.tensor(290), torch.tensor(7)), torch.tensor(2.0)),
+        "one column": torch.zeros(R, C).index_fill(1, torch.tensor(9), 1.0),
+        "product": normal(R, 1) * normal(1, C, seed=2),
+    }[kind]
+    y = normal(R, C, seed=3)
+    sketch, other, both = (Sketch.of(g) for g in (x, y, 2 * x - y))
+    assert sketch.image.shape == (WIDTH,)
+    torch.testing.assert_close(sketch.norm, x.double().norm())
+    torch.testing.assert_close(both.image, 2 * sketch.image - other.image, atol=1e-4, rtol=0)
+    assert abs(float(sketch.image.norm() / x.norm()) - 1) < 5 * (2 / WIDTH) ** 0.5 / 2
+
+
+def test_a_sketch_of_a_small_gradient_is_the_gradient():
+    x = normal(1, WIDTH)
+    assert torch.equal(Sketch.of(x).image, x.flatten().double())
+
+
+def test_verification_holds_one_whole_gradient_at_a_time():
+    """It would be the peak of memory of a training otherwise; whole gradients of three samples were 12 bytes each."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    engine_on(model)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    with LiveBytes() as live:
+        model(normal(B, 256))
+    assert live.peak < 1.5 * nbytes
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that functions have returned, and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
+                storage = x.untyped_storage()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+                self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, nbytes):
+        self.now -= nbytes
 
 
 # --- that it cannot be passed by ------------------------------------------------------------------------------------
