@@ -94,9 +94,11 @@ class Convolution:
             # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
             return self.outer().per_sample()
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
-        # side are groups of one convolution. It takes three times the memory of what it returns.
-        total = torch.empty(len(self.input), *self.shape, dtype=wide_dtype(self.gradient), device=self.input.device)
-        samples = max(1, _AT_ONCE // total[0].nbytes)
+        # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
+        # system if that does not fit into the cache.
+        shape, B = (len(self.input), *self.shape), len(self.input)
+        total = torch.empty(shape, dtype=wide_dtype(self.gradient), device=self.input.device)
+        samples = max(1, _AT_ONCE * B // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
             part.copy_(self._summed(input, gradient, samples=len(part)).view(part.shape))
@@ -143,7 +145,7 @@ class Convolution:
 
 
 _AT_ONCE = 4 * 2**20
-"""Bytes of per-sample gradients that are made at once."""
+"""Bytes of inputs, output gradients and per-sample gradients that are worked on at once."""
 
 
 def windows(
