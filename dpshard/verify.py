@@ -97,7 +97,7 @@ def compare(
         for samples in (chosen, [0]):
             state.rewind()
             with precision:
-                outputs.append(_run_plain(interception, run, samples))
+                outputs.append(_without_graph(_run_plain(interception, run, samples)))
         _refuse_memory(state, [lambda r=r, i=i: _run_plain(interception, r, [i]) for r, i in _two_inputs(run, n)])
         objectives = [loss.of] if loss is not None else _objectives(outputs[0], outputs[1], n, mean=mean)
         values, values_alone = _values(outputs[0]), list[list[Tensor]]()
@@ -147,6 +147,11 @@ def _run_plain(interception: Interception, run: Run, samples: list[int]) -> Any:
             f"get what belongs to samples in a tensor without a dimension for them (flat ids with offsets: pass ids "
             f"[B, T], and flatten them in forward)?"
         ) from error
+
+
+def _without_graph(output: Any) -> Any:
+    """The same values, which say whether they had a gradient, without the activations that it needs."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), output)
 
 
 def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:

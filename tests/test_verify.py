@@ -455,14 +455,31 @@ def test_a_sketch_of_a_small_gradient_is_the_gradient():
     assert torch.equal(Sketch.of(x).image, x.flatten().double())
 
 
-def test_verification_holds_one_whole_gradient_at_a_time():
-    """It would be the peak of memory of a training otherwise; whole gradients of three samples were 12 bytes each."""
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
-    engine_on(model)
-    nbytes = sum(p.nbytes for p in model.parameters())
+def test_verification_takes_no_more_memory_than_a_step():
+    """Whole gradients of three samples, and copies of them in float64, would be its peak."""
+    weights = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    engine_on(weights)
     with LiveBytes() as live:
-        model(normal(B, 256))
-    assert live.peak < 1.5 * nbytes
+        weights(normal(B, 256))
+    assert live.peak < 1.5 * sum(p.nbytes for p in weights.parameters())
+
+
+def test_verification_holds_the_activations_of_one_forward_at_a_time():
+    model = nn.Sequential(nn.Linear(4, 4), *(Spread() for _ in range(8)))
+    engine_on(model)
+    x = normal(3, 4)
+    with LiveBytes() as first:
+        model(x)
+    with LiveBytes() as second:
+        model(x).mean().backward()
+    assert first.peak < 1.1 * second.peak
+
+
+class Spread(nn.Module):
+    """Many activations, and no parameters."""
+
+    def forward(self, x):
+        return x[..., None].expand(-1, -1, 2**16).tanh().exp().mean(2)
 
 
 class LiveBytes(TorchDispatchMode):
