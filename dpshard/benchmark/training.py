@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -60,8 +60,8 @@ class NonPrivate:
     def __init__(self, subject: Subject, *, rows: int | None = None, lr: float = LEARNING_RATE, compiled: bool = False):
         self.subject = subject
         self.rows = rows or subject.rows
-        if compiled:
-            subject.model.compile()
+        # model.compile() compiles nothing of a model of torch's own, such as nn.Sequential.
+        self._called = replace(subject, model=torch.compile(subject.model)) if compiled else subject
         self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
         self._draws = torch.Generator().manual_seed(0)
         self._leaves, self._tree = tree_flatten((subject.x, subject.y))
@@ -70,7 +70,7 @@ class NonPrivate:
         """Take one step on B random rows."""
         index_B = torch.randperm(len(self._leaves[0]), generator=self._draws)[: self.rows]
         x, y = tree_unflatten([leaf[index_B.to(leaf.device)] for leaf in self._leaves], self._tree)
-        self.subject.loss(x, y).backward()
+        self._called.loss(x, y).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return Batch(x, y, torch.zeros(self.rows, dtype=torch.bool))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks import contenders, oracle
 from benchmarks.contenders import Task, make
@@ -52,6 +53,16 @@ def test_jax_takes_the_same_step(workload):
     pytest.importorskip("jax", reason="of the extra jax")
     task = trial(workload, dtype=torch.float32)
     assert oracle.check(make("jax:masked", task), task, steps=1) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+@pytest.mark.parametrize("name", ["nonprivate+compile", "dpshard:all-layer+compile", "vmap+compile"])
+def test_what_is_called_compiled_is(name):
+    """`nn.Sequential`, which W4 is, has a forward of torch's own: its `compile()` compiles nothing."""
+    torch.compiler.reset()
+    counters.clear()
+    make(name, trial("W4")).step()
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 class ForgetsPadding(Vmap):
