@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -126,7 +127,8 @@ def compare(
                 output = _run_plain(interception, run, [sample])
                 values_alone.append(_values(output))
                 singles.append(_sketched_gradients(objective(output, [sample]), plain))
-            eps = min(max(torch.finfo(x.dtype).eps for x in plain.values()), torch.finfo(torch.float32).eps)
+            widest = max((torch.finfo(x.dtype).eps for x in plain.values()), default=0.0)
+            eps = min(widest, torch.finfo(torch.float32).eps)
             tolerance = _tolerance(list(plain.values()), precision.half)
             _check(together, singles, norms, clipper, tolerance=tolerance, eps=eps, half=precision.half)
         if loss is None:
@@ -149,9 +151,10 @@ def _run_plain(interception: Interception, run: Run, samples: list[int]) -> Any:
         ) from error
 
 
-def _without_graph(output: Any) -> Any:
-    """The same values, which say whether they had a gradient, without the activations that it needs."""
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), output)
+def _without_graph(output: Any) -> list[Any]:
+    """The leaves of an output, which say whether they had a gradient, without the activations that it needs."""
+    leaves = pytree.tree_leaves(output)
+    return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
 
 
 def _two_inputs(run: Run, n: int) -> list[tuple[Run, int]]:
@@ -260,16 +263,16 @@ def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict
     """Sketches of the gradients of `value` by name, where there are any; one whole gradient is alive at a time."""
     found: dict[str, Sketch] = {}
 
-    def note(name: str, gradient: Tensor) -> Tensor:
+    def note(name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # the graph gets there, but nothing came
+            return None
         found[name] = Sketch.of(gradient)
         return gradient.new_zeros(()).expand_as(gradient)  # what backward keeps for its caller takes no memory
 
-    handles = [p.register_hook(functools.partial(note, name)) for name, p in parameters.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in parameters.items():
+            hooks.callback(parameter.register_hook(functools.partial(note, name)).remove)
         _differentiate(value, list(parameters.values()))
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
@@ -278,36 +281,39 @@ class Sketch:
     """What is kept of a gradient: its norm, and a linear image that nearly keeps the norms of differences.
 
     Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
-    random signs and are added up in WIDTH places: the squared norm of the image is right on average, and its relative
-    standard deviation is about sqrt(2 / WIDTH). This is the count sketch of Charikar, Chen and Farach-Colton 2002,
-    "Finding frequent items in data streams". A gradient of at most WIDTH elements is kept as it is.
+    random signs and are added up in some 4,000 places: the squared norm of the image is right on average, and its
+    relative standard deviation is about sqrt(2 / 4000). This is the count sketch of Charikar, Chen and Farach-Colton
+    2002, "Finding frequent items in data streams". A gradient of fewer elements is kept as it is.
     """
 
     norm: Tensor
     """[], float64"""
     image: Tensor
-    """[at most WIDTH], float64"""
+    """[at most WIDTHS[0]], float64"""
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """The sketch of a gradient; two of one shape and device get the same signs."""
+        """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
         flat = gradient.detach().reshape(-1)
-        if len(flat) <= WIDTH:
-            return cls(flat.double().norm(), flat.double())
+        if len(flat) <= WIDTHS[0]:
+            flat = flat.to(torch.float64, copy=True)
+            return cls(flat.norm(), flat)
+        width = next((width for width in WIDTHS if len(flat) % width), WIDTHS[0])
         signs = torch.Generator(flat.device).manual_seed(0)
-        norm_sq, image = (torch.zeros(n, dtype=torch.float64, device=flat.device) for n in (1, WIDTH))
-        for part in flat.split(_AT_ONCE):
-            wide = part.double()
+        norm_sq, image = (torch.zeros(n, dtype=torch.float64, device=flat.device) for n in (1, width))
+        for part in flat.split(_ROWS * width):
+            wide = part.to(torch.float64, copy=True)
             norm_sq += wide.square().sum()
             wide *= torch.randint(0, 2, wide.shape, generator=signs, device=wide.device, dtype=torch.int8) * 2 - 1
-            image += F.pad(wide, (0, -len(wide) % WIDTH)).view(-1, WIDTH).sum(0)
+            image += F.pad(wide, (0, -len(wide) % width)).view(-1, width).sum(0)
         return cls(norm_sq.sqrt()[0], image)
 
 
-WIDTH = 4093
-"""A prime: the elements of one column of a matrix do not meet in few places, whatever its number of columns."""
-_AT_ONCE = 256 * WIDTH
-"""Elements that are in float64 at a time; a multiple of WIDTH, so that places go on where they ended."""
+WIDTHS = (4093, 4091, 4079)
+"""Places of a sketch: the first that does not divide the number of elements. They are primes, so the elements of one
+column of a matrix do not meet in one place."""
+_ROWS = 256
+"""As many times the places are in float64 at a time."""
 
 
 def _check(
@@ -328,7 +334,8 @@ def _check(
         if not bool(torch.isfinite(exact).all()):
             continue  # such a sample is dropped, and counted, in training as well
         found = norms.get(group.index, torch.zeros_like(exact)).double().to(exact.device)
-        factor = clipper.function.factor(exact, group.threshold)
+        device = clipper.values[group.names[0]].device  # where a function of the user's own gets norms in training
+        factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         off = {name: float(_difference(name, together, singles, factor)) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
         norms_agree = (found - exact).abs().max() <= tolerance * exact.max() + rounding
@@ -348,14 +355,14 @@ def _check(
 def _norm(sketches: Iterable[Sketch]) -> Tensor:
     """The norm [] of several gradients together, float64 on the CPU."""
     squares = [sketch.norm.square().cpu() for sketch in sketches]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
 ) -> Tensor:
     """The norm [] of the clipped sum of a parameter, less that of the samples alone."""
-    image = together[name].image.cpu() if name in together else torch.zeros((), dtype=torch.float64)
+    image = together[name].image.cpu() if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
             image = image - f * single[name].image.cpu()

@@ -12,6 +12,7 @@ test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in
 import copy
 import random
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from dpshard.errors import BatchLayoutError, UnsupportedParameterError, Verifica
 from dpshard.rules import RULES
 from dpshard.rules.records import OuterProduct
 from dpshard.tape import Tape
-from dpshard.verify import WIDTH, Sketch
+from dpshard.verify import WIDTHS, Sketch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -409,7 +410,7 @@ def test_a_broken_rule_is_caught(monkeypatch, fault, style):
 
 @pytest.mark.parametrize("fault", ["one element", "one row", "one sample"])
 def test_a_broken_sum_of_a_large_parameter_is_caught(monkeypatch, fault):
-    """Gradients of more than WIDTH elements are compared by their sketches."""
+    """Gradients of many elements are compared by their sketches."""
     clipped_sum = OuterProduct.clipped_sum
 
     def broken(self, factor):
@@ -421,7 +422,7 @@ def test_a_broken_sum_of_a_large_parameter_is_caught(monkeypatch, fault):
         return total
 
     model = nn.Linear(90, 100)
-    assert model.weight.numel() > 2 * WIDTH
+    assert model.weight.numel() > 2 * WIDTHS[0]
     engine_on(model)
     x = normal(3, 90)
     model(x)  # as it is, it passes
@@ -433,8 +434,9 @@ def test_a_broken_sum_of_a_large_parameter_is_caught(monkeypatch, fault):
 
 
 @pytest.mark.parametrize("kind", ["normal", "constant", "one element", "one column", "product"])
-def test_a_sketch_is_linear_and_nearly_keeps_norms(kind):
-    R, C = 300, 4096  # more than is in float64 at a time
+@pytest.mark.parametrize("columns", [4096, WIDTHS[0]])
+def test_a_sketch_is_linear_and_nearly_keeps_norms(columns, kind):
+    R, C = 300, columns  # more than is in float64 at a time
     x = {
         "normal": normal(R, C),
         "constant": torch.ones(R, C),
@@ -444,15 +446,110 @@ def test_a_sketch_is_linear_and_nearly_keeps_norms(kind):
     }[kind]
     y = normal(R, C, seed=3)
     sketch, other, both = (Sketch.of(g) for g in (x, y, 2 * x - y))
-    assert sketch.image.shape == (WIDTH,)
     torch.testing.assert_close(sketch.norm, x.double().norm())
     torch.testing.assert_close(both.image, 2 * sketch.image - other.image, atol=1e-4, rtol=0)
-    assert abs(float(sketch.image.norm() / x.norm()) - 1) < 5 * (2 / WIDTH) ** 0.5 / 2
+    assert abs(float(sketch.image.norm() / x.norm()) - 1) < 5 * (2 / len(sketch.image)) ** 0.5 / 2
+
+
+@pytest.mark.parametrize("n", [7, 2 * WIDTHS[0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sketch_leaves_the_gradient_as_it_is(dtype, n):
+    """Autograd hands one tensor to two parameters, or one element as all."""
+    x = normal(n).to(dtype)
+    before, sketch = x.clone(), Sketch.of(x)
+    assert torch.equal(x, before)
+    x.zero_()
+    assert sketch.image.norm() > 0
+    assert torch.allclose(Sketch.of(torch.ones((), dtype=dtype).expand(n)).norm ** 2, torch.tensor(float(n)).double())
 
 
 def test_a_sketch_of_a_small_gradient_is_the_gradient():
-    x = normal(1, WIDTH)
+    x = normal(1, WIDTHS[0])
     assert torch.equal(Sketch.of(x).image, x.flatten().double())
+
+
+class PositionsInDouble(nn.Module):
+    """A sum whose two terms get one and the same gradient tensor, [B, 70, 64], from autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64).double(), nn.Linear(64, 3).double()
+        self.positions = nn.Parameter(normal(1, 70, 64).double())
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x) + self.positions))
+
+
+class _NoGradientForTheSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+class NothingComes(nn.Module):
+    """The graph gets to a parameter, and no gradient does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return _NoGradientForTheSecond.apply(self.first(x), self.second(x))
+
+
+class Two(NamedTuple):
+    scores: torch.Tensor
+    twice: torch.Tensor
+
+
+class OwnTuple(Two):
+    """Cannot be made from its fields, one after the other."""
+
+    def __new__(cls, scores):
+        return super().__new__(cls, scores, 2 * scores)
+
+
+class ReturnsOwnTuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x):
+        return OwnTuple(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(PositionsInDouble, (70, 64)), (NothingComes, (D,)), (ReturnsOwnTuple, (D,))]
+)
+def test_an_honest_model_that_is_hard_to_watch_passes(model, shape):
+    model = model()
+    engine = engine_on(model)
+    engine.verify(normal(3, *shape).to(next(model.parameters()).dtype))
+
+
+def test_no_hook_stays_when_verification_fails():
+    """A parameter that forward freezes cannot be watched."""
+
+    class Freezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            if len(x) == 1:
+                self.second.requires_grad_(False)
+            return self.second(self.first(x))
+
+    model = Freezes()
+    engine = engine_on(model)
+    before = [len(p._backward_hooks) for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="require gradient"):
+        engine.verify(normal(3, D))
+    assert [len(p._backward_hooks) for p in model.parameters()] == before
 
 
 def test_verification_takes_no_more_memory_than_a_step():
