@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,6 +22,7 @@ from dpshard.calls import outputs_of
 from dpshard.clipping import ClippingGroup
 from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import Interception, Run, Undisturbed
+from dpshard.sketch import Sketch
 from dpshard.tape import Clipper, Take, Tape
 
 SAMPLES = 3
@@ -127,10 +127,7 @@ def compare(
                 output = _run_plain(interception, run, [sample])
                 values_alone.append(_values(output))
                 singles.append(_sketched_gradients(objective(output, [sample]), plain))
-            widest = max((torch.finfo(x.dtype).eps for x in plain.values()), default=0.0)
-            eps = min(widest, torch.finfo(torch.float32).eps)
-            tolerance = _tolerance(list(plain.values()), precision.half)
-            _check(together, singles, norms, clipper, tolerance=tolerance, eps=eps, half=precision.half)
+            _check(together, singles, norms, clipper, list(plain.values()), half=precision.half)
         if loss is None:
             for sample in chosen:
                 _refuse_mixed_outputs(values, values_alone[sample], sample, n, precision.half)
@@ -276,56 +273,17 @@ def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Sketch:
-    """What is kept of a gradient: its norm, and a linear image that nearly keeps the norms of differences.
-
-    Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
-    random signs and are added up in some 4,000 places: the squared norm of the image is right on average, and its
-    relative standard deviation is about sqrt(2 / 4000). This is the count sketch of Charikar, Chen and Farach-Colton
-    2002, "Finding frequent items in data streams". A gradient of fewer elements is kept as it is.
-    """
-
-    norm: Tensor
-    """[], float64"""
-    image: Tensor
-    """[at most WIDTHS[0]], float64"""
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> Sketch:
-        """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
-        flat = gradient.detach().reshape(-1)
-        if len(flat) <= WIDTHS[0]:
-            flat = flat.to(torch.float64, copy=True)
-            return cls(flat.norm(), flat)
-        width = next((width for width in WIDTHS if len(flat) % width), WIDTHS[0])
-        signs = torch.Generator(flat.device).manual_seed(0)
-        norm_sq, image = (torch.zeros(n, dtype=torch.float64, device=flat.device) for n in (1, width))
-        for part in flat.split(_ROWS * width):
-            wide = part.to(torch.float64, copy=True)
-            norm_sq += wide.square().sum()
-            wide *= torch.randint(0, 2, wide.shape, generator=signs, device=wide.device, dtype=torch.int8) * 2 - 1
-            image += F.pad(wide, (0, -len(wide) % width)).view(-1, width).sum(0)
-        return cls(norm_sq.sqrt()[0], image)
-
-
-WIDTHS = (4093, 4091, 4079)
-"""Places of a sketch: the first that does not divide the number of elements. They are primes, so the elements of one
-column of a matrix do not meet in one place."""
-_ROWS = 256
-"""As many times the places are in float64 at a time."""
-
-
 def _check(
     together: Mapping[str, Sketch],
     singles: Sequence[Mapping[str, Sketch]],
     norms: Mapping[int, Tensor],
     clipper: Clipper,
+    parameters: Sequence[Tensor],
     *,
-    tolerance: float,
-    eps: float,
     half: bool,
 ) -> None:
+    tolerance = _tolerance(parameters, half)
+    eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
     total = max((float(_norm(single.values())) for single in singles), default=0.0)
     rounding = 64 * eps * total if math.isfinite(total) else 0.0

@@ -1,0 +1,48 @@
+"""Sketches of gradients: what is left of them in little memory, to compare sums of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTHS = (4093, 4091, 4079)
+"""Places of a sketch: the first that does not divide the number of elements. They are primes, so the elements of one
+column of a matrix do not meet in one place."""
+_ROWS = 256
+"""As many times the places are in float64 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What is kept of a gradient: its norm, and a linear image that nearly keeps the norms of differences.
+
+    Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
+    random signs and are added up in some 4,000 places: the squared norm of the image is right on average, and its
+    relative standard deviation is about sqrt(2 / 4000). This is the count sketch of Charikar, Chen and Farach-Colton
+    2002, "Finding frequent items in data streams". A gradient of fewer elements is kept as it is.
+    """
+
+    norm: Tensor
+    """[], float64"""
+    image: Tensor
+    """[at most WIDTHS[0]], float64"""
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Sketch:
+        """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
+        flat = gradient.detach().reshape(-1)
+        if len(flat) <= WIDTHS[0]:
+            flat = flat.to(torch.float64, copy=True)
+            return cls(flat.norm(), flat)
+        width = next((width for width in WIDTHS if len(flat) % width), WIDTHS[0])
+        signs = torch.Generator(flat.device).manual_seed(0)
+        norm_sq, image = (torch.zeros(n, dtype=torch.float64, device=flat.device) for n in (1, width))
+        for part in flat.split(_ROWS * width):
+            wide = part.to(torch.float64, copy=True)
+            norm_sq += wide.square().sum()
+            wide *= torch.randint(0, 2, wide.shape, generator=signs, device=wide.device, dtype=torch.int8) * 2 - 1
+            image += F.pad(wide, (0, -len(wide) % width)).view(-1, width).sum(0)
+        return cls(norm_sq.sqrt()[0], image)
