@@ -26,16 +26,16 @@ class Sketch:
     """
 
     norm: Tensor
-    """[], float64"""
+    """[], float64, on the CPU"""
     image: Tensor
-    """[at most WIDTHS[0]], float64"""
+    """[at most WIDTHS[0]], float64, on the CPU"""
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
         """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
         flat = gradient.detach().reshape(-1)
         if len(flat) <= WIDTHS[0]:
-            flat = flat.to(torch.float64, copy=True)
+            flat = flat.to("cpu", torch.float64, copy=True)
             return cls(flat.norm(), flat)
         width = next((width for width in WIDTHS if len(flat) % width), WIDTHS[0])
         signs = torch.Generator(flat.device).manual_seed(0)
@@ -45,4 +45,4 @@ class Sketch:
             norm_sq += wide.square().sum()
             wide *= torch.randint(0, 2, wide.shape, generator=signs, device=wide.device, dtype=torch.int8) * 2 - 1
             image += F.pad(wide, (0, -len(wide) % width)).view(-1, width).sum(0)
-        return cls(norm_sq.sqrt()[0], image)
+        return cls(norm_sq.sqrt()[0].cpu(), image.cpu())

@@ -285,16 +285,17 @@ def _check(
     tolerance = _tolerance(parameters, half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
-    total = max((float(_norm(single.values())) for single in singles), default=0.0)
+    total = max((_norm(single.values()) for single in singles), default=0.0)
     rounding = 64 * eps * total if math.isfinite(total) else 0.0
     for group in clipper.groups:
-        exact = torch.stack([_norm(single[name] for name in group.names if name in single) for single in singles])
+        alone = [_norm(single[name] for name in group.names if name in single) for single in singles]
+        exact = torch.tensor(alone, dtype=torch.float64, device="cpu")
         if not bool(torch.isfinite(exact).all()):
             continue  # such a sample is dropped, and counted, in training as well
-        found = norms.get(group.index, torch.zeros_like(exact)).double().to(exact.device)
+        found = norms.get(group.index, torch.zeros_like(exact)).double().cpu()
         device = clipper.values[group.names[0]].device  # where a function of the user's own gets norms in training
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
-        off = {name: float(_difference(name, together, singles, factor)) for name in group.names}
+        off = {name: _difference(name, together, singles, factor) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
         norms_agree = (found - exact).abs().max() <= tolerance * exact.max() + rounding
         # Measured against one sample's contribution: contributions may cancel in the sum.
@@ -310,21 +311,20 @@ def _check(
             raise _failure(group, max(off, key=lambda name: off[name]), exact, found)
 
 
-def _norm(sketches: Iterable[Sketch]) -> Tensor:
-    """The norm [] of several gradients together, float64 on the CPU."""
-    squares = [sketch.norm.square().cpu() for sketch in sketches]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
+def _norm(sketches: Iterable[Sketch]) -> float:
+    """The norm of several gradients together."""
+    return math.hypot(*(float(sketch.norm) for sketch in sketches))
 
 
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
-) -> Tensor:
-    """The norm [] of the clipped sum of a parameter, less that of the samples alone."""
-    image = together[name].image.cpu() if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
+) -> float:
+    """The norm of the clipped sum of a parameter, less that of the samples alone."""
+    image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
-            image = image - f * single[name].image.cpu()
-    return image.norm()
+            image = image - f * single[name].image
+    return float(image.norm())
 
 
 _HALF_PRECISION = 5e-2

@@ -41,7 +41,7 @@ def command(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Steps of each that are timed, in turns.")] = 20,
-    compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too (model.compile()).")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too.")] = False,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, in fresh processes.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
