@@ -8,8 +8,9 @@ meet it, no others. By construction then
 - the noisy update is the same on 1, 2 or 256 ranks;
 - a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
 The last holds on one kind of device: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
-Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (Between two CPUs, or two
-GPUs, or with and without Triton, the last bits of a logarithm or a cosine may differ.)
+Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (The last bits of a
+logarithm or a cosine may differ with and without compiled code (native/), with and without Triton, between two GPUs,
+and between two CPUs without compiled code.)
 
 [Note: Secure noise]
 Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
@@ -41,17 +42,16 @@ the grid, every point of which every other sum reaches, too. Rounding it to the 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard import kernels, philox
+from dpshard import kernels, native, philox
 from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource, derive_key, first_normals
@@ -149,7 +149,9 @@ class KeyedGaussian:
             return []
         norms = torch._foreach_norm([block.part for block in blocks])
         if std > 0:
-            self._privatize_all(blocks, step, std, divisor)
+            for batch in self._batches(blocks):
+                for piece, noise in self._noise(batch, step):
+                    self._privatize(piece, noise, std, divisor)
         else:
             torch._foreach_div_([flat for _, flat in pairs], divisor)
         return norms
@@ -177,31 +179,6 @@ class KeyedGaussian:
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
 
-    def _privatize_all(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
-        def privatize(batch: Sequence[_Block]) -> None:
-            for piece, noise in self._noise(batch, step):
-                self._privatize(piece, noise, std, divisor)
-
-        batches = self._batches(blocks)
-        # What draws releases the interpreter lock. torch's own number of threads is the share of the machine that this
-        # rank was given (torchrun sets it to 1).
-        threads = min(len(batches), torch.get_num_threads(), self._worth_threads(blocks))
-        left = deque(batches)
-
-        def privatize_the_rest() -> None:
-            while True:
-                try:
-                    batch = left.popleft()  # atomic
-                except IndexError:
-                    return
-                privatize(batch)
-
-        with ThreadPoolExecutor(threads) as pool:  # which starts no thread for nothing
-            helpers = [pool.submit(privatize_the_rest) for _ in range(threads - 1)]
-            privatize_the_rest()
-        for helper in helpers:
-            helper.result()  # an exception in a thread is raised here
-
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
         self.release_([Shard(name, target, start)], step=step, std=std)
@@ -223,13 +200,6 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
-    def _worth_threads(self, blocks: Sequence[_Block]) -> int:
-        """How many threads have enough to do: with less, they wait for each other longer than they save."""
-        if any(block.part.device.type != "cpu" for block in blocks):
-            return 1
-        slow = self.secure or any(block.part.dtype == torch.float64 for block in blocks)
-        return max(1, _elements(blocks) // (2**18 if slow else 2**22))
-
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
         """The heads of blocks, several of one dtype at once, for each alone would be mostly overhead; and the rests."""
         batches: list[list[_Block]] = []
@@ -241,45 +211,40 @@ class KeyedGaussian:
                 batch.append(replace(block, part=block.part[:head]))
                 if len(batch) == _TOGETHER:
                     batches.append(heads.pop(block.part.dtype))
-            if len(block.part) > head:
+            if block.part.numel() > head:
                 batches.append([replace(block, lo=block.lo + head, part=block.part[head:])])
-        batches.extend(heads.values())
-        return sorted(batches, key=_elements, reverse=True)  # threads that share them end at about the same time
+        return [*batches, *heads.values()]
 
-    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
-        """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`.
-
-        While all of it is in the cache, and on CPUs by numpy: of torch every thread that draws would start more
-        threads.
-        """
+    def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
+        """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`."""
         if piece.device.type != "cpu":
-            piece.add_(noise, alpha=std).div_(divisor)
+            piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
             return
-        drawn, target = noise.numpy(), piece.numpy()
-        drawn *= std
-        np.add(drawn, target, out=target, casting="same_kind")
+        target = piece.numpy()
+        if native.release_(target, noise, std, divisor):
+            return
+        noise *= std
+        np.add(noise, target, out=target, casting="same_kind")
         target /= divisor
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
 
-    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
         keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
         if batch[0].lo < HEAD:
             rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
             for block, row in zip(batch, rows, strict=True):
-                noise = torch.from_numpy(row[block.lo : block.lo + len(block.part)])
-                yield block.part, noise.to(block.part.device)
+                yield block.part, row[block.lo : block.lo + block.part.numel()]
             return
         (block,), key, at = batch, derive_key(keys[0], "rest"), HEAD
-        n = block.lo + len(block.part) - HEAD  # nothing is drawn past the end of the part
+        n = block.lo + block.part.numel() - HEAD  # nothing is drawn past the end of the part
         for normals in _sums(key, n) if self.secure else RandomSource(key).normals(n, dtype):
             skipped = max(0, block.lo - at)
             if skipped < len(normals):
-                noise = torch.from_numpy(normals[skipped:])
-                start = at + skipped - block.lo
-                yield block.part[start : start + len(noise)], noise.to(block.part.device)
+                noise, start = normals[skipped:], at + skipped - block.lo
+                yield block.part[start : start + len(noise)], noise
             at += len(normals)
 
 
@@ -302,13 +267,10 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return True  # no device draws it by the element
 
-    def _worth_threads(self, blocks: Sequence[_Block]) -> int:
-        return 1  # it takes many short calls, around which threads wait for each other
-
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
         return [[block] for block in blocks]
 
-    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         (block,) = batch
         key, end = self._key(block, step), block.lo + len(block.part)
         start, stop = 0, SHORTEST_PIECE
@@ -316,16 +278,15 @@ class KeyedDiscreteGaussian(KeyedGaussian):
             if stop > block.lo:
                 integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
                 first = max(start, block.lo)
-                noise = torch.from_numpy(integers[first - start : end - start])
-                yield block.part[first - block.lo : stop - block.lo], noise
+                yield block.part[first - block.lo : stop - block.lo], integers[first - start : end - start]
             start, stop = stop, stop + min(stop, LONGEST_PIECE)
 
-    def _privatize(self, piece: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+    def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
         with np.errstate(over="ignore"):  # what is infinite is cut off
             steps = total / grid
         np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
-        steps += noise.numpy()
+        steps += noise
         steps *= grid
         piece.copy_(torch.from_numpy(steps)).div_(divisor)
 
@@ -351,10 +312,6 @@ def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
-
-
-def _elements(blocks: Iterable[_Block]) -> int:
-    return sum(len(block.part) for block in blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from dpshard import native
 from dpshard.errors import ConfigurationError
 
 SECRET_BYTES = 32
@@ -115,6 +116,8 @@ def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[An
     Box and Muller 1958. Integers are signed: processors convert those to floats at once. And calls are few: around each
     of them, threads that draw at the same time wait for the interpreter.
     """
+    if native.box_muller(integers, normals):
+        return
     integers[:, :2] &= 2**31 - 1
     scales = np.array(_SCALES[: len(words)], dtype)[:, None, None]
     np.multiply(integers.swapaxes(0, 1), scales, out=words, dtype=dtype, casting="same_kind")
@@ -136,7 +139,7 @@ UNIT = 2**14
 """Normals that are made of a stretch of the stream of their own: loops over shorter rows are slower. Part of the
 meaning of a key."""
 _UNITS = 2**4
-"""Units that are made at once: with fewer, threads wait for the interpreter; more would leave the cache."""
+"""Units that are made at once: fewer would take more calls; more would leave the cache."""
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
 """Words of 32 bits that a pair of normals is made of."""

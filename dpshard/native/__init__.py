@@ -1,0 +1,91 @@
+"""Compiled C for the CPU, where numpy leaves much to gain; numpy does the same wherever it was not built.
+
+[Note: Native code]
+Noise is most of what a private step costs above the ordinary one where norms are cheap, and Box and Muller's method in
+numpy is most of noise: seven passes over the cache. Compiled, it is one pass of vector code (normals.c). Random bits
+still come from OpenSSL's cipher: no cryptography is of our own.
+
+Threads are those of torch: a pool of another kind would compete with them for the cores, on which OpenMP's threads wait
+for more work for milliseconds after the last operator. GOMP_parallel is what compilers call for `#pragma omp parallel`,
+and torch's build for Linux brings the library that has it; where it is not found, one thread does the work.
+
+setuptools builds it with the package if there is a C compiler, and goes on without if there is none. What is drawn does
+not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0 switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def is_built() -> bool:
+    """Whether compiled code serves in this process."""
+    return _library() is not None
+
+
+def box_muller(words: NDArray[np.int32], normals: NDArray[Any]) -> bool:
+    """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
+
+    Units are contiguous, and `normals` altogether. What words mean, randomness.py says. False if nothing is built.
+    """
+    library = _library()
+    if library is None:
+        return False
+    units, _, n = words.shape
+    stride = words.strides[0] // words.itemsize
+    library.dpshard_normals(*_team(), words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
+    return True
+
+
+def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> bool:
+    """Turn `x` [n] into (x + std * noise) / divisor in place; the sum with wider noise is rounded once.
+
+    Both are contiguous, float32 or float64, the noise not narrower. False if nothing is built.
+    """
+    library = _library()
+    if library is None:
+        return False
+    library.dpshard_release(
+        *_team(), x.ctypes.data, noise.ctypes.data, len(x), std, divisor, _wide(x), _wide(noise)
+    )  # fmt: skip
+    return True
+
+
+def _wide(x: NDArray[Any]) -> bool:
+    return x.dtype == np.float64
+
+
+def _team() -> tuple[int | None, int]:
+    """Address of what runs a function on torch's threads, if there is any; and their number."""
+    return _gomp_parallel(), torch.get_num_threads()
+
+
+@functools.cache
+def _gomp_parallel() -> int | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    found = find_spec("dpshard.native._normals")
+    if found is None or found.origin is None or os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
+        return None
+    library = ctypes.CDLL(found.origin)
+    pointer, size, real, flag = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
+    team = (pointer, ctypes.c_uint)
+    library.dpshard_normals.argtypes = (*team, pointer, size, pointer, size, size, flag)
+    library.dpshard_release.argtypes = (*team, pointer, pointer, size, real, real, flag, flag)
+    library.dpshard_normals.restype = library.dpshard_release.restype = None
+    return library

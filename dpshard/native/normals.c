@@ -1,0 +1,206 @@
+/* Box and Muller's normals of random words, as randomness.py makes them with numpy, and their addition to a sum, as
+noise.py adds them; see dpshard/native/__init__.py.
+
+Only operations that IEEE 754 rounds in one way are used, and compilers must not contract them: so every processor
+makes the same bits of the same words. The loops have no branches, so that compilers turn them into vector code.
+Functions are sums of their Taylor series, near 0, to below half a unit in the last place:
+
+    log u = e log 2 + log m, m in [1/sqrt 2, sqrt 2), log m = 2 artanh s, s = (m - 1) / (m + 1), |s| < 0.1716
+    cosine and sine of the angle to the nearest axis, at most pi / 4
+
+The logarithm of 2 has two parts, of which e times the first is exact. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EVERY_PROCESSOR
+#endif
+
+#define PI 3.14159265358979323846
+#define LOWER_31_BITS 0x7fffffff
+
+static inline float log_of_float(float u)
+{
+    int32_t bits, e;
+    float m, s, z, series;
+
+    memcpy(&bits, &u, sizeof bits);
+    e = (bits - 0x3f3504f3) >> 23; /* the bits of 1 / sqrt 2 */
+    bits -= (int32_t)((uint32_t)e << 23);
+    memcpy(&m, &bits, sizeof m);
+    s = (m - 1.0f) / (m + 1.0f);
+    z = s * s;
+    series = z * (2.0f / 3 + z * (2.0f / 5 + z * (2.0f / 7 + z * (2.0f / 9 + z * (2.0f / 11)))));
+    return (float)e * 0x1.62e4p-1f + (2.0f * s + (s * series + (float)e * 0x1.7f7d1cp-20f));
+}
+
+static inline double log_of_double(double u)
+{
+    uint64_t bits;
+    int32_t e;
+    double m, s, z, series;
+
+    memcpy(&bits, &u, sizeof bits);
+    e = (int32_t)((bits - 0x3fe6a09e667f3bcd + 0x3ff0000000000000) >> 52) - 1023; /* of shifts, AVX2 has unsigned ones */
+    bits -= (uint64_t)(int64_t)e << 52;
+    memcpy(&m, &bits, sizeof m);
+    s = (m - 1.0) / (m + 1.0);
+    z = s * s;
+    series = 2.0 / 21 + z * (2.0 / 23);
+    series = 2.0 / 17 + z * (2.0 / 19 + z * series);
+    series = 2.0 / 13 + z * (2.0 / 15 + z * series);
+    series = 2.0 / 9 + z * (2.0 / 11 + z * series);
+    series = 2.0 / 5 + z * (2.0 / 7 + z * series);
+    series = z * (2.0 / 3 + z * series);
+    return (double)e * 0x1.62e42fefap-1 + (2.0 * s + (s * series + (double)e * 0x1.cf79abc9e3b3ap-40));
+}
+
+/* Normals [2, n] of words [3, n]: 31 and 31 bits for the radius, 32 for the angle. */
+FOR_EVERY_PROCESSOR
+static void floats_of_unit(const int32_t *restrict words, float *restrict normals, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i++) {
+        float u = (float)(words[i] & LOWER_31_BITS) * 0x1p-31f
+                  + ((float)(words[n + i] & LOWER_31_BITS) * 0x1p-62f + 0x1p-63f);
+        float radius = sqrtf(-2.0f * log_of_float(u));
+        int32_t angle = words[2 * n + i];
+        int32_t quarter = (int32_t)((uint32_t)angle + 0x20000000u) >> 30;
+        int32_t rest = (int32_t)((uint32_t)angle - ((uint32_t)quarter << 30));
+        float t = (float)rest * (float)(PI * 0x1p-31), z = t * t;
+        float cosine = 1.0f / 40320 - z * (1.0f / 3628800);
+        float sine = t + t * (z * (-1.0f / 6 + z * (1.0f / 120 + z * (-1.0f / 5040 + z * (1.0f / 362880)))));
+        float x, y;
+
+        cosine = 1.0f + z * (-0.5f + z * (1.0f / 24 + z * (-1.0f / 720 + z * cosine)));
+        x = quarter & 1 ? sine : cosine;
+        y = quarter & 1 ? cosine : sine;
+        normals[i] = radius * ((quarter + 1) & 2 ? -x : x);
+        normals[n + i] = radius * (quarter & 2 ? -y : y);
+    }
+}
+
+/* The same of words [4, n], in double precision: the angle has 64 bits. */
+FOR_EVERY_PROCESSOR
+static void doubles_of_unit(const int32_t *restrict words, double *restrict normals, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i++) {
+        double u = (double)(words[i] & LOWER_31_BITS) * 0x1p-31
+                   + ((double)(words[n + i] & LOWER_31_BITS) * 0x1p-62 + 0x1p-63);
+        double radius = sqrt(-2.0 * log_of_double(u));
+        int32_t angle = words[2 * n + i];
+        int32_t quarter = (int32_t)((uint32_t)angle + 0x20000000u) >> 30;
+        int32_t rest = (int32_t)((uint32_t)angle - ((uint32_t)quarter << 30));
+        double t = ((double)rest + (double)words[3 * n + i] * 0x1p-32) * (PI * 0x1p-31), z = t * t;
+        double sine = 1.0 / 1307674368000 - z * (1.0 / 355687428096000);
+        double cosine = 1.0 / 87178291200 - z * (1.0 / 20922789888000);
+        double x, y;
+
+        sine = -1.0 / 39916800 + z * (1.0 / 6227020800 - z * sine);
+        sine = -1.0 / 5040 + z * (1.0 / 362880 + z * sine);
+        sine = t + t * (z * (-1.0 / 6 + z * (1.0 / 120 + z * sine)));
+        cosine = -1.0 / 3628800 + z * (1.0 / 479001600 - z * cosine);
+        cosine = -1.0 / 720 + z * (1.0 / 40320 + z * cosine);
+        cosine = 1.0 + z * (-0.5 + z * (1.0 / 24 + z * cosine));
+        x = quarter & 1 ? sine : cosine;
+        y = quarter & 1 ? cosine : sine;
+        normals[i] = radius * ((quarter + 1) & 2 ? -x : x);
+        normals[n + i] = radius * (quarter & 2 ? -y : y);
+    }
+}
+
+/* x = (x + std * noise) / divisor; the sum with wider noise is rounded once. */
+#define ADD(name, value, wide)                                                                              \
+    FOR_EVERY_PROCESSOR                                                                                     \
+    static void name(value *restrict x, const wide *restrict noise, ptrdiff_t n, wide std, value divisor)   \
+    {                                                                                                       \
+        for (ptrdiff_t i = 0; i < n; i++)                                                                   \
+            x[i] = (value)((wide)x[i] + std * noise[i]) / divisor;                                          \
+    }
+
+ADD(add_floats, float, float)
+ADD(add_doubles_to_floats, float, double)
+ADD(add_doubles, double, double)
+
+/* Threads. `team` is GOMP_parallel of the OpenMP that torch runs on, or NULL for none; every thread of it takes pieces
+of a job until none is left. */
+typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
+
+typedef struct {
+    const int32_t *words;
+    ptrdiff_t stride; /* words from one unit to the next */
+    void *normals;
+    ptrdiff_t units, n, taken;
+    int wide;
+} Making;
+
+static void make(void *job)
+{
+    Making *making = job;
+    ptrdiff_t unit, n = making->n;
+
+    while ((unit = __atomic_fetch_add(&making->taken, 1, __ATOMIC_RELAXED)) < making->units) {
+        const int32_t *words = making->words + unit * making->stride;
+        if (making->wide)
+            doubles_of_unit(words, (double *)making->normals + 2 * n * unit, n);
+        else
+            floats_of_unit(words, (float *)making->normals + 2 * n * unit, n);
+    }
+}
+
+#define PIECE 16384
+
+typedef struct {
+    void *x;
+    const void *noise;
+    ptrdiff_t n, taken;
+    double std, divisor;
+    int x_wide, noise_wide;
+} Adding;
+
+static void add(void *job)
+{
+    Adding *adding = job;
+    double std = adding->std, divisor = adding->divisor;
+    ptrdiff_t at;
+
+    while ((at = __atomic_fetch_add(&adding->taken, PIECE, __ATOMIC_RELAXED)) < adding->n) {
+        ptrdiff_t n = adding->n - at < PIECE ? adding->n - at : PIECE;
+        if (adding->x_wide)
+            add_doubles((double *)adding->x + at, (const double *)adding->noise + at, n, std, divisor);
+        else if (adding->noise_wide)
+            add_doubles_to_floats((float *)adding->x + at, (const double *)adding->noise + at, n, std, (float)divisor);
+        else
+            add_floats((float *)adding->x + at, (const float *)adding->noise + at, n, (float)std, (float)divisor);
+    }
+}
+
+static void share(Team team, unsigned threads, void (*work)(void *), void *job, ptrdiff_t pieces)
+{
+    if (team != NULL && threads > 1 && pieces > 1)
+        team(work, job, threads, 0);
+    else
+        work(job);
+}
+
+/* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */
+void dpshard_normals(Team team, unsigned threads, const int32_t *words, ptrdiff_t stride, void *normals,
+                     ptrdiff_t units, ptrdiff_t n, int wide)
+{
+    Making making = {words, stride, normals, units, n, 0, wide};
+
+    share(team, threads, make, &making, units);
+}
+
+/* Turn x [n] into (x + std * noise) / divisor. Noise for double is double. */
+void dpshard_release(Team team, unsigned threads, void *x, const void *noise, ptrdiff_t n, double std, double divisor,
+                     int x_wide, int noise_wide)
+{
+    Adding adding = {x, noise, n, 0, std, divisor, x_wide, noise_wide};
+
+    share(team, threads, add, &adding, (n + PIECE - 1) / PIECE);
+}
