@@ -216,7 +216,7 @@ class KeyedGaussian:
         return [*batches, *heads.values()]
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
-        """Turn `piece` into (piece + std * noise) / divisor; the sum with wider noise is rounded once. Spoils `noise`."""
+        """Turn `piece` into (piece + std * noise) / divisor, a sum with wider noise rounded once. Spoils `noise`."""
         if piece.device.type != "cpu":
             piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
             return

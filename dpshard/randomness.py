@@ -113,8 +113,7 @@ def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[
 def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
     """Normals [units, 2, n] of random `integers` [units, rows, n], by way of `words` [rows, units, n].
 
-    Box and Muller 1958. Integers are signed: processors convert those to floats at once. And calls are few: around each
-    of them, threads that draw at the same time wait for the interpreter.
+    Box and Muller 1958. Integers are signed: processors convert those to floats at once.
     """
     if native.box_muller(integers, normals):
         return
