@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.config import NormMethod
+from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize
 from dpshard.rules.records.numerics import blank, gram_floor, norms, wide, wide_dtype
 from dpshard.rules.records.outer_product import OuterProduct, floored
@@ -97,7 +98,7 @@ class Convolution:
         # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
         # system if that does not fit into the cache.
         shape, B = (len(self.input), *self.shape), len(self.input)
-        total = torch.empty(shape, dtype=wide_dtype(self.gradient), device=self.input.device)
+        total = memory.empty(shape, self.input, wide_dtype(self.gradient))
         samples = max(1, _AT_ONCE * B // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpshard import kernels
 from dpshard.config import NormMethod
+from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize, blocks
 from dpshard.rules.records.numerics import blank, gram_floor, norms, sum_floor, wide, wide_dtype
 
@@ -54,14 +55,17 @@ class OuterProduct:
         if kernels.take(self.rows, self.cols):
             gradient, norm_sq = kernels.per_sample(self.rows, self.cols)
             return gradient.view(-1, *self.shape), floored(norm_sq.sqrt(), self.rows, self.cols)
-        gradient = (wide(self.rows).mT @ wide(self.cols)).reshape(-1, *self.shape)
+        gradient = self.per_sample()
         return gradient, floored(norms(gradient), self.rows, self.cols)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
         if kernels.take(self.rows, self.cols):
             return kernels.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
-        return (wide(self.rows).mT @ wide(self.cols)).reshape(-1, *self.shape)
+        (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
+        rows, cols = wide(self.rows).flatten(0, 1), wide(self.cols).flatten(0, 1)
+        gradient = memory.empty((B * G, R, C), rows, rows.dtype)
+        return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""

@@ -1,0 +1,48 @@
+"""Memory for per-sample gradients: what the system hands out anew, a page at a time, takes longer than to fill it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class _Held(threading.local):
+    """What a thread holds while it runs a backward pass."""
+
+    buffer: Tensor | None = None
+    backward = -1
+    """Number of the pass at whose end the buffer is let go."""
+
+
+_held = _Held()
+
+
+def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor beside `like`: of memory that an earlier one had, where nothing refers to that any more.
+
+    One buffer is held until the backward pass ends. Layers that are clipped one by one so fill the same memory; that
+    of gradients which wait for other layers stays theirs.
+    """
+    backward = torch._C._current_graph_task_id()
+    if type(like) is not Tensor or like.device.type != "cpu" or backward == -1:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if backward != _held.backward:
+        torch.autograd.Variable._execution_engine.queue_callback(_let_go)
+        _held.backward = backward
+    n = torch.Size(shape).numel() * dtype.itemsize
+    if _held.buffer is None or _held.buffer.nbytes < n or _is_referred_to(_held.buffer):
+        _held.buffer = torch.empty(n, dtype=torch.uint8, device=like.device)
+    return _held.buffer[:n].view(dtype).view(shape)
+
+
+def _is_referred_to(x: Tensor) -> bool:
+    """Whether another tensor than `x` has its memory."""
+    storage = x.untyped_storage()  # the second reference
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def _let_go() -> None:
+    _held.buffer, _held.backward = None, -1
