@@ -18,7 +18,9 @@ floating-point side channel is another matter: [Note: Secure noise] in noise.py.
 
 from __future__ import annotations
 
+import functools
 import hmac
+import itertools
 import math
 import operator
 import os
@@ -54,6 +56,7 @@ def derive_key(secret: bytes, *context: str | int) -> bytes:
     return hmac.digest(secret, b"".join(_encode(part) for part in context), "sha256")
 
 
+@functools.lru_cache(maxsize=2**12, typed=True)  # names and purposes, which come again every step; no secrets
 def _encode(part: str | int) -> bytes:
     kind, text = (b"s", part) if isinstance(part, str) else (b"i", str(int(operator.index(part))))
     data = text.encode()
@@ -67,7 +70,7 @@ class RandomSource:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._stream = Cipher(algorithms.AES256(key), modes.GCM(bytes(12))).encryptor()
+        self._stream = Cipher(algorithms.AES256(key), _COUNTER_MODE).encryptor()
 
     def words(self, n: int) -> NDArray[np.uint64]:
         """`n` words of 64 random bits."""
@@ -153,7 +156,7 @@ _DESKS: list[NDArray[np.uint8]] = []
 def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
     """Places for `n` normals, for their words, and for the octets of these from so many streams."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
-    cuts = np.cumsum((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM))
+    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM)))
     try:
         desk = _DESKS.pop()  # atomic: threads share the list
     except IndexError:
@@ -161,12 +164,12 @@ def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], ND
     if len(desk) < cuts[-1]:
         desk = np.empty(cuts[-1], np.uint8)
     try:
-        first, second, third, _ = np.split(desk, cuts)
-        yield first.view(dtype), second.view(dtype), third
+        yield desk[: cuts[0]].view(dtype), desk[cuts[0] : cuts[1]].view(dtype), desk[cuts[1] : cuts[2]]
     finally:
         _DESKS.append(desk)
 
 
+_COUNTER_MODE = modes.GCM(bytes(12))
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _ROOM = 16
 """What a block cipher may write beyond its message, and rows stay aligned."""
