@@ -53,6 +53,20 @@ def test_a_variable_switches_it_off():
         assert done.stdout.strip() == built
 
 
+@pytest.mark.parametrize("source", ["int other(void) { return 1; }", "int dpshard_interface(void) { return 0; }", None])
+def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_path):
+    library = tmp_path / "library.so"
+    if source is None:
+        library.write_bytes(b"not a library")
+    else:
+        (tmp_path / "source.c").write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "source.c"], check=True)
+    with pytest.warns(
+        UserWarning, match=r"library\.so was not built from this.*Install dpshard again"
+    ):
+        assert native._load(str(library)) is None
+
+
 @pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])
 def test_normals_are_those_of_the_formula(dtype, rows):
     """Against long doubles: random words, and those at which something may happen."""

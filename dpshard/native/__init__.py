@@ -19,12 +19,16 @@ import ctypes
 import functools
 import os
 import sys
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+_INTERFACE = 1
+"""The way in which the library is called; see dpshard_interface() in normals.c."""
 
 
 def is_built() -> bool:
@@ -79,10 +83,25 @@ def _gomp_parallel() -> int | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    found = find_spec("dpshard.native._normals")
-    if found is None or found.origin is None or os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
+    if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
-    library = ctypes.CDLL(found.origin)
+    found = find_spec("dpshard.native._normals")
+    return None if found is None or found.origin is None else _load(found.origin)
+
+
+def _load(path: str) -> ctypes.CDLL | None:
+    """The library at `path`; None, with a warning, if it is not one that these functions call."""
+    try:
+        library = ctypes.CDLL(path)
+        if library.dpshard_interface() != _INTERFACE:
+            raise AttributeError("dpshard_interface")
+    except (OSError, AttributeError) as error:
+        warnings.warn(
+            f"{path} was not built from this version's source ({error}), so numpy draws the noise, more slowly. "
+            f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
+            stacklevel=2,
+        )
+        return None
     pointer, size, real, flag = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
     team = (pointer, ctypes.c_uint)
     library.dpshard_normals.argtypes = (*team, pointer, size, pointer, size, size, flag)

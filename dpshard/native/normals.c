@@ -187,6 +187,12 @@ static void share(Team team, unsigned threads, void (*work)(void *), void *job, 
         work(job);
 }
 
+/* Counted up whenever what follows is called in another way. */
+int dpshard_interface(void)
+{
+    return 1;
+}
+
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */
 void dpshard_normals(Team team, unsigned threads, const int32_t *words, ptrdiff_t stride, void *normals,
                      ptrdiff_t units, ptrdiff_t n, int wide)
