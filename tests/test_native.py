@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,10 +62,28 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
     else:
         (tmp_path / "source.c").write_text(source)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "source.c"], check=True)
-    with pytest.warns(
-        UserWarning, match=r"library\.so was not built from this.*Install dpshard again"
-    ):
+    with pytest.warns(UserWarning, match=r"library\.so was not built from this.*Install dpshard again"):
         assert native._load(str(library)) is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(wide)x[i] + std", "(wide)x[i] + 0"),
+        ("2.0f / 3 ", "2.0f / 4 "),
+        ("2.0 / 3 ", "2.0 / 4 "),
+        ("quarter & 2 ?", "quarter & 1 ?"),
+        ("/ divisor;", ";"),
+    ],
+)
+def test_a_build_that_computes_wrongly_is_not_used(right, wrong, tmp_path):
+    """Noise that is dropped, a wrong logarithm in either precision, a wrong sign, a batch size that is left out."""
+    source = (Path(native.__file__).parent / "normals.c").read_text()
+    assert right in source
+    (tmp_path / "source.c").write_text(source.replace(right, wrong))
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", tmp_path / "l.so", tmp_path / "source.c", "-lm"], check=True)
+    with pytest.warns(UserWarning, match="computes wrongly"):
+        assert native._load(str(tmp_path / "l.so")) is None
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])

@@ -90,21 +90,39 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _load(path: str) -> ctypes.CDLL | None:
-    """The library at `path`; None, with a warning, if it is not one that these functions call."""
+    """The library at `path`; None, with a warning, if it is not one that these functions call, or computes wrongly."""
     try:
         library = ctypes.CDLL(path)
         if library.dpshard_interface() != _INTERFACE:
             raise AttributeError("dpshard_interface")
-    except (OSError, AttributeError) as error:
+        pointer, size, real, flag = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
+        team = (pointer, ctypes.c_uint)
+        library.dpshard_normals.argtypes = (*team, pointer, size, pointer, size, size, flag)
+        library.dpshard_release.argtypes = (*team, pointer, pointer, size, real, real, flag, flag)
+        library.dpshard_normals.restype = library.dpshard_release.restype = None
+        _try_out(library)
+    except (OSError, AttributeError, ArithmeticError) as error:
         warnings.warn(
             f"{path} was not built from this version's source ({error}), so numpy draws the noise, more slowly. "
             f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
             stacklevel=2,
         )
         return None
-    pointer, size, real, flag = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
-    team = (pointer, ctypes.c_uint)
-    library.dpshard_normals.argtypes = (*team, pointer, size, pointer, size, size, flag)
-    library.dpshard_release.argtypes = (*team, pointer, pointer, size, real, real, flag, flag)
-    library.dpshard_normals.restype = library.dpshard_release.restype = None
     return library
+
+
+def _try_out(library: ctypes.CDLL) -> None:
+    """Raise ArithmeticError if a sum is released otherwise than numpy would: a faulty build must not drop the noise."""
+    n = 100
+    for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
+        rows = 3 if noise_kind == np.float32 else 4
+        words = (np.arange(rows * n, dtype=np.int64) * 2654435761 % 2**32).astype(np.uint32).view(np.int32)
+        noise, x = np.empty(2 * n, noise_kind), np.linspace(-1, 1, 2 * n, dtype=kind)
+        coarse, fine, angle = words.reshape(rows, n)[:3].astype(np.float64)
+        uniform = (coarse % 2**31 + (fine % 2**31 + 0.5) * 2.0**-31) * 2.0**-31
+        radius, angle = np.sqrt(-2 * np.log(uniform)), angle * np.pi * 2.0**-31
+        expected = (x + 3.0 * np.concatenate((radius * np.cos(angle), radius * np.sin(angle)))) / 7.0
+        library.dpshard_normals(None, 1, words.ctypes.data, 0, noise.ctypes.data, 1, n, _wide(noise))
+        library.dpshard_release(None, 1, x.ctypes.data, noise.ctypes.data, 2 * n, 3.0, 7.0, _wide(x), _wide(noise))
+        if not np.allclose(x, expected, rtol=0, atol=1e-5):
+            raise ArithmeticError("it computes wrongly")

@@ -45,12 +45,12 @@ def test_memory_serves_again_when_nothing_refers_to_it():
         del first
         assert empty().data_ptr() != address
         del view
-        second = empty(2, 3, dtype=torch.float64)
-        assert second.shape == (2, 3)
+        second = empty(4, 8, 8, dtype=torch.float64)
+        assert second.shape == (4, 8, 8)
         assert second.dtype == torch.float64
         address = second.data_ptr()
         del second
-        assert empty(3, 2).data_ptr() == address
+        assert empty(300).data_ptr() == address
 
     within_backward(use)
 
@@ -62,6 +62,18 @@ def test_tensors_that_live_at_once_never_share_memory():
         del kept[-1]
         kept.append(empty().fill_(8))
         assert [x.unique().item() for x in kept] == [0, 1, 7, 3, 8]
+
+    within_backward(use)
+
+
+def test_a_small_gradient_that_is_kept_does_not_keep_a_large_buffer():
+    def use():
+        del_me = empty(1000)
+        address = del_me.data_ptr()
+        del del_me
+        small = empty(10)
+        assert small.untyped_storage().nbytes() <= 2 * small.nbytes
+        assert empty(900).data_ptr() == address
 
     within_backward(use)
 

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_TIMES_TOO_LARGE = 2
+"""A buffer that is larger is left for others: who asked for little, and waits for other layers, would keep it all."""
+
 
 class _Held(threading.local):
     """What a thread holds while it runs a backward pass."""
 
     buffer: Tensor | None = None
+    references = 0
+    """To the memory of the buffer, as long as nobody else has it."""
     backward = -1
     """Number of the pass at whose end the buffer is let go."""
 
@@ -33,15 +38,18 @@ def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
         torch.autograd.Variable._execution_engine.queue_callback(_let_go)
         _held.backward = backward
     n = torch.Size(shape).numel() * dtype.itemsize
-    if _held.buffer is None or _held.buffer.nbytes < n or _is_referred_to(_held.buffer):
+    if _held.buffer is not None and _held.buffer.nbytes > _TIMES_TOO_LARGE * n:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if _held.buffer is None or _held.buffer.nbytes < n or _references(_held.buffer) > _held.references:
         _held.buffer = torch.empty(n, dtype=torch.uint8, device=like.device)
+        # Of two, should torch count otherwise when it is asked for the first time: too few are safe, too many are not.
+        _held.references = min(_references(_held.buffer), _references(_held.buffer))
     return _held.buffer[:n].view(dtype).view(shape)
 
 
-def _is_referred_to(x: Tensor) -> bool:
-    """Whether another tensor than `x` has its memory."""
-    storage = x.untyped_storage()  # the second reference
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+def _references(x: Tensor) -> int:
+    """How many tensors have the memory of `x`, and what torch counts besides while it is asked."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def _let_go() -> None:
