@@ -47,6 +47,7 @@ def measure(
     error of dpshard is raised.
     """
     torch.set_num_threads(settings.threads)
+    torch.compiler.reset()  # dynamo leaves code eager that it has compiled a few times, for whatever workload
     task = Task(
         workload=workload,
         threshold=oracle.typical_norm(workload, device=settings.device, dtype=settings.dtype),

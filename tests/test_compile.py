@@ -193,6 +193,25 @@ def test_compiled_once(way):
     engine.detach()
 
 
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def test_many_models_are_compiled_in_one_process():
+    """Dynamo leaves code eager that it has compiled a few times: each model has its own."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for width in (8, 16, 24):
+            model, x = Wide(width).double(), randn(B, 4)
+            expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=R, batch_size=B)
+            assert relative_error(private_step(whole(model, "eager"), (x,), max_grad_norm=R), expected) <= TOLERANCE
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 class Switching(nn.Module):
     def __init__(self):
         super().__init__()

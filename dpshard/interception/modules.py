@@ -75,6 +75,7 @@ class Interception:
         self.regions = Regions(self)
         self._first_forward = first_forward
         self._verified: set[Any] = set()  # kinds of inputs
+        self._codes: dict[type[nn.Module], types.CodeType] = {}
         self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
         self._hooks: list[RemovableHandle] = []
         self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
@@ -126,9 +127,20 @@ class Interception:
                 return on_copy(self_module, *args, **kwargs)
             return enter(module, original, compiled, args, kwargs)
 
+        forward.__code__ = self._code_for(type(module), forward.__code__)
         if attribute == "forward":
             functools.update_wrapper(forward, getattr(type(module), "forward"), updated=())  # noqa: B009
         module.__dict__[attribute] = types.MethodType(forward, module)
+
+    def _code_for(self, kind: type[nn.Module], code: types.CodeType) -> types.CodeType:
+        """A copy of `code` for the modules of one class in this model.
+
+        Dynamo compiles code a few times and leaves it eager from then on. One code for all would use that up after a
+        few models in a process; one for every module would have equal blocks compiled one by one.
+        """
+        if kind not in self._codes:
+            self._codes[kind] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
+        return self._codes[kind]
 
     def _look_away_around(self, module: nn.Module, *, compiled: bool) -> None:
         """Keep the mode out of the hooks with which a framework gathers and frees the parameters of `module`."""
