@@ -58,9 +58,7 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     library = _library()
     if library is None:
         return False
-    library.dpshard_release(
-        *_team(), x.ctypes.data, noise.ctypes.data, len(x), std, divisor, _wide(x), _wide(noise)
-    )  # fmt: skip
+    library.dpshard_release(*_team(), x.ctypes.data, noise.ctypes.data, len(x), std, divisor, _wide(x), _wide(noise))
     return True
 
 

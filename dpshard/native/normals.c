@@ -60,6 +60,17 @@ static inline double log_of_double(double u)
     return (double)e * 0x1.62e42fefap-1 + (2.0 * s + (s * series + (double)e * 0x1.cf79abc9e3b3ap-40));
 }
 
+/* The axis, in quarters of a turn, that is nearest to an angle in units of 2^-32 turns, and the angle from there. */
+static inline int32_t nearest_axis(int32_t angle)
+{
+    return (int32_t)((uint32_t)angle + 0x20000000u) >> 30;
+}
+
+static inline int32_t from_axis(int32_t angle, int32_t axis)
+{
+    return (int32_t)((uint32_t)angle - ((uint32_t)axis << 30));
+}
+
 /* Normals [2, n] of words [3, n]: 31 and 31 bits for the radius, 32 for the angle. */
 FOR_EVERY_PROCESSOR
 static void floats_of_unit(const int32_t *restrict words, float *restrict normals, ptrdiff_t n)
@@ -69,8 +80,7 @@ static void floats_of_unit(const int32_t *restrict words, float *restrict normal
                   + ((float)(words[n + i] & LOWER_31_BITS) * 0x1p-62f + 0x1p-63f);
         float radius = sqrtf(-2.0f * log_of_float(u));
         int32_t angle = words[2 * n + i];
-        int32_t quarter = (int32_t)((uint32_t)angle + 0x20000000u) >> 30;
-        int32_t rest = (int32_t)((uint32_t)angle - ((uint32_t)quarter << 30));
+        int32_t quarter = nearest_axis(angle), rest = from_axis(angle, quarter);
         float t = (float)rest * (float)(PI * 0x1p-31), z = t * t;
         float cosine = 1.0f / 40320 - z * (1.0f / 3628800);
         float sine = t + t * (z * (-1.0f / 6 + z * (1.0f / 120 + z * (-1.0f / 5040 + z * (1.0f / 362880)))));
@@ -93,8 +103,7 @@ static void doubles_of_unit(const int32_t *restrict words, double *restrict norm
                    + ((double)(words[n + i] & LOWER_31_BITS) * 0x1p-62 + 0x1p-63);
         double radius = sqrt(-2.0 * log_of_double(u));
         int32_t angle = words[2 * n + i];
-        int32_t quarter = (int32_t)((uint32_t)angle + 0x20000000u) >> 30;
-        int32_t rest = (int32_t)((uint32_t)angle - ((uint32_t)quarter << 30));
+        int32_t quarter = nearest_axis(angle), rest = from_axis(angle, quarter);
         double t = ((double)rest + (double)words[3 * n + i] * 0x1p-32) * (PI * 0x1p-31), z = t * t;
         double sine = 1.0 / 1307674368000 - z * (1.0 / 355687428096000);
         double cosine = 1.0 / 87178291200 - z * (1.0 / 20922789888000);
