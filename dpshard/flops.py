@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import dpshard.kernels  # noqa: F401 - its formulas join the registry
+import dpshard.kernels
+import dpshard.native  # noqa: F401 - the formulas of both join the registry
 
 _aten = torch.ops.aten
 

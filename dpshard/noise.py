@@ -217,15 +217,10 @@ class KeyedGaussian:
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         """Turn `piece` into (piece + std * noise) / divisor, a sum with wider noise rounded once. Spoils `noise`."""
-        if piece.device.type != "cpu":
+        if piece.device.type == "cpu":
+            native.release_(piece.numpy(), noise, std, divisor)
+        else:
             piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
-            return
-        target = piece.numpy()
-        if native.release_(target, noise, std, divisor):
-            return
-        noise *= std
-        np.add(noise, target, out=target, casting="same_kind")
-        target /= divisor
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"

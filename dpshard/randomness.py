@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import hmac
 import itertools
-import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -89,7 +88,7 @@ class RandomSource:
                 size = units * UNIT
                 integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
                 made = normals[:size].reshape(units, 2, -1)
-                _box_muller(integers, words[: integers.size].reshape(rows, units, -1), made, dtype)
+                native.box_muller(integers, made, words[: integers.size].reshape(rows, units, -1))
                 yield normals[: min(size, n - drawn)]
                 drawn += size
 
@@ -109,32 +108,8 @@ def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[
         for key, room in zip(keys, rooms, strict=True):
             RandomSource(key)._octets(room)
         integers = rooms[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
-        _box_muller(integers, words.reshape(rows, count, -1), normals.reshape(count, 2, -1), dtype)
+        native.box_muller(integers, normals.reshape(count, 2, -1), words.reshape(rows, count, -1))
         yield from normals.reshape(count, n)
-
-
-def _box_muller(integers: NDArray[Any], words: NDArray[Any], normals: NDArray[Any], dtype: Any) -> None:
-    """Normals [units, 2, n] of random `integers` [units, rows, n], by way of `words` [rows, units, n].
-
-    Box and Muller 1958. Integers are signed: processors convert those to floats at once.
-    """
-    if native.box_muller(integers, normals):
-        return
-    integers[:, :2] &= 2**31 - 1
-    scales = np.array(_SCALES[: len(words)], dtype)[:, None, None]
-    np.multiply(integers.swapaxes(0, 1), scales, out=words, dtype=dtype, casting="same_kind")
-    radius, fine, angle, *finer = words
-    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
-    fine += dtype(2.0**-63)
-    radius += fine
-    np.log(radius, out=radius)
-    radius *= dtype(-2)
-    np.sqrt(radius, out=radius)
-    for word in finer:
-        angle += word
-    np.cos(angle, out=normals[:, 0])
-    np.sin(angle, out=normals[:, 1])
-    normals *= radius[:, None]
 
 
 UNIT = 2**14
@@ -145,8 +120,6 @@ _UNITS = 2**4
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
 """Words of 32 bits that a pair of normals is made of."""
-_SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
-"""What the words of a pair of normals count: those of the radius, and those of the angle."""
 
 _DESKS: list[NDArray[np.uint8]] = []
 """Memory to draw in that is free: fresh memory for each of many small tensors would take longer than drawing."""

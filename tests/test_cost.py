@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches"
 B, T, D, LAYERS = 4, 96, 48, 3
 PRODUCT = 2 * B * T * D * D
 """FLOPs of one product of a layer: its output, the gradient of its input, or that of its weight."""
-GHOST = B * ghost_flops(T, D, D, torch.device("cpu"))
+GHOST = B * ghost_flops(T, D, D, torch.device("cpu"), torch.float32)
 """FLOPs of the ghost norm of a layer; the elementwise product of the two Gram matrices is not counted."""
 WEIGHTED = 2 * B * D * D
 """FLOPs of a clipped sum of per-sample gradients that are there."""

@@ -1,4 +1,4 @@
-"""Compiled code does what numpy does in its place, to the last bits, with any number of threads."""
+"""Compiled code does what numpy and torch do in its place, to the last bits, with any number of threads."""
 
 import shutil
 import subprocess
@@ -8,10 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard import native
+from dpshard.config import NormMethod
+from dpshard.native.library import library, load, team
 from dpshard.noise import KeyedGaussian, Shard
 from dpshard.randomness import UNIT, RandomSource, first_normals
+from dpshard.rules.records import OuterProduct
+
+SOURCES = Path(native.__file__).parent
 
 KEY = bytes(range(32))
 
@@ -21,11 +28,26 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def switched_off(monkeypatch):
+def switch_off(monkeypatch):
     def switch_off():
-        monkeypatch.setattr(native, "_library", lambda: None)
+        monkeypatch.setenv("DPSHARD_NATIVE", "0")
+        library.cache_clear()
 
-    return switch_off
+    yield switch_off
+    library.cache_clear()
+
+
+def build(path, **changed):
+    """A library of the sources, some of them changed, at `path`."""
+    for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
+        (path / source.name).write_text(source.read_text())
+    for name, (right, wrong) in changed.items():
+        source = (path / f"{name}.c").read_text()
+        assert right in source
+        (path / f"{name}.c").write_text(source.replace(right, wrong))
+    sources = [path / "normals.c", path / "gram.c"]
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", path / "built.so", *sources, "-lm"], check=True)
+    return str(path / "built.so")
 
 
 @pytest.fixture
@@ -40,7 +62,7 @@ def test_it_is_built_with_the_package():
 
 
 def test_threads_are_those_of_torch():
-    address, threads = native._team()
+    address, threads = team()
     assert address
     assert threads == torch.get_num_threads()
 
@@ -56,34 +78,36 @@ def test_a_variable_switches_it_off():
 
 @pytest.mark.parametrize("source", ["int other(void) { return 1; }", "int dpshard_interface(void) { return 0; }", None])
 def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_path):
-    library = tmp_path / "library.so"
+    built = tmp_path / "library.so"
     if source is None:
-        library.write_bytes(b"not a library")
+        built.write_bytes(b"not a library")
     else:
         (tmp_path / "source.c").write_text(source)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "source.c"], check=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", built, tmp_path / "source.c"], check=True)
     with pytest.warns(UserWarning, match=r"library\.so was not built from this.*Install dpshard again"):
-        assert native._load(str(library)) is None
+        assert load(str(built)) is None
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("source", "right", "wrong"),
     [
-        ("(wide)x[i] + std", "(wide)x[i] + 0"),
-        ("2.0f / 3 ", "2.0f / 4 "),
-        ("2.0 / 3 ", "2.0 / 4 "),
-        ("quarter & 2 ?", "quarter & 1 ?"),
-        ("/ divisor;", ";"),
+        ("normals", "(wide)x[i] + std", "(wide)x[i] + 0"),
+        ("normals", "2.0f / 3 ", "2.0f / 4 "),
+        ("normals", "2.0 / 3 ", "2.0 / 4 "),
+        ("normals", "quarter & 2 ?", "quarter & 1 ?"),
+        ("normals", "/ divisor;", ";"),
+        ("gram", "sum[l] += 2 *", "sum[l] +="),
+        ("gram", "k, start > 0)", "k, 0)"),
+        ("gram", "j -= ++i", "j -= 2 * ++i"),
+        ("gram", "* of->g", "* 0"),
+        ("gram", "roots += ", "roots = "),
     ],
 )
-def test_a_build_that_computes_wrongly_is_not_used(right, wrong, tmp_path):
-    """Noise that is dropped, a wrong logarithm in either precision, a wrong sign, a batch size that is left out."""
-    source = (Path(native.__file__).parent / "normals.c").read_text()
-    assert right in source
-    (tmp_path / "source.c").write_text(source.replace(right, wrong))
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", tmp_path / "l.so", tmp_path / "source.c", "-lm"], check=True)
-    with pytest.warns(UserWarning, match="computes wrongly"):
-        assert native._load(str(tmp_path / "l.so")) is None
+def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_path):
+    """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; half a norm, a chunk or a group of it."""
+    built = build(tmp_path, **{source: (right, wrong)})
+    with pytest.warns(UserWarning, match="it (draws noise|takes norms) wrongly"):
+        assert load(built) is None
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])
@@ -97,7 +121,7 @@ def test_normals_are_those_of_the_formula(dtype, rows):
     grid = np.stack(np.meshgrid(edges, edges, special), -1).reshape(-1, 3)
     words[1, :3, : len(grid)] = grid.T
     normals = np.full((units, 2, n), np.nan, dtype)
-    assert native.box_muller(words, normals)
+    native.box_muller(words, normals, np.empty((rows, units, n), dtype))
 
     two_pi, exact = np.longdouble("6.28318530717958647692528676655900577"), words.astype(np.longdouble)
     coarse, fine = (words[:, :2] & 2**31 - 1).astype(np.longdouble).swapaxes(0, 1)
@@ -112,13 +136,13 @@ def test_normals_are_those_of_the_formula(dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_source_draws_what_numpy_would_make_of_its_bits(dtype, switched_off):
+def test_a_source_draws_what_numpy_would_make_of_its_bits(dtype, switch_off):
     def drawn():
         pieces = [piece.copy() for piece in RandomSource(KEY).normals(5 * UNIT + 3, dtype)]
         return np.concatenate(pieces), np.stack([row.copy() for row in first_normals([KEY, KEY[::-1]], 2048, dtype)])
 
     compiled = drawn()
-    switched_off()
+    switch_off()
     for ours, numpys in zip(compiled, drawn(), strict=True):
         np.testing.assert_allclose(ours, numpys, rtol=0, atol=np.sqrt(np.finfo(dtype).eps))
         assert np.quantile(abs(ours - numpys), 0.99) < 10 * np.finfo(dtype).eps
@@ -129,7 +153,7 @@ def test_a_sum_is_released_as_numpy_would(x_dtype, noise_dtype):
     rng = np.random.default_rng(1)
     x, noise = rng.normal(size=50_001).astype(x_dtype), rng.normal(size=50_001).astype(noise_dtype)
     expected = (x + np.dtype(noise_dtype).type(0.7) * noise).astype(x_dtype) / np.dtype(x_dtype).type(3.0)
-    assert native.release_(x, noise, 0.7, 3.0)
+    native.release_(x, noise, 0.7, 3.0)
     np.testing.assert_array_equal(x, expected)
 
 
@@ -146,14 +170,120 @@ def test_threads_change_no_bit(secure, set_threads):
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_release_is_the_same_without_it_to_the_last_bits(secure, switched_off):
+def test_a_release_is_the_same_without_it_to_the_last_bits(secure, switch_off):
     def released():
         shards = [Shard("w", torch.linspace(-1, 1, 70_001)), Shard("b", torch.ones(7)), Shard("part", torch.ones(9), 5)]
         KeyedGaussian(KEY, secure=secure).release_(shards, step=0, std=2.0, divisor=3.0)
         return [shard.local for shard in shards]
 
     compiled = released()
-    switched_off()
+    switch_off()
     for ours, numpys in zip(compiled, released(), strict=True):
         torch.testing.assert_close(ours, numpys, rtol=1e-6, atol=1e-3)
         assert (ours - numpys).abs().quantile(0.99) < 1e-6
+
+
+def product(B, G, T, R, C):
+    generator = torch.Generator().manual_seed(T)
+    return (torch.randn(B, G, T, n, generator=generator) for n in (R, C))
+
+
+def by_hand(rows, cols):
+    """Squared norms, and the sums that rounding is relative to, in float64."""
+    rows, cols = rows.double(), cols.double()
+    gradients = torch.einsum("bgtr,bgtc->bgrc", rows, cols)
+    return gradients.square().sum((1, 2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum((1, 2))
+
+
+SIZES = [
+    (1, 1, 1, 1, 1),
+    (3, 2, 15, 7, 40),
+    (2, 1, 65, 16, 129),
+    (2, 3, 128, 5, 6),
+    (2, 1, 129, 300, 3),
+    (1, 2, 401, 9, 8),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(lambda x: x, id="row by row"),
+        pytest.param(lambda x: x.mT.contiguous().mT, id="element by element"),
+        pytest.param(lambda x: x[:, :, :1].expand(x.shape), id="one vector for all positions"),
+        pytest.param(lambda x: x.transpose(0, 2).contiguous().transpose(0, 2), id="positions first"),
+        pytest.param(lambda x: torch.cat((x, x), 3)[..., ::2], id="with gaps"),
+    ],
+)
+def test_ghost_norms_are_those_of_the_gradients(size, stored):
+    rows, cols = product(*size)
+    for pair in ((stored(rows), cols), (rows, stored(cols)), (stored(rows), stored(cols))):
+        for ours, exact in zip(native.ghost_norm_sq(*pair), by_hand(*pair), strict=True):
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_narrow_registers_give_the_same_norms(size, tmp_path):
+    """Those of a processor without AVX-512, as most have been built."""
+    narrow = load(build(tmp_path, gram=('__builtin_cpu_supports("avx512f")', "0")))
+    assert narrow is not None
+    if not narrow.has_ghost_norms:
+        pytest.skip("this processor has no AVX2")
+    rows, cols = product(*size)
+    out = torch.empty(2, size[0])
+    vectors = [(x.data_ptr(), x.stride()) for x in (rows, cols)]
+    narrow.ghost_norms(*vectors, size, (out[0].data_ptr(), out[1].data_ptr()), team())
+    torch.testing.assert_close(out.double(), torch.stack(by_hand(rows, cols)), rtol=1e-5, atol=0)
+
+
+def test_threads_and_other_samples_change_no_bit_of_a_norm(set_threads):
+    rows, cols = product(5, 2, 200, 30, 20)
+    norms = []
+    for threads in (1, 2, 7):
+        set_threads(threads)
+        norms.append(torch.stack(native.ghost_norm_sq(rows, cols)))
+    alone = [torch.stack(native.ghost_norm_sq(rows[i : i + 1], cols[i : i + 1])) for i in range(5)]
+    assert all(torch.equal(norms[0], others) for others in (*norms[1:], torch.cat(alone, 1)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_with_its_sample(bad):
+    rows, cols = product(3, 1, 40, 9, 8)
+    rows[1, 0, 17, 3] = bad
+    norm_sq, _ = native.ghost_norm_sq(rows, cols)
+    assert norm_sq.isfinite().tolist() == [True, False, True]
+
+
+def test_norms_of_nothing_are_zeros():
+    for size in ((2, 1, 0, 3, 4), (2, 1, 3, 0, 4), (0, 1, 3, 4, 5)):
+        assert all(torch.equal(x, torch.zeros(size[0])) for x in native.ghost_norm_sq(*product(*size)))
+
+
+def test_records_take_it_for_float32_and_give_the_same_norms_without(switch_off):
+    rows, cols = product(4, 2, 70, 30, 20)
+    wide = OuterProduct(rows.double(), cols.double(), torch.Size((60, 20)))
+    record = OuterProduct(rows, cols, torch.Size((60, 20)))
+    assert native.takes_ghost_norm(rows.device, rows.dtype)
+    assert not native.takes_ghost_norm(rows.device, torch.float64)
+    assert not native.takes_ghost_norm(torch.device("meta"), rows.dtype)
+    compiled = record.norm_sq(NormMethod.GHOST)
+    switch_off()
+    assert not native.takes_ghost_norm(rows.device, rows.dtype)
+    torch.testing.assert_close(compiled, record.norm_sq(NormMethod.GHOST))
+    torch.testing.assert_close(compiled.double(), wide.norm_sq(NormMethod.GHOST), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("T", [1, 8, 9, 16, 65, 128])
+def test_products_are_counted_as_tiles_of_half_a_matrix(T):
+    pairs = sum(16 * 8 for left in range(0, T, 16) for top in range(left, T, 8))
+    with FlopCounterMode(display=False) as counter:
+        native.ghost_norm_sq(*product(3, 2, T, 5, 7))
+    assert counter.get_total_flops() == 3 * 2 * pairs * 2 * (5 + 7)
+
+
+def test_fake_tensors_pass_through():
+    with FakeTensorMode():
+        norm_sq, scale = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7))
+    assert norm_sq.shape == scale.shape == (3,)

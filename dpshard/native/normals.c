@@ -15,11 +15,7 @@ The logarithm of 2 has two parts, of which e times the first is exact. */
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
-#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EVERY_PROCESSOR
-#endif
+#include "team.h"
 
 #define PI 3.14159265358979323846
 #define LOWER_31_BITS 0x7fffffff
@@ -135,10 +131,6 @@ ADD(add_floats, float, float)
 ADD(add_doubles_to_floats, float, double)
 ADD(add_doubles, double, double)
 
-/* Threads. `team` is GOMP_parallel of the OpenMP that torch runs on, or NULL for none; every thread of it takes pieces
-of a job until none is left. */
-typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
-
 typedef struct {
     const int32_t *words;
     ptrdiff_t stride; /* words from one unit to the next */
@@ -188,18 +180,10 @@ static void add(void *job)
     }
 }
 
-static void share(Team team, unsigned threads, void (*work)(void *), void *job, ptrdiff_t pieces)
-{
-    if (team != NULL && threads > 1 && pieces > 1)
-        team(work, job, threads, 0);
-    else
-        work(job);
-}
-
-/* Counted up whenever what follows is called in another way. */
+/* Counted up whenever a function of this folder is called in another way. */
 int dpshard_interface(void)
 {
-    return 1;
+    return 2;
 }
 
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */

@@ -3,12 +3,13 @@
 [Note: What a norm costs]
 Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the clipped sum takes:
 
-    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs
+    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs; on a CPU,
+                      in float32, those of native/gram.py, else of blocks of positions
     instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
 Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
-that time. The columns of a convolution are windows of its input, and to gather a window is charged three times that.
+that time. A gradient that waits for the norms of other layers has left the cache before it is summed. The columns of a convolution are windows of its input, and to gather a window is charged three times that.
 Small images with many channels have a cheaper way: the inner product of two windows is a sum of inner products of
 single pixels, and the Gram matrix of all pixels holds them, without any window.
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dpshard import native
 from dpshard.kernels import ghost_tile, takes_ghost_norm
 from dpshard.rules.records.numerics import RESOLUTION
 
@@ -71,8 +73,10 @@ class ProductSize:
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
 
-    def instantiates(self, *, kept: bool) -> bool:
+    def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
+
+        It does so at once if `closing`, and else when the gradient has long left the cache.
 
         One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing. Gram matrices of
         very many positions do not resolve the norm; see gram_floor.
@@ -84,7 +88,7 @@ class ProductSize:
         if self.T == 1:
             return False
         if kept:
-            return self._flops_a_number() * self.R * self.C < self._ghost()
+            return self._flops_a_number(waits=not closing) * self.R * self.C < self._ghost()
         product = 2 * self.T * self.R * self.C
         if self.kernels:  # tiles of the gradient are not written
             return product // _TENSOR_CORES < self._ghost()
@@ -96,7 +100,7 @@ class ProductSize:
             n = -(-self.T // tile)
             return n * (n + 1) * tile * tile * (self.R + self.C) // _TENSOR_CORES
         if not self.pixels:
-            return ghost_flops(self.T, self.R, self.C, self.device)
+            return ghost_flops(self.T, self.R, self.C, self.device, self.dtype)
         return self._by_pixels() if self.gram_by_pixels else self._by_windows()
 
     @property
@@ -111,17 +115,17 @@ class ProductSize:
 
     def _by_windows(self) -> int:
         unfolding = 3 * self._flops_a_number() * self.T * self.C
-        return ghost_flops(self.T, self.R, self.C, self.device) + unfolding
+        return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
-    def _flops_a_number(self) -> int:
-        """FLOPs in the time in which a number is written and read."""
-        return self._flops_a_byte() * self.dtype.itemsize
+    def _flops_a_number(self, *, waits: bool = False) -> int:
+        """FLOPs in the time in which a number is written and read, for the last time after others, if it `waits`."""
+        return self._flops_a_byte(waits) * self.dtype.itemsize
 
-    def _flops_a_byte(self) -> int:
+    def _flops_a_byte(self, waits: bool) -> int:
         """FLOPs that a processor does in the time of three passes over a byte."""
         if self.device.type != "cpu":
             return 60
-        return 10 if self.gradient_bytes <= _CACHE else 45  # measured on server CPUs, float32
+        return 45 if waits or self.gradient_bytes > _CACHE else 18  # measured on server CPUs, float32
 
 
 def blocks(T: int, device: torch.device) -> int:
@@ -129,7 +133,9 @@ def blocks(T: int, device: torch.device) -> int:
     return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 
-def ghost_flops(T: int, R: int, C: int, device: torch.device) -> int:
+def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
     """FLOPs of the ghost norm of one sample: a block meets itself and those before it, the others by symmetry."""
+    if native.takes_ghost_norm(device, dtype):
+        return native.ghost_flops(T, R, C)
     n = blocks(T, device)
     return T * T * (R + C) * (n + 1) // n

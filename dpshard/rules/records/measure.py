@@ -81,7 +81,7 @@ def measure(
 
 def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
     if method is NormMethod.CHEAPEST:
-        return size.may_be_kept(closing=closing) and size.instantiates(kept=True)
+        return size.may_be_kept(closing=closing) and size.instantiates(kept=True, closing=closing)
     return method is NormMethod.INSTANTIATE
 
 

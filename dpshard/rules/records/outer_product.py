@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpshard import kernels
+from dpshard import kernels, native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize, blocks
@@ -47,7 +47,8 @@ class OuterProduct:
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
             return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
-        norm_sq, scale = _ghost_norm_sq(rows, cols)
+        compiled = native.takes_ghost_norm(rows.device, rows.dtype)
+        norm_sq, scale = (native.ghost_norm_sq if compiled else _ghost_norm_sq)(rows, cols)
         return torch.maximum(norm_sq, gram_floor(scale.square()))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:

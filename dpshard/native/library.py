@@ -1,0 +1,153 @@
+"""The compiled library: where it is, how it is called, whether it can be trusted, and the threads that it runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpshard.native import reference
+
+_INTERFACE = 2
+"""Version of the signatures below; see dpshard_interface() in normals.c."""
+
+_POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
+_SIZES = ctypes.POINTER(ctypes.c_ssize_t)
+_TEAM = (_POINTER, ctypes.c_uint)
+_SIGNATURES = {
+    "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
+    "dpshard_release": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _REAL, _REAL, _FLAG, _FLAG)),
+    "dpshard_has_ghost_norms": (_FLAG, ()),
+    "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _POINTER, _POINTER)),
+}
+"""What functions return and take."""
+
+Team = tuple[int | None, int]
+"""Address of what runs a function on several threads, None for this one alone; and their number."""
+
+Vectors = tuple[int, Sequence[int]]
+"""Address and strides, in elements, of float32 vectors [B, G, T, n]."""
+
+
+@functools.cache
+def library() -> Library | None:
+    """What was built with the package; None if nothing was, or if DPSHARD_NATIVE=0 switches it off."""
+    if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
+        return None
+    found = find_spec("dpshard.native._native")
+    return None if found is None or found.origin is None else load(found.origin)
+
+
+def is_built() -> bool:
+    """Whether compiled code serves in this process."""
+    return library() is not None
+
+
+def load(path: str) -> Library | None:
+    """The library at `path`; None, with a warning, if it is not one that these functions call, or computes wrongly."""
+    try:
+        loaded = Library(path)
+        loaded.try_out()
+    except (OSError, AttributeError, ArithmeticError) as error:
+        warnings.warn(
+            f"{path} was not built from this version's source ({error}), so numpy and torch do its work, more slowly. "
+            f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def team() -> Team:
+    """The threads of torch, if they can be had."""
+    return _gomp_parallel(), torch.get_num_threads()
+
+
+@functools.cache
+def _gomp_parallel() -> int | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+class Library:
+    """The functions of normals.c and gram.c, unchecked. The library is at `path`.
+
+    Raises OSError if there is none, and AttributeError if it is another one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._c = ctypes.CDLL(path)
+        if self._c.dpshard_interface() != _INTERFACE:
+            raise AttributeError("dpshard_interface")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._c, name)
+            function.restype, function.argtypes = result, arguments
+        self.has_ghost_norms = bool(self._c.dpshard_has_ghost_norms())
+        """Whether the processor has the registers for `ghost_norms`."""
+
+    def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
+        """See normals.box_muller."""
+        units, _, n = words.shape
+        stride = words.strides[0] // words.itemsize
+        self._c.dpshard_normals(*team, words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
+
+    def release_(self, x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float, team: Team) -> None:
+        """See normals.release_."""
+        n, wide = len(x), (_wide(x), _wide(noise))
+        self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
+
+    def ghost_norms(
+        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], results: tuple[int, int], team: Team
+    ) -> None:
+        """See gram.ghost_norm_sq; `sizes` are B, G, T, R, C, all positive, and `results` the addresses of both [B]."""
+        (x, of_x), (y, of_y) = rows, cols
+        strides = (_SIZE * 4)(*of_x), (_SIZE * 4)(*of_y)
+        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], (_SIZE * 5)(*sizes), *results):
+            raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
+
+    def try_out(self) -> None:
+        """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
+        for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
+            self._try_noise(kind, noise_kind)
+        if self.has_ghost_norms:
+            self._try_norms()
+
+    def _try_noise(self, kind: Any, noise_kind: Any) -> None:
+        n, rows, std, divisor = 100, 3 if noise_kind == np.float32 else 4, 3.0, 7.0
+        words = (np.arange(rows * n, dtype=np.int64) * 2654435761 % 2**32).astype(np.uint32).view(np.int32)
+        noise, expected_noise = np.empty((2, 1, 2, n), noise_kind)
+        x = np.linspace(-1, 1, 2 * n, dtype=kind)
+        expected = x.copy()
+        self.normals(words.reshape(1, rows, n), noise, _ALONE)
+        self.release_(x, noise.reshape(-1), std, divisor, _ALONE)
+        reference.box_muller(words.reshape(1, rows, n), expected_noise, np.empty((rows, 1, n), noise_kind))
+        reference.release_(expected, expected_noise.reshape(-1), std, divisor)
+        if not np.allclose(x, expected, rtol=0, atol=1e-5):
+            raise ArithmeticError("it draws noise wrongly")
+
+    def _try_norms(self) -> None:
+        B, G, T, *dims = sizes = (2, 2, 150, 5, 131)  # two blocks of positions, two chunks of columns
+        rows, cols = ((np.arange(B * G * T * n) * 2654435761 % 2**16 / 2.0**15 - 1).reshape(B, G, T, n) for n in dims)
+        rows, cols, out = rows.astype(np.float32), cols.astype(np.float32), np.empty((2, B), np.float32)
+        x, y = ((x.ctypes.data, [stride // x.itemsize for stride in x.strides]) for x in (rows, cols))
+        self.ghost_norms(x, y, sizes, (out[0].ctypes.data, out[1].ctypes.data), _ALONE)
+        if not np.allclose(out, reference.ghost_norm_sq(rows, cols), rtol=1e-4):
+            raise ArithmeticError("it takes norms wrongly")
+
+
+_ALONE: Team = (None, 1)
+
+
+def _wide(x: NDArray[Any]) -> bool:
+    return x.dtype == np.float64

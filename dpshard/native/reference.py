@@ -1,0 +1,46 @@
+"""What compiled code computes, by numpy: where nothing was built, and to try out what was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
+"""What the words of a pair of normals count: those of the radius, and those of the angle."""
+
+
+def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[Any]) -> None:
+    """See normals.box_muller; spoils `words`."""
+    words[:, :2] &= 2**31 - 1
+    kind = normals.dtype.type
+    scales = np.array(_SCALES[: len(room)], kind)[:, None, None]
+    np.multiply(words.swapaxes(0, 1), scales, out=room, dtype=kind, casting="same_kind")
+    radius, fine, angle, *finer = room
+    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
+    fine += kind(2.0**-63)
+    radius += fine
+    np.log(radius, out=radius)
+    radius *= kind(-2)
+    np.sqrt(radius, out=radius)
+    for word in finer:
+        angle += word
+    np.cos(angle, out=normals[:, 0])
+    np.sin(angle, out=normals[:, 1])
+    normals *= radius[:, None]
+
+
+def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
+    """See normals.release_; spoils `noise`."""
+    noise *= std
+    np.add(noise, x, out=x, casting="same_kind")
+    x /= divisor
+
+
+def ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """See gram.ghost_norm_sq; in float64."""
+    gradients = np.einsum("bgtr,bgtc->bgrc", rows, cols, dtype=np.float64)
+    scales = np.linalg.norm(rows, axis=3) * np.linalg.norm(cols, axis=3)
+    return np.square(gradients).sum((1, 2, 3)), scales.sum((1, 2), dtype=np.float64)
