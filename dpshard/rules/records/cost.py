@@ -3,15 +3,16 @@
 [Note: What a norm costs]
 Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the clipped sum takes:
 
-    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs; on a CPU,
-                      in float32, those of native/gram.py, else of blocks of positions
+    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs, in
+                      blocks of positions, or as native/gram.py counts them
     instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
 Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
-that time. A gradient that waits for the norms of other layers has left the cache before it is summed. The columns of a convolution are windows of its input, and to gather a window is charged three times that.
-Small images with many channels have a cheaper way: the inner product of two windows is a sum of inner products of
-single pixels, and the Gram matrix of all pixels holds them, without any window.
+that time. A gradient that waits for the norms of other layers has left the cache before it is summed. The columns of a
+convolution are windows of its input, and to gather a window is charged three times that. Small images with many
+channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
+matrix of all pixels holds them, without any window.
 
 The choice depends on sizes alone, never on the clock: a run that is resumed must round as the first one did. Bu et al.
 2022, arXiv:2205.10683, Sec. 4, choose by memory instead: ghost where 2 T^2 <= R C.
