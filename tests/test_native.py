@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +17,23 @@ from dpshard.config import NormMethod
 from dpshard.native.library import library, load, team
 from dpshard.noise import KeyedGaussian, Shard
 from dpshard.randomness import UNIT, RandomSource, first_normals
-from dpshard.rules.records import OuterProduct
+from dpshard.rules.records import Convolution, OuterProduct
+
+
+def images(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
+    """Random images [B, k, C, *space], and output gradients of their convolution."""
+    generator = torch.Generator().manual_seed(C * P)
+    x = torch.randn(B, k, C, *space, generator=generator)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
+    y = convolve(x.flatten(0, 1), torch.zeros(P, C // groups, *kernel), None, stride, padding, dilation, groups)
+    return x, torch.randn(B, k, *y.shape[1:], generator=generator)
+
+
+def convolution(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
+    pair = images(B, k, C, P, space, kernel, stride, padding, dilation, groups)
+    steps = ((n,) * len(space) if isinstance(n, int) else n for n in (stride, padding, dilation))
+    return Convolution(*pair, torch.Size((P, C // groups, *kernel)), *steps, groups)
+
 
 SOURCES = Path(native.__file__).parent
 
@@ -42,11 +59,12 @@ def build(path, **changed):
     for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
         (path / source.name).write_text(source.read_text())
     for name, (right, wrong) in changed.items():
-        source = (path / f"{name}.c").read_text()
-        assert right in source
-        (path / f"{name}.c").write_text(source.replace(right, wrong))
-    sources = [path / "normals.c", path / "gram.c"]
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", path / "built.so", *sources, "-lm"], check=True)
+        (source,) = path.glob(f"{name}.[ch]")
+        text = source.read_text()
+        assert right in text
+        source.write_text(text.replace(right, wrong))
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", path / "built.so", *path.glob("*.c"), "-lm"]
+    subprocess.run(command, check=True)
     return str(path / "built.so")
 
 
@@ -98,15 +116,24 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
         ("normals", "/ divisor;", ";"),
         ("gram", "sum[l] += 2 *", "sum[l] +="),
         ("gram", "k, start > 0)", "k, 0)"),
-        ("gram", "j -= ++i", "j -= 2 * ++i"),
+        ("gram", "start < of->n;", "start < of->n && start < 512;"),
+        ("gram", "while (j > i)", "if (j > i)"),
         ("gram", "* of->g", "* 0"),
+        ("gram", "x + j * of->t", "x + i * of->t"),
+        ("gram", "dt, ptrdiff_t dk, ptrdiff_t n, ptrdiff_t k)", "dk, ptrdiff_t dt, ptrdiff_t n, ptrdiff_t k)"),
         ("gram", "roots += ", "roots = "),
+        ("convolution", "*(vector *)(out[j] + p * WIDTH) +=", "*(vector *)(out[j] + p * WIDTH) ="),
+        ("convolution", "i < c->k; i++)\n            pack", "i < 1; i++)\n            pack"),
+        ("convolution", "x * c->dilation[2]", "x"),
+        ("convolution", "!= last)", "== last)"),
+        ("convolution", "squares[l] +=", "squares[l] ="),
+        ("convolution", "+ first) * S, n, S)", ") * S, n, S)"),
     ],
 )
 def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_path):
-    """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; half a norm, a chunk or a group of it."""
+    """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; parts of a norm or a gradient left out."""
     built = build(tmp_path, **{source: (right, wrong)})
-    with pytest.warns(UserWarning, match="it (draws noise|takes norms) wrongly"):
+    with pytest.warns(UserWarning, match="it (draws noise|takes norms|differentiates convolutions) wrongly"):
         assert load(built) is None
 
 
@@ -197,6 +224,8 @@ def by_hand(rows, cols):
 
 SIZES = [
     (1, 1, 1, 1, 1),
+    (2, 1, 3, 1700, 2),
+    (1, 2, 390, 4, 900),
     (3, 2, 15, 7, 40),
     (2, 1, 65, 16, 129),
     (2, 3, 128, 5, 6),
@@ -224,13 +253,18 @@ def test_ghost_norms_are_those_of_the_gradients(size, stored):
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
 
 
+def narrow_library(path):
+    narrow = load(build(path, tiles=('__builtin_cpu_supports("avx512f")', "0")))
+    assert narrow is not None
+    if not narrow.has_tiles:
+        pytest.skip("this processor has no AVX2")
+    return narrow
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_narrow_registers_give_the_same_norms(size, tmp_path):
     """Those of a processor without AVX-512, as most have been built."""
-    narrow = load(build(tmp_path, gram=('__builtin_cpu_supports("avx512f")', "0")))
-    assert narrow is not None
-    if not narrow.has_ghost_norms:
-        pytest.skip("this processor has no AVX2")
+    narrow = narrow_library(tmp_path)
     rows, cols = product(*size)
     out = torch.empty(2, size[0])
     vectors = [(x.data_ptr(), x.stride()) for x in (rows, cols)]
@@ -283,7 +317,133 @@ def test_products_are_counted_as_tiles_of_half_a_matrix(T):
     assert counter.get_total_flops() == 3 * 2 * pairs * 2 * (5 + 7)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("n", [1000, 8192, 50257, 150528])
+def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
+    """Two positions of constants that nearly cancel: errors of the same sign, in sums as long as a vocabulary."""
+    if not compiled:
+        switch_off()
+    rows = torch.randn(3, 1, 2, 64, generator=torch.Generator().manual_seed(n))
+    rows[:, :, 1] = -rows[:, :, 0]
+    cols = torch.full((3, 1, 2, n), 1.3)
+    cols[:, :, 1] *= 1.05
+    norm_sq = OuterProduct(rows, cols, torch.Size((64, n))).norm_sq(NormMethod.GHOST)
+    exact, _ = by_hand(rows, cols)
+    assert bool((norm_sq.double() / exact).sub(1).abs().max() < 0.03)
+
+
+def test_products_that_overflow_only_when_doubled_do_not():
+    rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 1e-19)
+    norm_sq, _ = native.ghost_norm_sq(rows, cols)
+    torch.testing.assert_close(norm_sq.double(), by_hand(rows, cols)[0], rtol=1e-5, atol=0)
+
+
+def test_other_dtypes_and_sizes_are_refused():
+    rows, cols = product(2, 1, 5, 3, 4)
+    for pair in ((rows.double(), cols), (rows, cols.double()), (rows, cols[:1]), (rows[:, :, :4], cols)):
+        with pytest.raises(ValueError, match="No ghost norm"):
+            native.ghost_norm_sq(*pair)
+
+
 def test_fake_tensors_pass_through():
     with FakeTensorMode():
         norm_sq, scale = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7))
-    assert norm_sq.shape == scale.shape == (3,)
+        images = torch.empty(3, 1, 2, 9, 9), torch.empty(3, 1, 20, 7, 7)
+        steps = (1, 1), (0, 0), (1, 1)
+        made = native.per_sample_gradients_(torch.empty(3, 20, 2, 3, 3), *images, *steps)
+        alone = native.gradient_norms_sq((20, 2, 3, 3), *images, *steps)
+    assert norm_sq.shape == scale.shape == made.shape == alone.shape == (3,)
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "plain": convolution(3, 1, 5, 16, (9, 8), (3, 3)),
+    "padded, several images": convolution(2, 3, 4, 20, (7, 7), (3, 3), padding=1),
+    "strided, dilated, grouped": convolution(2, 1, 6, 34, (13, 12), (3, 2), 2, 2, 3, groups=2),
+    "one dimension": convolution(3, 1, 3, 9, (50,), (5,), 3, 2),
+    "three dimensions": convolution(2, 2, 3, 17, (5, 6, 7), (2, 3, 2), (1, 2, 1), (1, 0, 1)),
+    "many positions": convolution(2, 1, 1, 16, (60, 50), (3, 3), padding=1),
+    "windows that miss the end": convolution(2, 1, 3, 16, (10, 11), (3, 3), 4),
+    "other strides": Convolution(
+        *(x.to(memory_format=torch.channels_last_3d) for x in images(2, 3, 4, 16, (6, 6), (3, 3))),
+        torch.Size((16, 4, 3, 3)),
+        (1, 1),
+        (0, 0),
+        (1, 1),
+        1,
+    ),
+}
+
+
+def exact(record):
+    """Per-sample gradients in float64, by autograd."""
+    out = []
+    for x, g in zip(record.input.double(), record.gradient.double(), strict=True):
+        kernel = torch.zeros(record.shape, dtype=torch.float64, requires_grad=True)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(record.stride) - 1]
+        y = convolve(x, kernel, None, record.stride, record.padding, record.dilation, record.groups)
+        out.append(torch.autograd.grad(y, kernel, g)[0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("record", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_gradients_of_convolutions_are_those_of_autograd(record, set_threads):
+    assert record.size.tiles
+    expected = exact(record)
+    for threads in (1, 3):
+        set_threads(threads)
+        gradients = torch.full(expected.shape, torch.nan)
+        norm_sq = native.per_sample_gradients_(gradients, *record._images(), *record._steps())
+        alone = native.gradient_norms_sq(record.shape, *record._images(), *record._steps())
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(gradients.double(), expected, rtol=0, atol=1e-5 * largest)
+        torch.testing.assert_close(norm_sq.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=0)
+        assert torch.equal(alone, norm_sq)
+
+
+@pytest.mark.parametrize("record", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_narrow_registers_make_the_same_gradients(record, tmp_path, monkeypatch):
+    narrow, expected = narrow_library(tmp_path), exact(record)
+    monkeypatch.setattr("dpshard.native.convolution.library", lambda: narrow)
+    torch.testing.assert_close(record.per_sample().double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("method", [NormMethod.INSTANTIATE, NormMethod.GHOST, NormMethod.CHEAPEST])
+@pytest.mark.parametrize("record", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_records_of_convolutions_are_the_same_without_it(record, method, switch_off):
+    compiled = record.per_sample(), record.norm_sq(method), *record.instantiated()
+    switch_off()
+    assert not record.size.tiles
+    for ours, theirs in zip(
+        compiled, (record.per_sample(), record.norm_sq(method), *record.instantiated()), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_in_an_image_stays_with_its_sample(bad):
+    record = convolution(3, 2, 4, 16, (6, 6), (3, 3), padding=1)
+    record.input[1, 1, 2, 3, 4] = bad
+    assert record.instantiated()[1].isfinite().tolist() == [True, False, True]
+    assert record.norm_sq(NormMethod.INSTANTIATE).isfinite().tolist() == [True, False, True]
+
+
+def test_products_of_convolutions_are_counted():
+    record = convolution(3, 2, 4, 16, (6, 6), (3, 3), padding=1, groups=2)
+    for work in (record.per_sample, lambda: record.norm_sq(NormMethod.INSTANTIATE)):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        assert counter.get_total_flops() == 3 * 2 * (2 * 36) * 16 * 2 * 9
+
+
+def test_small_groups_large_volumes_and_other_dtypes_are_left_to_torch():
+    cpu = torch.device("cpu")
+    assert native.takes_convolution(cpu, torch.float32, 8, 100)
+    assert not native.takes_convolution(cpu, torch.float32, 7, 100)
+    assert not native.takes_convolution(cpu, torch.float32, 8, 10**6)
+    assert not native.takes_convolution(cpu, torch.float64, 8, 100)
+    assert not native.takes_convolution(torch.device("cuda"), torch.float32, 8, 100)
+    record = convolution(2, 1, 3, 16, (6, 6), (3, 3))
+    with pytest.raises(ValueError, match="No gradients of convolutions"):
+        native.gradient_norms_sq(record.shape, record.input.double(), record.gradient, *record._steps())

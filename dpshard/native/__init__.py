@@ -7,6 +7,9 @@
     ghost_norm_sq         norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. In torch every product of a
                           block of positions is a call, on matrices too small for its libraries, and what they make is
                           written and read again; compiled, half of the products are made, and stay in the cache.
+    per_sample_gradients_ of convolutions, and norms alone, float32, on the same processors (convolution.c). In torch
+                          samples are groups of one convolution, which takes memory several times theirs, fresh from
+                          the system, to rearrange them in.
 
 Threads are those of torch: a pool of another kind would compete with them for the cores, on which OpenMP's threads wait
 for more work for milliseconds after the last operator. GOMP_parallel is what compilers call for `#pragma omp parallel`,
@@ -17,8 +20,19 @@ setuptools builds it with the package if there is a C compiler, and goes on with
 not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0 switches it off.
 """
 
+from dpshard.native.convolution import gradient_norms_sq, per_sample_gradients_, takes_convolution
 from dpshard.native.gram import ghost_flops, ghost_norm_sq, takes_ghost_norm
 from dpshard.native.library import is_built
 from dpshard.native.normals import box_muller, release_
 
-__all__ = ["box_muller", "ghost_flops", "ghost_norm_sq", "is_built", "release_", "takes_ghost_norm"]
+__all__ = [
+    "box_muller",
+    "ghost_flops",
+    "ghost_norm_sq",
+    "gradient_norms_sq",
+    "is_built",
+    "per_sample_gradients_",
+    "release_",
+    "takes_convolution",
+    "takes_ghost_norm",
+]

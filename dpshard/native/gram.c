@@ -13,10 +13,10 @@ What is summed in which order does not depend on the number of threads. */
 #include <string.h>
 
 #include "team.h"
+#include "tiles.h"
 
 #define BLOCK 128 /* positions, at most */
 #define CHUNK 128 /* elements: so much of a block, packed, fills the cache of the first level */
-#define LANES 16
 
 /* Vectors [B, G, T, n] of any strides. */
 typedef struct {
@@ -28,10 +28,9 @@ typedef float Packed[BLOCK / LANES][CHUNK][LANES];
 typedef float Gram[BLOCK][BLOCK];
 
 /* Adds the inner products of `rows` positions, packed at `a`, and LANES positions at `b`, to `gram`, if `more`; else it
-starts from zero. */
+starts from zero. The sum over a chunk does in any case: the rounding of long sums would grow with them. */
 typedef void (*Tile)(float *gram, const float *a, const float *b, ptrdiff_t k, int more);
 
-/* One for a kind of registers: as many rows as fill half of them. */
 #define TILE(name, features, vector, broadcast, multiply_add, ROWS)                                   \
     __attribute__((target(features)))                                                                 \
     static void name(float *gram, const float *a, const float *b, ptrdiff_t k, int more)              \
@@ -41,7 +40,7 @@ typedef void (*Tile)(float *gram, const float *a, const float *b, ptrdiff_t k, i
                                                                                                       \
         for (int r = 0; r < ROWS; r++)                                                                \
             for (int p = 0; p < PARTS; p++)                                                           \
-                sums[r][p] = more ? *(vector *)(gram + r * BLOCK + p * WIDTH) : (vector){0};          \
+                sums[r][p] = (vector){0};                                                             \
         for (; k > 0; k--, a += LANES, b += LANES) {                                                  \
             for (int p = 0; p < PARTS; p++)                                                           \
                 of_b[p] = *(const vector *)(b + p * WIDTH);                                           \
@@ -50,27 +49,16 @@ typedef void (*Tile)(float *gram, const float *a, const float *b, ptrdiff_t k, i
                     sums[r][p] = multiply_add(broadcast(a[r]), of_b[p], sums[r][p]);                  \
         }                                                                                             \
         for (int r = 0; r < ROWS; r++)                                                                \
-            for (int p = 0; p < PARTS; p++)                                                           \
-                *(vector *)(gram + r * BLOCK + p * WIDTH) = sums[r][p];                               \
+            for (int p = 0; p < PARTS; p++) {                                                         \
+                vector *to = (vector *)(gram + r * BLOCK + p * WIDTH);                                \
+                                                                                                      \
+                if (more)                                                                             \
+                    sums[r][p] += *to;                                                                \
+                *to = sums[r][p];                                                                     \
+            }                                                                                         \
     }
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-TILE(narrow_tile, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps, 4)
-TILE(broad_tile, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps, 8)
-#endif
-
-/* The tile of this processor and its rows; 0 if there is none. */
-static int choose(Tile *tile)
-{
-#if defined(__x86_64__) && defined(__GNUC__)
-    if (__builtin_cpu_supports("avx512f"))
-        return *tile = broad_tile, 8;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return *tile = narrow_tile, 4;
-#endif
-    return 0;
-}
+TILES(narrow_tile, broad_tile)
 
 /* `k` elements of `n` positions, from `x` on; what is left of the last LANES positions is zeros. */
 FOR_EVERY_PROCESSOR
@@ -125,7 +113,7 @@ static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one
 
         for (ptrdiff_t s = 0; s < whole; s += LANES)
             for (int l = 0; l < LANES; l++)
-                sum[l] += 2 * a[s + l] * b[s + l];
+                sum[l] += 2 * (a[s + l] * b[s + l]);
         if (one) {
             for (int l = 0; l < LANES; l++)
                 sum[l] += a[whole + l] * b[whole + l];
@@ -173,17 +161,9 @@ static void take_norms(void *job)
     }
 }
 
-/* Whether this processor has registers for it. */
-int dpshard_has_ghost_norms(void)
-{
-    Tile tile;
-
-    return choose(&tile) > 0;
-}
-
 /* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, and sum_t |rows_t| |cols_t| [B], of rows [B, G, T, R]
 and cols [B, G, T, C] with strides; `sizes` are B, G, T, R, C, all positive. False if there is no
-memory. */
+memory. For processors that have tiles. */
 int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const ptrdiff_t strides_of_rows[4],
                         const float *cols, const ptrdiff_t strides_of_cols[4], const ptrdiff_t sizes[5],
                         float *norms, float *scales)
@@ -196,10 +176,10 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         .cols = {cols, c[0], c[1], c[2], c[3], sizes[4]},
         .G = G, .T = T, .size = size, .pairs = pairs, .pieces = B * G * pairs,
         .sums = malloc(sizeof(double[2]) * B * G * pairs),
+        .tile = WHICH_TILE(narrow_tile, broad_tile), .tile_rows = tile_count(),
     };
 
-    ghost.tile_rows = choose(&ghost.tile);
-    if (ghost.sums == NULL || ghost.tile_rows == 0)
+    if (ghost.sums == NULL)
         return 0;
     share(team, threads, take_norms, &ghost, ghost.pieces);
     for (ptrdiff_t b = 0; b < B; b++) {

@@ -19,7 +19,7 @@ def takes_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or dtype != torch.float32:
         return False
     compiled = library()
-    return compiled is not None and compiled.has_ghost_norms
+    return compiled is not None and compiled.has_tiles
 
 
 def ghost_flops(T: int, R: int, C: int) -> int:
@@ -42,7 +42,8 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 def _ghost_norms(rows: Tensor, cols: Tensor) -> Tensor:
     """Both [2, B]. An operator of torch, so that fake tensors pass through it and its products are counted."""
     compiled = library()
-    assert compiled is not None, "takes_ghost_norm was not asked"
+    if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
+        raise ValueError(f"No ghost norm of {rows.dtype} {[*rows.shape]} and {cols.dtype} {[*cols.shape]} here.")
     if min(rows.numel(), cols.numel()) == 0:
         return rows.new_zeros(2, len(rows))
     out, sizes = rows.new_empty(2, len(rows)), (*rows.shape, cols.shape[3])

@@ -26,8 +26,9 @@ _TEAM = (_POINTER, ctypes.c_uint)
 _SIGNATURES = {
     "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
     "dpshard_release": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _REAL, _REAL, _FLAG, _FLAG)),
-    "dpshard_has_ghost_norms": (_FLAG, ()),
+    "dpshard_has_tiles": (_FLAG, ()),
     "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _POINTER, _POINTER)),
+    "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """What functions return and take."""
 
@@ -81,7 +82,7 @@ def _gomp_parallel() -> int | None:
 
 
 class Library:
-    """The functions of normals.c and gram.c, unchecked. The library is at `path`.
+    """The functions of normals.c, gram.c and convolution.c, unchecked. The library is at `path`.
 
     Raises OSError if there is none, and AttributeError if it is another one.
     """
@@ -93,8 +94,8 @@ class Library:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
-        self.has_ghost_norms = bool(self._c.dpshard_has_ghost_norms())
-        """Whether the processor has the registers for `ghost_norms`."""
+        self.has_tiles = bool(self._c.dpshard_has_tiles())
+        """Whether the processor has the registers for `ghost_norms` and `convolution_gradients`."""
 
     def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
         """See normals.box_muller."""
@@ -116,12 +117,20 @@ class Library:
         if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], (_SIZE * 5)(*sizes), *results):
             raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
 
+    def convolution_gradients(
+        self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
+    ) -> None:
+        """See convolution.per_sample_gradients_: addresses, that of `kernels` if they are asked for, and sizes."""
+        if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, (_SIZE * 23)(*sizes)):
+            raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
+
     def try_out(self) -> None:
         """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
-        if self.has_ghost_norms:
+        if self.has_tiles:
             self._try_norms()
+            self._try_convolution()
 
     def _try_noise(self, kind: Any, noise_kind: Any) -> None:
         n, rows, std, divisor = 100, 3 if noise_kind == np.float32 else 4, 3.0, 7.0
@@ -137,13 +146,34 @@ class Library:
             raise ArithmeticError("it draws noise wrongly")
 
     def _try_norms(self) -> None:
-        B, G, T, *dims = sizes = (2, 2, 150, 5, 131)  # two blocks of positions, two chunks of columns
-        rows, cols = ((np.arange(B * G * T * n) * 2654435761 % 2**16 / 2.0**15 - 1).reshape(B, G, T, n) for n in dims)
-        rows, cols, out = rows.astype(np.float32), cols.astype(np.float32), np.empty((2, B), np.float32)
+        B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
+        rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
+        out = np.empty((2, B), np.float32)
         x, y = ((x.ctypes.data, [stride // x.itemsize for stride in x.strides]) for x in (rows, cols))
         self.ghost_norms(x, y, sizes, (out[0].ctypes.data, out[1].ctypes.data), _ALONE)
         if not np.allclose(out, reference.ghost_norm_sq(rows, cols), rtol=1e-4):
             raise ArithmeticError("it takes norms wrongly")
+
+    def _try_convolution(self) -> None:
+        B, k, G, R, C = 2, 2, 2, 17, 3  # two blocks of channels
+        positions, kernel, stride, dilation = (1, 30, 40), (1, 2, 3), (1, 2, 1), (1, 1, 2)
+        space, padding = (1, 58, 38), (0, 1, 3)
+        input, gradient = _scattered(B, k, G, C, *space), _scattered(B, k, G, R, *positions)
+        kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
+        sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)
+        x, g, to, out = (array.ctypes.data for array in (input, gradient, kernels, norms))
+        self.convolution_gradients(x, g, to, out, sizes, _ALONE)
+        padded = np.pad(input, [(0, 0)] * 4 + [(p, p) for p in padding])
+        expected = reference.convolution_gradients(padded, gradient, kernel, stride, dilation)
+        right = np.allclose(kernels, expected, rtol=0, atol=1e-4 * abs(expected).max())
+        if not right or not np.allclose(norms, np.square(expected).sum((1, 2, 3, 4, 5, 6)), rtol=1e-4):
+            raise ArithmeticError("it differentiates convolutions wrongly")
+
+
+def _scattered(*shape: int) -> NDArray[np.float32]:
+    """Numbers that look random, between -1 and 1."""
+    n = int(np.prod(shape))
+    return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
 
 
 _ALONE: Team = (None, 1)

@@ -16,6 +16,7 @@ The logarithm of 2 has two parts, of which e times the first is exact. */
 #include <string.h>
 
 #include "team.h"
+#include "tiles.h"
 
 #define PI 3.14159265358979323846
 #define LOWER_31_BITS 0x7fffffff
@@ -184,6 +185,12 @@ static void add(void *job)
 int dpshard_interface(void)
 {
     return 2;
+}
+
+/* Whether this processor has what gram.c and convolution.c work with. */
+int dpshard_has_tiles(void)
+{
+    return tile_count() > 0;
 }
 
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */

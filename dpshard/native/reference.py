@@ -41,6 +41,25 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 
 def ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """See gram.ghost_norm_sq; in float64."""
-    gradients = np.einsum("bgtr,bgtc->bgrc", rows, cols, dtype=np.float64)
+    gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols
     scales = np.linalg.norm(rows, axis=3) * np.linalg.norm(cols, axis=3)
     return np.square(gradients).sum((1, 2, 3)), scales.sum((1, 2), dtype=np.float64)
+
+
+def convolution_gradients(
+    input: NDArray[Any],
+    gradient: NDArray[Any],
+    kernel: tuple[int, int, int],
+    stride: tuple[int, int, int],
+    dilation: tuple[int, int, int],
+) -> NDArray[np.float64]:
+    """Gradients [B, G, R, C, *kernel] of padded images [B, k, G, C, *space]; gradient [B, k, G, R, *positions]."""
+    positions = gradient.shape[4:]
+    out = np.empty((*gradient.shape[:1], *gradient.shape[2:4], input.shape[3], *kernel))
+    for at in np.ndindex(*kernel):
+        seen = tuple(
+            slice(d * i, d * i + s * (n - 1) + 1, s) for i, n, s, d in zip(at, positions, stride, dilation, strict=True)
+        )
+        of_window = input[(..., *seen)]
+        out[(..., *at)] = np.einsum("bkgrzyx,bkgczyx->bgrc", gradient, of_window, dtype=np.float64)
+    return out

@@ -252,7 +252,7 @@ def test_vanishing_sums_have_no_negative_square():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_instantiated_gradient_is_kept_where_asked_for(method):
-    record = outer(2, 40, 2, 2)
+    record = outer(2, 200, 2, 2)
     _, kept = measure([record], method, keep=True)
     _, dropped = measure([record], method, keep=False)
     assert isinstance(kept[0], OuterProduct if method is NormMethod.GHOST else PerSample)

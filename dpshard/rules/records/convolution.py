@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard import native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize
@@ -41,7 +42,10 @@ class Convolution:
         nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
-        return ProductSize(B, G, T, R, C, wide_dtype(self.gradient), self.input.device, nbytes, pixels, kernel)
+        dtype, device = wide_dtype(self.gradient), self.input.device
+        # Windows side by side, as of patches, are only moved.
+        tiles = self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
     def is_whole(self) -> bool:
         """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
@@ -53,7 +57,9 @@ class Convolution:
         """Squared norms [B]."""
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not self.size.instantiates(kept=False)):
             return self._ghost_norm_sq() if self.size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
-        return self.instantiated()[1]
+        if not self.size.tiles:
+            return self.instantiated()[1]
+        return self._floored(native.gradient_norms_sq(self.shape, *self._images(), *self._steps()).sqrt())
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
@@ -85,25 +91,39 @@ class Convolution:
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Per-sample gradients [B, *shape], and their squared norms [B]."""
-        gradient = self.per_sample()
+        gradient, norm_sq = self._made()
+        return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
+
+    def _floored(self, norm_B: Tensor) -> Tensor:
         # An element of the input is in at most so many windows as the kernel has elements.
-        return gradient, floored(norms(gradient), self.gradient, self.input, self.shape[2:].numel() ** 0.5)
+        return floored(norm_B, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
+        return self._made()[0]
+
+    def _made(self) -> tuple[Tensor, Tensor | None]:
+        """Per-sample gradients [B, *shape], and their squared norms [B] if they came with them."""
         if self.input.device.type != "cpu" or self.stride == self.shape[2:]:
             # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
-            return self.outer().per_sample()
+            return self.outer().per_sample(), None
+        total = memory.empty((len(self.input), *self.shape), self.input, wide_dtype(self.gradient))
+        if self.size.tiles:
+            return total, native.per_sample_gradients_(total, *self._images(), *self._steps())
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
         # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
         # system if that does not fit into the cache.
-        shape, B = (len(self.input), *self.shape), len(self.input)
-        total = memory.empty(shape, self.input, wide_dtype(self.gradient))
-        samples = max(1, _AT_ONCE * B // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
+        samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
             part.copy_(self._summed(input, gradient, samples=len(part)).view(part.shape))
-        return total
+        return total, None
+
+    def _images(self) -> tuple[Tensor, Tensor]:
+        return wide(self.input), wide(self.gradient)
+
+    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
@@ -119,9 +139,7 @@ class Convolution:
             input,
             kernel,
             None,
-            self.stride,
-            self.padding,
-            self.dilation,
+            *self._steps(),
             False,
             [0] * len(self.stride),
             samples * self.groups,

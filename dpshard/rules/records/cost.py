@@ -5,12 +5,12 @@ Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the 
 
     ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs, in
                       blocks of positions, or as native/gram.py counts them
-    instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers
+    instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
 Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
 that time. A gradient that waits for the norms of other layers has left the cache before it is summed. The columns of a
-convolution are windows of its input, and to gather a window is charged three times that. Small images with many
+convolution are windows of its input, and to gather a window is charged four times that. Small images with many
 channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
 matrix of all pixels holds them, without any window.
 
@@ -60,6 +60,8 @@ class ProductSize:
     """Of a convolution: elements of one channel of a window."""
     kernels: bool = False
     """Whether Triton kernels take the product; see [Note: Kernels] in dpshard.kernels."""
+    tiles: bool = False
+    """Whether native code takes the gradients of a convolution; see [Note: Native code] in dpshard.native."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -89,11 +91,15 @@ class ProductSize:
         if self.T == 1:
             return False
         if kept:
-            return self._flops_a_number(waits=not closing) * self.R * self.C < self._ghost()
+            return self._flops_a_number(waits=not closing) * self.R * self.C < min(self._ghost(), self._dropped())
+        return self._dropped() < self._ghost()
+
+    def _dropped(self) -> int:
+        """The norm by a gradient that nobody keeps; kernels and native code do not even write it."""
         product = 2 * self.T * self.R * self.C
-        if self.kernels:  # tiles of the gradient are not written
-            return product // _TENSOR_CORES < self._ghost()
-        return self._flops_a_number() * self.R * self.C + product < self._ghost()
+        if self.kernels:
+            return product // _TENSOR_CORES
+        return product if self.tiles else product + self._flops_a_number() * self.R * self.C
 
     def _ghost(self) -> int:
         if self.kernels and takes_ghost_norm(self.B * self.G, self.T):
@@ -115,7 +121,7 @@ class ProductSize:
         return products + self._flops_a_number() * self.kernel * positions
 
     def _by_windows(self) -> int:
-        unfolding = 3 * self._flops_a_number() * self.T * self.C
+        unfolding = 4 * self._flops_a_number() * self.T * self.C
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:

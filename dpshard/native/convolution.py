@@ -1,0 +1,117 @@
+"""Per-sample gradients of convolutions on a CPU: see [Note: Native code], and convolution.c for how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dpshard.native.library import library, team
+
+_FEWEST, _LARGEST = 8, 2**16
+"""Output channels of a group, of which 16 are worked on at once; and positions of a sample, packed for them."""
+
+
+def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
+    """Whether compiled code makes the per-sample gradients of a kernel, with so many output channels in a group."""
+    if device.type != "cpu" or dtype != torch.float32 or channels < _FEWEST or positions > _LARGEST:
+        return False
+    compiled = library()
+    return compiled is not None and compiled.has_tiles
+
+
+def per_sample_gradients_(
+    gradients: Tensor,
+    input: Tensor,
+    gradient: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B]; all float32.
+
+    Of images `input` [B, k, G * C, *space] and output gradients [B, k, P, *positions], in at most three dimensions;
+    G groups have P / G channels each; see `takes_convolution`.
+    """
+    return _gradients_(gradients, input, gradient, list(stride), list(padding), list(dilation))
+
+
+def gradient_norms_sq(
+    shape: Sequence[int],
+    input: Tensor,
+    gradient: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_`, which are written nowhere."""
+    return _norms(list(shape), input, gradient, list(stride), list(padding), list(dilation))
+
+
+# Operators of torch, so that fake tensors pass through them and their products are counted.
+
+
+@torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
+def _gradients_(
+    gradients: Tensor, input: Tensor, gradient: Tensor, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    return _call(gradients, gradients.shape[1:], input, gradient, stride, padding, dilation)
+
+
+@torch.library.custom_op("dpshard::convolution_norms", mutates_args=())
+def _norms(
+    shape: list[int], input: Tensor, gradient: Tensor, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    return _call(None, shape, input, gradient, stride, padding, dilation)
+
+
+def _call(
+    gradients: Tensor | None,
+    shape: Sequence[int],
+    input: Tensor,
+    gradient: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    compiled = library()
+    given = [input, gradient] if gradients is None else [input, gradient, gradients]
+    if compiled is None or any(x.dtype != torch.float32 for x in given):
+        raise ValueError(f"No gradients of convolutions of {input.dtype} here.")
+    if min(x.numel() for x in given) == 0:
+        if gradients is not None:
+            gradients.zero_()
+        return input.new_zeros(len(input))
+    input, gradient, norm_sq = input.contiguous(), gradient.contiguous(), input.new_empty(len(input))
+    (B, k, channels), (P, C, *kernel) = input.shape[:3], shape
+    G, missing = channels // C, 3 - len(kernel)
+    spatial = (gradient.shape[3:], kernel, stride, dilation, input.shape[3:])
+    sizes = [B, k, G, P // G, C, *(n for three in spatial for n in ([1] * missing + list(three)))]
+    sizes += [0] * missing + padding
+    compiled.convolution_gradients(
+        input.data_ptr(),
+        gradient.data_ptr(),
+        None if gradients is None else gradients.data_ptr(),
+        norm_sq.data_ptr(),
+        sizes,
+        team(),
+    )
+    return norm_sq
+
+
+_gradients_.register_fake(lambda gradients, input, *_: input.new_empty(len(input)))
+_norms.register_fake(lambda shape, input, *_: input.new_empty(len(input)))
+
+
+@register_flop_formula(torch.ops.dpshard.convolution_gradients_)
+def _flops_of_gradients(gradients: Any, input: Any, gradient: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_norms(gradients[1:], input, gradient)
+
+
+@register_flop_formula(torch.ops.dpshard.convolution_norms)
+def _flops_of_norms(shape: Any, input: Any, gradient: Any, *_: Any, **__: Any) -> int:
+    return 2 * input[0] * math.prod(shape) * math.prod((gradient[1], *gradient[3:]))
