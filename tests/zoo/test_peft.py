@@ -156,7 +156,7 @@ def test_a_matrix_that_is_filled_in_place_is_refused():
 def test_the_cost_of_privacy_is_that_of_what_is_trained():
     """LoRA of rank 1, 2 and 4, and all parameters: what the engine adds to a step, in kept bytes and in FLOPs."""
     sizes = {"hidden_size": 32, "intermediate_size": 64}
-    ids = tokens(48)
+    ids = tokens(12)
 
     def cost(build):
         model = build()

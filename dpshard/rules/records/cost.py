@@ -9,8 +9,8 @@ Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the 
     instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
 
 Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
-that time. A gradient that waits for the norms of other layers has left the cache before it is summed. The columns of a
-convolution are windows of its input, and to gather a window is charged four times that. Small images with many
+that time. A large gradient that waits for the norms of other layers has left the cache before it is summed. The columns
+of a convolution are windows of its input, and to gather a window is charged four times that. Small images with many
 channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
 matrix of all pixels holds them, without any window.
 
@@ -32,8 +32,8 @@ _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
 """Per-sample gradients are kept if they take at most so many times the memory of the record. The first number holds if
 they must wait for the norms of other layers, the second if they are summed at once."""
 
-_CACHE = 16 * 2**20
-"""Bytes that stay in the cache of a CPU between being written and being read."""
+_CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
+"""Bytes that stay in the cache of a CPU between being written and being read: at once, or after other layers."""
 
 _TENSOR_CORES = 8
 """How much faster than torch's float32 products those of kernels are: half precision, on tensor cores. Peaks differ by
@@ -132,7 +132,8 @@ class ProductSize:
         """FLOPs that a processor does in the time of three passes over a byte."""
         if self.device.type != "cpu":
             return 60
-        return 45 if waits or self.gradient_bytes > _CACHE else 18  # measured on server CPUs, float32
+        cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
+        return 18 if cached else 45  # measured on server CPUs, float32
 
 
 def blocks(T: int, device: torch.device) -> int:
