@@ -268,7 +268,7 @@ def test_the_cheapest_norm():
     assert not instantiates(2, 200, 300, 300)
     assert instantiates(2, 200, 300, 300, kept=True, closing=True)  # the clipped sum needs the gradients anyway
     assert not instantiates(2, 200, 300, 300, kept=True)  # but when it is made they have left the cache,
-    assert instantiates(2, 60, 100, 100, kept=True)  # if they are not small
+    assert instantiates(2, 110, 100, 100, kept=True)  # if they are not small
     assert not instantiates(2, 1, 20, 20, kept=True)  # one position: no product at all
     assert instantiates(1, 3, 100, 100, kept=True)  # one sample's gradient is the batch's
     assert not instantiates(1, 3, 100, 100)
