@@ -17,7 +17,7 @@ from dpshard.config import NormMethod
 from dpshard.native.library import library, load, team
 from dpshard.noise import KeyedGaussian, Shard
 from dpshard.randomness import UNIT, RandomSource, first_normals
-from dpshard.rules.records import Convolution, OuterProduct
+from dpshard.rules.records import Convolution, OuterProduct, measure
 
 
 def images(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
@@ -125,6 +125,9 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
         ("convolution", "*(vector *)(out[j] + p * WIDTH) +=", "*(vector *)(out[j] + p * WIDTH) ="),
         ("convolution", "i < c->k; i++)\n            pack", "i < 1; i++)\n            pack"),
         ("convolution", "x * c->dilation[2]", "x"),
+        ("convolution", "z * c->dilation[0]", "z"),
+        ("convolution", "* c->stride[0]", "* c->stride[1]"),
+        ("convolution", "y + p[1]", "y"),
         ("convolution", "!= last)", "== last)"),
         ("convolution", "squares[l] +=", "squares[l] ="),
         ("convolution", "+ first) * S, n, S)", ") * S, n, S)"),
@@ -332,6 +335,33 @@ def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
     assert bool((norm_sq.double() / exact).sub(1).abs().max() < 0.03)
 
 
+def test_the_rounding_of_long_sums_over_channels_does_not_grow():
+    """The same, as a convolution of two pixels, of which the Gram matrix of pixels is made."""
+    x = torch.randn(2, 1, 64, 1, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 1, 2)
+    x[..., 1] *= -1
+    g = torch.full((2, 1, 150528, 2), 1.3)
+    g[..., 1] *= 1.05
+    for pair in ((x, g), (g, x)):
+        record = Convolution(*pair, torch.Size((pair[1].shape[2], pair[0].shape[2], 1)), (1,), (0,), (1,), 1)
+        assert record.size.gram_by_pixels
+        (norm_sq, exact) = record.norm_sq(NormMethod.GHOST), by_hand(x.mT, g.mT)[0]
+        assert bool((norm_sq.double() / exact).sub(1).abs().max() < 0.03)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_long_line_adds_no_more_than_its_threshold(compiled, switch_off):
+    """65,000 constants that nearly cancel: what is summed has to be what was measured, and is not kept."""
+    if not compiled:
+        switch_off()
+    n = 65000
+    x, g = torch.full((2, 1, 1, n + 1), 1.3), torch.full((2, 1, 16, n), 0.7)
+    g[..., n // 2 :] *= -(1 + 6 * 2**-13)
+    record = Convolution(x, g, torch.Size((16, 1, 2)), (1,), (0,), (1,), 1)
+    norm_sq, (left,) = measure([record], NormMethod.CHEAPEST, keep=False)
+    added = left.clipped_sum(torch.tensor([1.0, 0.0])).norm()
+    assert 0.1 < float(added / norm_sq[0].sqrt()) < 1.01
+
+
 def test_products_that_overflow_only_when_doubled_do_not():
     rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 1e-19)
     norm_sq, _ = native.ghost_norm_sq(rows, cols)
@@ -363,7 +393,9 @@ CONVOLUTIONS = {
     "strided, dilated, grouped": convolution(2, 1, 6, 34, (13, 12), (3, 2), 2, 2, 3, groups=2),
     "one dimension": convolution(3, 1, 3, 9, (50,), (5,), 3, 2),
     "three dimensions": convolution(2, 2, 3, 17, (5, 6, 7), (2, 3, 2), (1, 2, 1), (1, 0, 1)),
+    "three dimensions, no two alike": convolution(2, 1, 2, 16, (7, 6, 9), (2, 3, 2), (2, 1, 3), (1, 2, 0), (2, 1, 3)),
     "many positions": convolution(2, 1, 1, 16, (60, 50), (3, 3), padding=1),
+    "one long line": convolution(2, 1, 1, 16, (5000,), (3,)),
     "windows that miss the end": convolution(2, 1, 3, 16, (10, 11), (3, 3), 4),
     "other strides": Convolution(
         *(x.to(memory_format=torch.channels_last_3d) for x in images(2, 3, 4, 16, (6, 6), (3, 3))),
@@ -447,3 +479,20 @@ def test_small_groups_large_volumes_and_other_dtypes_are_left_to_torch():
     record = convolution(2, 1, 3, 16, (6, 6), (3, 3))
     with pytest.raises(ValueError, match="No gradients of convolutions"):
         native.gradient_norms_sq(record.shape, record.input.double(), record.gradient, *record._steps())
+
+
+def test_images_that_do_not_fit_are_refused():
+    record = convolution(2, 1, 4, 16, (6, 6), (3, 3), groups=2)
+    steps = record._steps()
+    for x, g in ((record.input[:1], record.gradient), (record.input[..., :5], record.gradient)):
+        with pytest.raises(ValueError, match="has no gradient of"):
+            native.gradient_norms_sq(record.shape, x, g, *steps)
+    for gradients in (torch.empty(1, *record.shape), torch.empty(*record.shape, 2).movedim(4, 0)):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            native.per_sample_gradients_(gradients, record.input, record.gradient, *steps)
+
+
+def test_a_thread_without_memory_is_noticed(tmp_path):
+    no_memory = ("aligned_alloc(64, sizeof(float) * c->k * S * LANES)", "NULL")
+    with pytest.raises(MemoryError, match="output gradients of 2 samples"):
+        load(build(tmp_path, convolution=no_memory))

@@ -39,7 +39,7 @@ static inline ptrdiff_t product(const ptrdiff_t of[3])
     {                                                                                                                 \
         enum { WIDTH = sizeof(vector) / sizeof(float), PARTS = LANES / WIDTH };                                       \
         const Convolution *c = of;                                                                                    \
-        ptrdiff_t n = c->positions[2], step = c->stride[2], summed = 0;                                               \
+        ptrdiff_t n = c->positions[2], step = c->stride[2], left = CHUNK;                                            \
         vector sums[COUNT][PARTS] = {0};                                                                              \
                                                                                                                       \
         memset(out, 0, sizeof(float) * COUNT * LANES);                                                                \
@@ -58,17 +58,19 @@ static inline ptrdiff_t product(const ptrdiff_t of[3])
                     for (int j = 0; j < COUNT; j++)                                                                   \
                         for (int p = 0; p < PARTS; p++)                                                               \
                             sums[j][p] = multiply_add(broadcast(from[j][t * step]), of_gradient[p], sums[j][p]);      \
-                }                                                                                                     \
-                summed += n;                                                                                          \
-                if (summed >= CHUNK || (i == c->k - 1 && line == c->positions[0] * c->positions[1] - 1)) {            \
+                    if (--left > 0)                                                                                   \
+                        continue;                                                                                     \
                     for (int j = 0; j < COUNT; j++)                                                                   \
                         for (int p = 0; p < PARTS; p++) {                                                             \
                             *(vector *)(out[j] + p * WIDTH) += sums[j][p];                                            \
                             sums[j][p] = (vector){0};                                                                 \
                         }                                                                                             \
-                    summed = 0;                                                                                       \
+                    left = CHUNK;                                                                                     \
                 }                                                                                                     \
             }                                                                                                         \
+        for (int j = 0; j < COUNT; j++)                                                                               \
+            for (int p = 0; p < PARTS; p++)                                                                           \
+                *(vector *)(out[j] + p * WIDTH) += sums[j][p];                                                        \
     }
 
 TILES(narrow_window, broad_window)

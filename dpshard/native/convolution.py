@@ -81,7 +81,7 @@ def _call(
     compiled = library()
     given = [input, gradient] if gradients is None else [input, gradient, gradients]
     if compiled is None or any(x.dtype != torch.float32 for x in given):
-        raise ValueError(f"No gradients of convolutions of {input.dtype} here.")
+        raise ValueError(f"No gradients of convolutions of {input.dtype} and {gradient.dtype} here.")
     if min(x.numel() for x in given) == 0:
         if gradients is not None:
             gradients.zero_()
@@ -89,6 +89,12 @@ def _call(
     input, gradient, norm_sq = input.contiguous(), gradient.contiguous(), input.new_empty(len(input))
     (B, k, channels), (P, C, *kernel) = input.shape[:3], shape
     G, missing = channels // C, 3 - len(kernel)
+    ends = [s * (n - 1) + d * (m - 1) for n, m, s, d in zip(gradient.shape[3:], kernel, stride, dilation, strict=True)]
+    fits = all(end < n + 2 * p for end, n, p in zip(ends, input.shape[3:], padding, strict=True))
+    if not fits or gradient.shape[:3] != (B, k, P) or channels != G * C or P % G:
+        raise ValueError(f"A kernel {[*shape]} has no gradient of {[*input.shape]} and {[*gradient.shape]}.")
+    if gradients is not None and not (gradients.is_contiguous() and len(gradients) == B):
+        raise ValueError(f"The gradients {[*gradients.shape]} of {B} samples must be contiguous.")
     spatial = (gradient.shape[3:], kernel, stride, dilation, input.shape[3:])
     sizes = [B, k, G, P // G, C, *(n for three in spatial for n in ([1] * missing + list(three)))]
     sizes += [0] * missing + padding

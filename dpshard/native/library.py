@@ -156,8 +156,8 @@ class Library:
 
     def _try_convolution(self) -> None:
         B, k, G, R, C = 2, 2, 2, 17, 3  # two blocks of channels
-        positions, kernel, stride, dilation = (1, 30, 40), (1, 2, 3), (1, 2, 1), (1, 1, 2)
-        space, padding = (1, 58, 38), (0, 1, 3)
+        positions, kernel, stride, dilation, padding = (2, 3, 200), (2, 2, 3), (2, 1, 3), (2, 1, 3), (1, 1, 0)
+        space = (3, 2, 604)  # padded, the last window meets the last element
         input, gradient = _scattered(B, k, G, C, *space), _scattered(B, k, G, R, *positions)
         kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
         sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)

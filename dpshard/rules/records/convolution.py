@@ -15,8 +15,9 @@ from dpshard import native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize
-from dpshard.rules.records.numerics import blank, gram_floor, norms, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, wide, wide_dtype
 from dpshard.rules.records.outer_product import OuterProduct, floored
+from dpshard.rules.records.per_sample import PerSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class Convolution:
         kernel = self.shape[2:].numel()
         dtype, device = wide_dtype(self.gradient), self.input.device
         # Windows side by side, as of patches, are only moved.
-        tiles = self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
+        alike = self.input.dtype == self.gradient.dtype
+        tiles = alike and self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
     def is_whole(self) -> bool:
@@ -63,7 +65,7 @@ class Convolution:
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
-        product = self._gram_of_windows().mul_(rows_BGTR @ rows_BGTR.mT)
+        product = self._gram_of_windows().mul_(gram(rows_BGTR))
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
         return torch.maximum(product.sum((1, 2, 3)), gram_floor(scale.square()))
 
@@ -74,14 +76,14 @@ class Convolution:
         space, positions = padded.shape[3:], self.gradient.shape[3:]
         # [B, k, C, *space] -> [B, G, C / G, k * space]
         x = padded.unflatten(2, (G, -1)).movedim(1, 3).flatten(3)
-        gram = (x.mT @ x).view(B, G, k, *space, k, *space)
-        total = gram.new_zeros(())
+        of_pixels = gram(x.mT).view(B, G, k, *space, k, *space)
+        total = of_pixels.new_zeros(())
         for place in itertools.product(*(range(n) for n in self.shape[2:])):
             seen = tuple(
                 slice(d * at, d * at + s * (n - 1) + 1, s)
                 for at, n, s, d in zip(place, positions, self.stride, self.dilation, strict=True)
             )
-            total = total + gram[(slice(None), slice(None), slice(None), *seen, slice(None), *seen)]
+            total = total + of_pixels[(slice(None), slice(None), slice(None), *seen, slice(None), *seen)]
         T = k * positions.numel()
         return total.reshape(B, G, T, T)
 
@@ -127,6 +129,9 @@ class Convolution:
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
+        if self.size.is_long:
+            # Its rounding would be another than that of the gradients that were measured.
+            return PerSample(self.per_sample()).clipped_sum(factor_B)
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))

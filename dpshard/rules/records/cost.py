@@ -76,15 +76,19 @@ class ProductSize:
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
 
+    @property
+    def is_long(self) -> bool:
+        """Whether Gram matrices do not resolve the norm of gradients that are orthogonal; see gram_floor."""
+        return RESOLUTION * torch.finfo(self.dtype).eps * self.T > 0.5
+
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
 
         It does so at once if `closing`, and else when the gradient has long left the cache.
 
-        One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing. Gram matrices of
-        very many positions do not resolve the norm; see gram_floor.
+        One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing.
         """
-        if RESOLUTION * torch.finfo(self.dtype).eps * self.T > 0.5:
+        if self.is_long:
             return True
         if kept and self.B == 1:
             return True

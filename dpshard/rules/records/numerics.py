@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,16 @@ def blank(x: Tensor, dead_B: Tensor) -> Tensor:
     # masked_fill, not a product: 0 * NaN is NaN.
     return x.masked_fill(dead_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
+
+def gram(x: Tensor, start: int = 0) -> Tensor:
+    """Inner products [..., T - start, T] of the vectors from `start` on with all of `x` [..., T, n]."""
+    # A library may sum in one go: the rounding of sums as long as a vocabulary would be more than gram_floor allows.
+    parts = x.split(_CHUNK, dim=-1)
+    return functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
+
+
+_CHUNK = 2048
+"""Products that are summed in one go."""
 
 RESOLUTION = 1024
 """Roundings by which a sum may be off, in units of eps times the sum of the absolute values of its terms."""

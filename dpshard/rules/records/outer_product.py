@@ -12,7 +12,7 @@ from dpshard import kernels, native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize, blocks
-from dpshard.rules.records.numerics import blank, gram_floor, norms, sum_floor, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, sum_floor, wide, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +108,10 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     terms, scales = [], []
     for start in range(0, max(1, T), size):
         stop = min(T, start + size)
-        product = _gram(cols, start, stop).mul_(_gram(rows, start, stop))
+        product = gram(cols[:, :stop], start).mul_(gram(rows[:, :stop], start))
         scales.append(product.diagonal(start, 1, 2).sqrt())
         if start:
             product[..., :start].mul_(2)
         terms.append(product.sum((1, 2)))
     norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
     return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)
-
-
-def _gram(x: Tensor, start: int, stop: int) -> Tensor:
-    """Inner products [N, stop - start, stop] of the vectors [start, stop) and [0, stop) of x [N, T, n]."""
-    # A library may sum in one go: the rounding of sums as long as a vocabulary would be more than gram_floor allows.
-    parts = x[:, :stop].split(_CHUNK, dim=2)
-    return functools.reduce(Tensor.add_, (torch.bmm(part[:, start:], part.mT) for part in parts))
-
-
-_CHUNK = 2048
-"""Products that are summed in one go."""
