@@ -16,7 +16,7 @@ from benchmarks.workloads import Workload
 from dpshard.benchmark.timing import interleave, synchronize
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv", "ghost_norm"),
     "convolutions": ("convolution",),
     "attention": ("scaled_dot_product", "flash_attention", "efficient_attention"),
     "norm layers": ("layer_norm", "group_norm", "rms_norm"),

@@ -122,6 +122,7 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
     assert found["convolutions"] > 0
     assert groups == pytest.approx(found["whole step"], rel=0.01) or found[profiling.OUTSIDE] == 0
     assert profiling.group_of("aten::addmm") == "matrix products"
+    assert profiling.group_of("dpshard::ghost_norms") == "matrix products"
     assert profiling.group_of("aten::native_group_norm_backward") == "norm layers"
     assert profiling.group_of("ProfilerStep") == profiling.OUTSIDE
 
