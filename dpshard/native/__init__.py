@@ -20,7 +20,7 @@ setuptools builds it with the package if there is a C compiler, and goes on with
 not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0 switches it off.
 """
 
-from dpshard.native.convolution import gradient_norms_sq, per_sample_gradients_, takes_convolution
+from dpshard.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution
 from dpshard.native.gram import ghost_flops, ghost_norm_sq, takes_ghost_norm
 from dpshard.native.library import is_built
 from dpshard.native.normals import box_muller, release_
@@ -29,7 +29,7 @@ __all__ = [
     "box_muller",
     "ghost_flops",
     "ghost_norm_sq",
-    "gradient_norms_sq",
+    "gradient_norm_sq",
     "is_built",
     "per_sample_gradients_",
     "release_",

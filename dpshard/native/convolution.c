@@ -1,9 +1,10 @@
 /* The gradient of a convolution's kernel for every sample, [B, G * R, C, *kernel]; see dpshard/native/convolution.py.
 
-At every position the output's gradient, of R channels, meets a window of the input, of C channels. A piece of work for
-one thread is LANES channels of the output of one sample and group: their gradients are packed, position by position,
-LANES side by side; a tile is as many elements of the window as registers hold, each of which is read where it is: no
-window is ever gathered. Sums of more than CHUNK positions are sums of sums, so that rounding does not grow with them. */
+At every position the output's gradient, of R channels, meets a window of the input, of C channels. A piece of work
+for one thread is LANES channels of the output of one sample and group: their gradients are packed, position by
+position, LANES side by side; a tile is as many elements of the window as registers hold, each of which is read where
+it lies in a padded copy of the input: no window is ever gathered. Sums of more than CHUNK positions are sums of sums,
+so that rounding does not grow with them. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +24,7 @@ typedef struct {
     ptrdiff_t pieces, taken;
     double *squares; /* of every piece */
     void (*tile)(const void *, const float *, const float *, const ptrdiff_t *, float (*)[LANES]);
-    int count, failed;
+    int rows, failed;
 } Convolution;
 
 static inline ptrdiff_t product(const ptrdiff_t of[3])
@@ -32,35 +33,35 @@ static inline ptrdiff_t product(const ptrdiff_t of[3])
 }
 
 /* The sums over all images and positions of `gradient`, packed, times the elements of the window at `offsets`. */
-#define TILE(name, features, vector, broadcast, multiply_add, COUNT)                                                  \
+#define TILE(name, features, vector, broadcast, multiply_add, ROWS)                                                   \
     __attribute__((target(features)))                                                                                 \
     static void name(const void *of, const float *image, const float *gradient, const ptrdiff_t *offsets,             \
                      float (*out)[LANES])                                                                             \
     {                                                                                                                 \
         enum { WIDTH = sizeof(vector) / sizeof(float), PARTS = LANES / WIDTH };                                       \
         const Convolution *c = of;                                                                                    \
-        ptrdiff_t n = c->positions[2], step = c->stride[2], left = CHUNK;                                            \
-        vector sums[COUNT][PARTS] = {0};                                                                              \
+        ptrdiff_t n = c->positions[2], step = c->stride[2], left = CHUNK;                                             \
+        vector sums[ROWS][PARTS] = {0};                                                                               \
                                                                                                                       \
-        memset(out, 0, sizeof(float) * COUNT * LANES);                                                                \
+        memset(out, 0, sizeof(float) * ROWS * LANES);                                                                 \
         for (ptrdiff_t i = 0; i < c->k; i++, image += c->C * product(c->padded))                                      \
             for (ptrdiff_t line = 0; line < c->positions[0] * c->positions[1]; line++) {                              \
                 ptrdiff_t a = line / c->positions[1] * c->stride[0], b = line % c->positions[1] * c->stride[1];       \
-                const float *from[COUNT];                                                                             \
+                const float *from[ROWS];                                                                              \
                                                                                                                       \
-                for (int j = 0; j < COUNT; j++)                                                                       \
+                for (int j = 0; j < ROWS; j++)                                                                        \
                     from[j] = image + (a * c->padded[1] + b) * c->padded[2] + offsets[j];                             \
                 for (ptrdiff_t t = 0; t < n; t++, gradient += LANES) {                                                \
                     vector of_gradient[PARTS];                                                                        \
                                                                                                                       \
                     for (int p = 0; p < PARTS; p++)                                                                   \
                         of_gradient[p] = *(const vector *)(gradient + p * WIDTH);                                     \
-                    for (int j = 0; j < COUNT; j++)                                                                   \
+                    for (int j = 0; j < ROWS; j++)                                                                    \
                         for (int p = 0; p < PARTS; p++)                                                               \
                             sums[j][p] = multiply_add(broadcast(from[j][t * step]), of_gradient[p], sums[j][p]);      \
                     if (--left > 0)                                                                                   \
                         continue;                                                                                     \
-                    for (int j = 0; j < COUNT; j++)                                                                   \
+                    for (int j = 0; j < ROWS; j++)                                                                    \
                         for (int p = 0; p < PARTS; p++) {                                                             \
                             *(vector *)(out[j] + p * WIDTH) += sums[j][p];                                            \
                             sums[j][p] = (vector){0};                                                                 \
@@ -68,7 +69,7 @@ static inline ptrdiff_t product(const ptrdiff_t of[3])
                     left = CHUNK;                                                                                     \
                 }                                                                                                     \
             }                                                                                                         \
-        for (int j = 0; j < COUNT; j++)                                                                               \
+        for (int j = 0; j < ROWS; j++)                                                                                \
             for (int p = 0; p < PARTS; p++)                                                                           \
                 *(vector *)(out[j] + p * WIDTH) += sums[j][p];                                                        \
     }
@@ -134,13 +135,14 @@ static void make_gradients(void *job)
         last = sample * c->G + group;
         for (ptrdiff_t i = 0; i < c->k; i++)
             pack(packed + i * S * LANES, c->gradient + (((sample * c->k + i) * c->G + group) * c->R + first) * S, n, S);
-        for (ptrdiff_t done = 0; done < size; done += c->count) {
-            ptrdiff_t offsets[LANES], count = size - done < c->count ? size - done : c->count;
+        for (ptrdiff_t done = 0; done < size; done += c->rows) {
+            ptrdiff_t offsets[LANES], count = size - done < c->rows ? size - done : c->rows;
             float sums[LANES][LANES] __attribute__((aligned(64)));
 
-            for (ptrdiff_t j = 0; j < c->count; j++) {
+            for (ptrdiff_t j = 0; j < c->rows; j++) {
                 ptrdiff_t element = done + (j < count ? j : 0), at = element % K;
-                ptrdiff_t x = at % c->kernel[2], y = at / c->kernel[2] % c->kernel[1], z = at / c->kernel[2] / c->kernel[1];
+                ptrdiff_t x = at % c->kernel[2], y = at / c->kernel[2] % c->kernel[1];
+                ptrdiff_t z = at / c->kernel[2] / c->kernel[1];
 
                 offsets[j] = element / K * product(c->padded) + x * c->dilation[2]
                              + (z * c->dilation[0] * c->padded[1] + y * c->dilation[1]) * c->padded[2];
@@ -156,9 +158,9 @@ static void make_gradients(void *job)
     free(padded);
 }
 
-/* Gradients, unless `kernels` is NULL, and their squared norms [B] of images [B, k, ...]. `sizes` are B, k, G, R, C, and then three numbers each:
-positions, kernel, stride, dilation, space, padding of a side; all positive but for that. False if there is no memory. For processors
-that have tiles. */
+/* Gradients, unless `kernels` is NULL, and their squared norms [B] of images [B, k, ...]. `sizes` are B, k, G, R, C,
+and then three numbers each: positions, kernel, stride, dilation, space, padding of a side; all positive but for that.
+False if there is no memory. For processors that have tiles. */
 int dpshard_convolution_gradients(Team team, unsigned threads, const float *input, const float *gradient,
                                   float *kernels, float *norms, const ptrdiff_t sizes[23])
 {
@@ -168,7 +170,7 @@ int dpshard_convolution_gradients(Team team, unsigned threads, const float *inpu
         .k = sizes[1], .G = sizes[2], .R = sizes[3], .C = sizes[4],
         .blocks = blocks, .pieces = B * sizes[2] * blocks,
         .squares = malloc(sizeof(double) * B * sizes[2] * blocks),
-        .tile = WHICH_TILE(narrow_window, broad_window), .count = tile_count(),
+        .tile = WHICH_TILE(narrow_window, broad_window), .rows = tile_rows(),
     };
 
     if (c.squares == NULL)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dpshard.native.library import library, team
+from dpshard.native.library import has_tiles, library, team
 
-_FEWEST, _LARGEST = 8, 2**16
-"""Output channels of a group, of which 16 are worked on at once; and positions of a sample, packed for them."""
+_MIN_CHANNELS = 8
+"""Output channels of a group: they are worked on by 16, of which most would be missing."""
+
+_MAX_POSITIONS = 2**16
+"""Of all images of a sample: their output gradients are packed at once."""
 
 
 def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
     """Whether compiled code makes the per-sample gradients of a kernel, with so many output channels in a group."""
-    if device.type != "cpu" or dtype != torch.float32 or channels < _FEWEST or positions > _LARGEST:
-        return False
-    compiled = library()
-    return compiled is not None and compiled.has_tiles
+    return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
 def per_sample_gradients_(
@@ -40,7 +40,7 @@ def per_sample_gradients_(
     return _gradients_(gradients, input, gradient, list(stride), list(padding), list(dilation))
 
 
-def gradient_norms_sq(
+def gradient_norm_sq(
     shape: Sequence[int],
     input: Tensor,
     gradient: Tensor,

@@ -1,10 +1,10 @@
 /* Ghost norms of products of rows and columns, by Gram matrices of which only tiles exist; see dpshard/native/gram.py.
 
 The squared norm of sum_t r_t (x) c_t is the sum over all t and s of <r_t, r_s> <c_t, c_s>. Positions are cut into
-blocks. A pair of blocks i >= j is a piece of work for one thread: both Gram matrices of it, which stay in its cache, and
-the sum of their product, which counts twice if i > j. Within a matrix the vectors of a block are packed, element by
-element, 16 positions side by side; a tile of so many columns, and as many rows as registers hold, is summed over a chunk
-of elements. On the diagonal only tiles that meet it, or lie below it, are made: half of the products.
+blocks. A pair of blocks i >= j is a piece of work for one thread: both Gram matrices of it, which stay in its cache,
+and the sum of their product, which counts twice if i > j. Within a matrix the vectors of a block are packed, element
+by element, 16 positions side by side; a tile of so many columns, and as many rows as registers hold, is summed over a
+chunk of elements. On the diagonal only tiles that meet it, or lie below it, are made: half of the products.
 
 What is summed in which order does not depend on the number of threads. */
 
@@ -16,19 +16,19 @@ What is summed in which order does not depend on the number of threads. */
 #include "tiles.h"
 
 #define BLOCK 128 /* positions, at most */
-#define CHUNK 128 /* elements: so much of a block, packed, fills the cache of the first level */
+#define CHUNK 128 /* elements that are packed at a time */
 
 /* Vectors [B, G, T, n] of any strides. */
 typedef struct {
     const float *x;
-    ptrdiff_t b, g, t, k, n;
+    ptrdiff_t b, g, t, k, n; /* strides in elements, and the length */
 } Vectors;
 
 typedef float Packed[BLOCK / LANES][CHUNK][LANES];
 typedef float Gram[BLOCK][BLOCK];
 
 /* Adds the inner products of `rows` positions, packed at `a`, and LANES positions at `b`, to `gram`, if `more`; else it
-starts from zero. The sum over a chunk does in any case: the rounding of long sums would grow with them. */
+starts from zero. Long sums are taken chunk by chunk, so that rounding does not grow with them. */
 typedef void (*Tile)(float *gram, const float *a, const float *b, ptrdiff_t k, int more);
 
 #define TILE(name, features, vector, broadcast, multiply_add, ROWS)                                   \
@@ -79,8 +79,8 @@ static void pack(Packed packed, const float *restrict x, ptrdiff_t dt, ptrdiff_t
     }
 }
 
-/* The Gram matrix of two blocks, of m positions at `a` and n at `b`; what lies above the diagonal, if they are `one`, is
-left out. */
+/* The Gram matrix of two blocks, of m positions at `a` and n at `b`; what lies above the diagonal, if they are `one`,
+is left out. */
 static void multiply(Gram gram, Tile tile, int rows, const Vectors *of, const float *a, ptrdiff_t m, const float *b,
                      ptrdiff_t n, int one)
 {
@@ -113,7 +113,7 @@ static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one
 
         for (ptrdiff_t s = 0; s < whole; s += LANES)
             for (int l = 0; l < LANES; l++)
-                sum[l] += 2 * (a[s + l] * b[s + l]);
+                sum[l] += 2 * (a[s + l] * b[s + l]); /* 2 * a may overflow where the product does not */
         if (one) {
             for (int l = 0; l < LANES; l++)
                 sum[l] += a[whole + l] * b[whole + l];
@@ -176,7 +176,7 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         .cols = {cols, c[0], c[1], c[2], c[3], sizes[4]},
         .G = G, .T = T, .size = size, .pairs = pairs, .pieces = B * G * pairs,
         .sums = malloc(sizeof(double[2]) * B * G * pairs),
-        .tile = WHICH_TILE(narrow_tile, broad_tile), .tile_rows = tile_count(),
+        .tile = WHICH_TILE(narrow_tile, broad_tile), .tile_rows = tile_rows(),
     };
 
     if (ghost.sums == NULL)

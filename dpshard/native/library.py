@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dpshard.native import reference
 
 _INTERFACE = 2
-"""Version of the signatures below; see dpshard_interface() in normals.c."""
+"""Version of the signatures below; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
 _SIZES = ctypes.POINTER(ctypes.c_ssize_t)
@@ -48,6 +48,14 @@ def library() -> Library | None:
     return None if found is None or found.origin is None else load(found.origin)
 
 
+def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code takes norms and gradients of tensors of `dtype` there."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    compiled = library()
+    return compiled is not None and compiled.has_tiles
+
+
 def is_built() -> bool:
     """Whether compiled code serves in this process."""
     return library() is not None
@@ -60,7 +68,7 @@ def load(path: str) -> Library | None:
         loaded.try_out()
     except (OSError, AttributeError, ArithmeticError) as error:
         warnings.warn(
-            f"{path} was not built from this version's source ({error}), so numpy and torch do its work, more slowly. "
+            f"{path} cannot be used ({error}), so numpy and torch do its work, more slowly. "
             f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
             stacklevel=2,
         )
@@ -90,7 +98,7 @@ class Library:
     def __init__(self, path: str) -> None:
         self._c = ctypes.CDLL(path)
         if self._c.dpshard_interface() != _INTERFACE:
-            raise AttributeError("dpshard_interface")
+            raise AttributeError("it was built from another version's source")
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments

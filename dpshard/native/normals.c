@@ -1,5 +1,4 @@
-/* Box and Muller's normals of random words, as randomness.py makes them with numpy, and their addition to a sum, as
-noise.py adds them; see dpshard/native/__init__.py.
+/* Box and Muller's normals of random words, and their addition to a sum; reference.py does the same in numpy.
 
 Only operations that IEEE 754 rounds in one way are used, and compilers must not contract them: so every processor
 makes the same bits of the same words. The loops have no branches, so that compilers turn them into vector code.
@@ -16,7 +15,6 @@ The logarithm of 2 has two parts, of which e times the first is exact. */
 #include <string.h>
 
 #include "team.h"
-#include "tiles.h"
 
 #define PI 3.14159265358979323846
 #define LOWER_31_BITS 0x7fffffff
@@ -179,18 +177,6 @@ static void add(void *job)
         else
             add_floats((float *)adding->x + at, (const float *)adding->noise + at, n, (float)std, (float)divisor);
     }
-}
-
-/* Counted up whenever a function of this folder is called in another way. */
-int dpshard_interface(void)
-{
-    return 2;
-}
-
-/* Whether this processor has what gram.c and convolution.c work with. */
-int dpshard_has_tiles(void)
-{
-    return tile_count() > 0;
 }
 
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */

@@ -1,4 +1,4 @@
-"""What compiled code computes, by numpy: where nothing was built, and to try out what was."""
+"""What compiled code computes, in numpy: noise where nothing was built, and everything to try out what was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of convolutions: input and output gradient as they are, and never the windows of all positions at once."""
+"""Records of convolutions: input and output gradient as they are; windows are made only where a norm needs them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Convolution:
             return self._ghost_norm_sq() if self.size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
         if not self.size.tiles:
             return self.instantiated()[1]
-        return self._floored(native.gradient_norms_sq(self.shape, *self._images(), *self._steps()).sqrt())
+        return self._floored(native.gradient_norm_sq(self.shape, *self._images(), *self._steps()).sqrt())
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
@@ -130,7 +130,7 @@ class Convolution:
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         if self.size.is_long:
-            # Its rounding would be another than that of the gradients that were measured.
+            # Sums as long round otherwise in the ordinary gradient: what was measured is what is clipped.
             return PerSample(self.per_sample()).clipped_sum(factor_B)
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))

@@ -14,8 +14,9 @@ of a convolution are windows of its input, and to gather a window is charged fou
 channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
 matrix of all pixels holds them, without any window.
 
-The choice depends on sizes alone, never on the clock: a run that is resumed must round as the first one did. Bu et al.
-2022, arXiv:2205.10683, Sec. 4, choose by memory instead: ghost where 2 T^2 <= R C.
+The choice depends on sizes, dtype, device and on which compiled code is there, never on the clock: a run that is
+resumed in the same place must round as it did. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory instead:
+ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ class ProductSize:
 
     @property
     def is_long(self) -> bool:
-        """Whether Gram matrices do not resolve the norm of gradients that are orthogonal; see gram_floor."""
+        """Whether gram_floor is above half the squared norm of orthogonal gradients: T > 4,096 in float32."""
         return RESOLUTION * torch.finfo(self.dtype).eps * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
 
-        It does so at once if `closing`, and else when the gradient has long left the cache.
+        It does so at once if `closing`, and else after other layers, when only a small gradient is still in the cache.
 
         One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing.
         """
@@ -129,11 +130,11 @@ class ProductSize:
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:
-        """FLOPs in the time in which a number is written and read, for the last time after others, if it `waits`."""
+        """FLOPs in the time in which a number is written and read twice, the second time late if it `waits`."""
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:
-        """FLOPs that a processor does in the time of three passes over a byte."""
+        """The same for a byte."""
         if self.device.type != "cpu":
             return 60
         cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
