@@ -120,7 +120,6 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
         ("gram", "while (j > i)", "if (j > i)"),
         ("gram", "* of->g", "* 0"),
         ("gram", "x + j * of->t", "x + i * of->t"),
-        ("gram", "dt, ptrdiff_t dk, ptrdiff_t n, ptrdiff_t k)", "dk, ptrdiff_t dt, ptrdiff_t n, ptrdiff_t k)"),
         ("gram", "roots += ", "roots = "),
         ("convolution", "*(vector *)(out[j] + p * WIDTH) +=", "*(vector *)(out[j] + p * WIDTH) ="),
         ("convolution", "i < c->k; i++)\n            pack", "i < 1; i++)\n            pack"),
