@@ -379,8 +379,8 @@ def test_fake_tensors_pass_through():
         norm_sq, scale = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7))
         images = torch.empty(3, 1, 2, 9, 9), torch.empty(3, 1, 20, 7, 7)
         steps = (1, 1), (0, 0), (1, 1)
-        made = native.per_sample_gradients_(torch.empty(3, 20, 2, 3, 3), *images, *steps)
-        alone = native.gradient_norm_sq((20, 2, 3, 3), *images, *steps)
+        made = native.per_sample_gradients_(torch.empty(3, 20, 2, 3, 3), images, *steps)
+        alone = native.gradient_norm_sq((20, 2, 3, 3), images, *steps)
     assert norm_sq.shape == scale.shape == made.shape == alone.shape == (3,)
 
 
@@ -425,8 +425,8 @@ def test_gradients_of_convolutions_are_those_of_autograd(record, set_threads):
     for threads in (1, 3):
         set_threads(threads)
         gradients = torch.full(expected.shape, torch.nan)
-        norm_sq = native.per_sample_gradients_(gradients, *record._images(), *record._steps())
-        alone = native.gradient_norm_sq(record.shape, *record._images(), *record._steps())
+        norm_sq = native.per_sample_gradients_(gradients, record._images(), *record._steps())
+        alone = native.gradient_norm_sq(record.shape, record._images(), *record._steps())
         largest = float(expected.abs().max())
         torch.testing.assert_close(gradients.double(), expected, rtol=0, atol=1e-5 * largest)
         torch.testing.assert_close(norm_sq.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=0)
@@ -477,7 +477,7 @@ def test_small_groups_large_volumes_and_other_dtypes_are_left_to_torch():
     assert not native.takes_convolution(torch.device("cuda"), torch.float32, 8, 100)
     record = convolution(2, 1, 3, 16, (6, 6), (3, 3))
     with pytest.raises(ValueError, match="No gradients of convolutions"):
-        native.gradient_norm_sq(record.shape, record.input.double(), record.gradient, *record._steps())
+        native.gradient_norm_sq(record.shape, (record.input.double(), record.gradient), *record._steps())
 
 
 def test_images_that_do_not_fit_are_refused():
@@ -485,10 +485,10 @@ def test_images_that_do_not_fit_are_refused():
     steps = record._steps()
     for x, g in ((record.input[:1], record.gradient), (record.input[..., :5], record.gradient)):
         with pytest.raises(ValueError, match="has no gradient of"):
-            native.gradient_norm_sq(record.shape, x, g, *steps)
+            native.gradient_norm_sq(record.shape, (x, g), *steps)
     for gradients in (torch.empty(1, *record.shape), torch.empty(*record.shape, 2).movedim(4, 0)):
         with pytest.raises(ValueError, match="must be contiguous"):
-            native.per_sample_gradients_(gradients, record.input, record.gradient, *steps)
+            native.per_sample_gradients_(gradients, record._images(), *steps)
 
 
 def test_a_thread_without_memory_is_noticed(tmp_path):

@@ -24,61 +24,42 @@ def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, p
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
+# Operators of torch, so that fake tensors pass through them and their products are counted.
+
+
+@torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
 def per_sample_gradients_(
-    gradients: Tensor,
-    input: Tensor,
-    gradient: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
     """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B]; all float32.
 
-    Of images `input` [B, k, G * C, *space] and output gradients [B, k, P, *positions], in at most three dimensions;
-    G groups have P / G channels each; see `takes_convolution`.
+    `images` are the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], in at most three
+    dimensions; G groups have P / G channels each; see `takes_convolution`.
     """
-    return _gradients_(gradients, input, gradient, list(stride), list(padding), list(dilation))
+    return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 
 
+@torch.library.custom_op("dpshard::convolution_norms", mutates_args=())
 def gradient_norm_sq(
     shape: Sequence[int],
-    input: Tensor,
-    gradient: Tensor,
+    images: Sequence[Tensor],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
     """The squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_`, which are written nowhere."""
-    return _norms(list(shape), input, gradient, list(stride), list(padding), list(dilation))
-
-
-# Operators of torch, so that fake tensors pass through them and their products are counted.
-
-
-@torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
-def _gradients_(
-    gradients: Tensor, input: Tensor, gradient: Tensor, stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    return _call(gradients, gradients.shape[1:], input, gradient, stride, padding, dilation)
-
-
-@torch.library.custom_op("dpshard::convolution_norms", mutates_args=())
-def _norms(
-    shape: list[int], input: Tensor, gradient: Tensor, stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    return _call(None, shape, input, gradient, stride, padding, dilation)
+    return _call(None, shape, images, stride, padding, dilation)
 
 
 def _call(
     gradients: Tensor | None,
     shape: Sequence[int],
-    input: Tensor,
-    gradient: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    images: Sequence[Tensor],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
-    compiled = library()
+    compiled, (input, gradient) = library(), images
     given = [input, gradient] if gradients is None else [input, gradient, gradients]
     if compiled is None or any(x.dtype != torch.float32 for x in given):
         raise ValueError(f"No gradients of convolutions of {input.dtype} and {gradient.dtype} here.")
@@ -97,7 +78,7 @@ def _call(
         raise ValueError(f"The gradients {[*gradients.shape]} of {B} samples must be contiguous.")
     spatial = (gradient.shape[3:], kernel, stride, dilation, input.shape[3:])
     sizes = [B, k, G, P // G, C, *(n for three in spatial for n in ([1] * missing + list(three)))]
-    sizes += [0] * missing + padding
+    sizes += [0] * missing + [*padding]
     compiled.convolution_gradients(
         input.data_ptr(),
         gradient.data_ptr(),
@@ -109,15 +90,16 @@ def _call(
     return norm_sq
 
 
-_gradients_.register_fake(lambda gradients, input, *_: input.new_empty(len(input)))
-_norms.register_fake(lambda shape, input, *_: input.new_empty(len(input)))
+per_sample_gradients_.register_fake(lambda gradients, images, *_: images[0].new_empty(len(gradients)))
+gradient_norm_sq.register_fake(lambda shape, images, *_: images[0].new_empty(len(images[0])))
 
 
 @register_flop_formula(torch.ops.dpshard.convolution_gradients_)
-def _flops_of_gradients(gradients: Any, input: Any, gradient: Any, *_: Any, **__: Any) -> int:
-    return _flops_of_norms(gradients[1:], input, gradient)
+def _flops_of_gradients(gradients: Any, images: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_norms(gradients[1:], images)
 
 
 @register_flop_formula(torch.ops.dpshard.convolution_norms)
-def _flops_of_norms(shape: Any, input: Any, gradient: Any, *_: Any, **__: Any) -> int:
+def _flops_of_norms(shape: Any, images: Any, *_: Any, **__: Any) -> int:
+    input, gradient = images
     return 2 * input[0] * math.prod(shape) * math.prod((gradient[1], *gradient[3:]))

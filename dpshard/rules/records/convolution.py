@@ -49,6 +49,11 @@ class Convolution:
         tiles = alike and self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
+    @property
+    def _windows_are_apart(self) -> bool:
+        """Whether windows lie side by side, as of patches: to gather them they are only moved."""
+        return self.stride == self.shape[2:]
+
     def is_whole(self) -> bool:
         """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
@@ -57,11 +62,12 @@ class Convolution:
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B]."""
-        if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not self.size.instantiates(kept=False)):
-            return self._ghost_norm_sq() if self.size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
-        if not self.size.tiles:
+        size = self.size
+        if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
+            return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
+        if not size.tiles:
             return self.instantiated()[1]
-        return self._floored(native.gradient_norm_sq(self.shape, *self._images(), *self._steps()).sqrt())
+        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()).sqrt())
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
@@ -106,12 +112,12 @@ class Convolution:
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
         """Per-sample gradients [B, *shape], and their squared norms [B] if they came with them."""
-        if self.input.device.type != "cpu" or self.stride == self.shape[2:]:
-            # Many small kernels would wait for one another; and windows side by side, as of patches, are only moved.
+        if self.input.device.type != "cpu" or self._windows_are_apart:
+            # Many small kernels would wait for one another.
             return self.outer().per_sample(), None
         total = memory.empty((len(self.input), *self.shape), self.input, wide_dtype(self.gradient))
         if self.size.tiles:
-            return total, native.per_sample_gradients_(total, *self._images(), *self._steps())
+            return total, native.per_sample_gradients_(total, self._images(), *self._steps())
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
         # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
         # system if that does not fit into the cache.
