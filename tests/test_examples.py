@@ -60,7 +60,7 @@ def test_half_precision_needs_no_loss_scaling():
 def on_two_processes(name, *arguments):
     """What the example prints."""
     run = subprocess.run(
-        [*TORCHRUN, str(EXAMPLES / f"{name}.py"), *arguments],
+        [*TORCHRUN, str(ROOT / "tests" / "as_script.py"), str(EXAMPLES / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=250,

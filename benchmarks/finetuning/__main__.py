@@ -73,3 +73,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # gloo's threads may outlive the group, and abort an orderly exit
