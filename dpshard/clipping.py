@@ -33,14 +33,18 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
 
     0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
     """
+    return torch.minimum(factor_B, _largest(norm_B, threshold)).clamp(min=0).nan_to_num(nan=0.0)
+
+
+def _largest(norm_B: Tensor, threshold: float) -> Tensor:
+    """The largest factors [B] by which gradients of norms `norm_B` surely come to `threshold` at most; >= 0, or NaN."""
     # Below `resolved` the squares of which a norm is the sum underflow, so the true norm may be as large as `resolved`.
     resolved = 1e3 * float(torch.finfo(norm_B.dtype).tiny) ** 0.5
     # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
     quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=resolved)
     # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
     # that is infinite, and NaN for one that is NaN.
-    largest_B = torch.nextafter(quotient_B, torch.zeros_like(norm_B))
-    return torch.minimum(factor_B, largest_B).clamp(min=0).nan_to_num(nan=0.0)
+    return torch.nextafter(quotient_B, torch.zeros_like(norm_B))
 
 
 @functools.lru_cache(maxsize=1024)  # adaptive thresholds are others at every step
@@ -76,7 +80,7 @@ class AbadiClipping:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
-        return _bounded(torch.ones_like(norm_B), norm_B, threshold)
+        return _largest(norm_B, threshold).clamp(max=1).nan_to_num(nan=0.0)
 
 
 @dataclass(frozen=True, slots=True)

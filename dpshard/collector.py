@@ -135,8 +135,8 @@ class Collector:
             self.state = BatchState.COLLECTING
         return self._backend.reduce(names, take)
 
-    def _observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
-        self.metrics.observe(group, norm_B, factor_B, is_padding_B)
+    def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        self.metrics.observe(group, norm_B, is_padding_B)
 
     # --- one logical batch after another ----------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class BatchMetrics:
         self._noise = 0.0
         self._losses: list[tuple[Tensor, float]] = []
 
-    def observe(self, group: ClippingGroup, norm_B: Tensor, factor_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the norms and factors [B] of one group and micro-batch."""
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        """Take the norms [B] of one group and micro-batch."""
         if group.label in self._fresh:
             self._take_stock()  # the next micro-batch has begun
         self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)

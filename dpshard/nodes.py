@@ -21,6 +21,7 @@ Slot   stands between the two where the tape cannot be reached: a compiled regio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from torch._C import _autograd
 from dpshard.errors import UnsupportedParameterError
 
 
-def without_autocast(device: torch.device) -> torch.autocast:
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A block outside of autocast: a loss.backward() inside of it would take norms and sums in half precision."""
-    return torch.autocast(device.type, enabled=False)
+    # To ask is cheaper than to enter and leave, which a model does twice a layer.
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def accumulates(leaf: Tensor) -> bool:

@@ -43,8 +43,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class Shard:
                 f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "
                 f"guarantee. Accumulate the clipped sum in float32 and add the noise there."
             )
-        if hasattr(self.local, "to_local"):
+        if type(self.local) is not Tensor and hasattr(self.local, "to_local"):
             raise ConfigurationError(
                 f"{self.name}: noise is added to the local shard: pass target.to_local(), and its start."
             )
@@ -128,7 +128,7 @@ class KeyedGaussian:
         for shard in shards:
             shard.check()
         dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
-        pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if len(flat)]
+        pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
         if not pairs:
             return torch.zeros((), dtype=torch.float64)
         here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
@@ -205,14 +205,14 @@ class KeyedGaussian:
         batches: list[list[_Block]] = []
         heads: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
-            head = max(0, HEAD - block.lo)
-            if head:
-                batch = heads.setdefault(block.part.dtype, [])
-                batch.append(replace(block, part=block.part[:head]))
+            first, rest = block.cut_at(HEAD)
+            if first is not None:
+                batch = heads.setdefault(first.part.dtype, [])
+                batch.append(first)
                 if len(batch) == _TOGETHER:
-                    batches.append(heads.pop(block.part.dtype))
-            if block.part.numel() > head:
-                batches.append([replace(block, lo=block.lo + head, part=block.part[head:])])
+                    batches.append(heads.pop(first.part.dtype))
+            if rest is not None:
+                batches.append([rest])
         return [*batches, *heads.values()]
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
@@ -267,7 +267,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
     def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         (block,) = batch
-        key, end = self._key(block, step), block.lo + len(block.part)
+        key, end = self._key(block, step), block.lo + block.part.numel()
         start, stop = 0, SHORTEST_PIECE
         while start < end:
             if stop > block.lo:
@@ -309,8 +309,7 @@ def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """The part of a shard that lies in one block of its parameter."""
 
     name: str
@@ -319,11 +318,21 @@ class _Block:
     """Where in the block the part begins."""
     part: Tensor
 
+    def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:
+        """What lies before the position `at` of the block, and from there on; None for nothing."""
+        n = at - self.lo
+        if n >= self.part.numel():
+            return self, None
+        if n <= 0:
+            return None, self
+        return self._replace(part=self.part[:n]), self._replace(lo=at, part=self.part[n:])
+
 
 def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:
-    """The blocks that meet `shard`, of which `flat` holds the elements in order."""
-    stop = shard.start + len(flat)
-    for number in range(shard.start // BLOCK, -(-stop // BLOCK) if len(flat) else 0):
+    """The blocks that meet `shard`, of which `flat` holds the elements in order, one at least."""
+    start, stop = shard.start, shard.start + flat.numel()
+    for number in range(start // BLOCK, -(-stop // BLOCK)):
         origin = number * BLOCK
-        lo, hi = max(shard.start, origin), min(stop, origin + BLOCK)
-        yield _Block(shard.name, number, lo - origin, flat[lo - shard.start : hi - shard.start])
+        lo, hi = max(start, origin), min(stop, origin + BLOCK)
+        part = flat if (lo, hi) == (start, stop) else flat[lo - start : hi - start]
+        yield _Block(shard.name, number, lo - origin, part)

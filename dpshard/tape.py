@@ -11,6 +11,7 @@ Of two passes the second knows all factors, so that no parameter waits for anoth
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -80,6 +81,8 @@ class Tape:
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
         """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
+        self.weight = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
+        """What they count besides their factors, which are finite: the same, and nothing in rows of padding."""
         self.current = Pass.BOOK
         self.forwards = 0
         self.aborted = False
@@ -210,15 +213,11 @@ class Tape:
         if tape.norm_sq_B is None:
             return
         norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
-        factor_B = self.clipper.function.factor(norm_B, group.threshold)
-        if self.is_padding_B is not None:
-            factor_B = factor_B.masked_fill(self.is_padding_B, 0)
-        tape.multiplier_B = factor_B * self.loss_scale
-        dead_B = ~(norm_B < torch.inf)
-        # Whether there are any, an accelerator would have to be waited for: of many groups, in the midst of backward.
-        waits = dead_B.device.type != "cpu" and len(self.clipper.groups) > 1
-        tape.dead_B = dead_B if waits or bool(dead_B.any()) else None
-        self.clipper.observe(group, norm_B, factor_B, self.is_padding_B)
+        tape.multiplier_B = self.clipper.function.factor(norm_B, group.threshold) * self.weight
+        # Whether any is dead, an accelerator would have to be waited for: of many groups, in the midst of backward.
+        waits = norm_B.device.type != "cpu" and len(self.clipper.groups) > 1
+        tape.dead_B = ~(norm_B < torch.inf) if waits or not math.isfinite(norm_B.sum()) else None
+        self.clipper.observe(group, norm_B, self.is_padding_B)
 
     def _sum(self, group: GroupTape, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
@@ -281,7 +280,7 @@ class Clipper:
         function: ClippingFunction,
         execution: Execution,
         deliver: Deliver,
-        observe: Callable[[ClippingGroup, Tensor, Tensor, Tensor | None], None],
+        observe: Callable[[ClippingGroup, Tensor, Tensor | None], None],
         anchored: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
     ) -> None:
@@ -310,7 +309,7 @@ class Clipper:
     def twin(
         self,
         deliver: Deliver,
-        observe: Callable[[ClippingGroup, Tensor, Tensor, Tensor | None], None],
+        observe: Callable[[ClippingGroup, Tensor, Tensor | None], None],
     ) -> Clipper:
         """A clipper of the same groups, in one pass, that delivers elsewhere: for a comparison beside the training."""
         execution = replace(self.execution, backward_passes=1)

@@ -232,7 +232,7 @@ GROUP = ClippingGroup(0, "g", ("w",), 1.0)
 
 def test_a_norm_at_the_threshold_is_not_clipped():
     metrics = BatchMetrics()
-    metrics.observe(GROUP, torch.tensor([0.5, 1.0, 1.5, 4.0]), torch.ones(4), None)
+    metrics.observe(GROUP, torch.tensor([0.5, 1.0, 1.5, 4.0]), None)
     summary = metrics.summary()
     assert summary["clip_fraction"] == 0.5
     assert summary["grad_norm/g"] == 1.75
@@ -242,7 +242,7 @@ def test_a_norm_at_the_threshold_is_not_clipped():
 def test_many_micro_batches_are_summed_in_float64():
     metrics = BatchMetrics()
     for _ in range(300):
-        metrics.observe(GROUP, torch.full((1000,), 0.1), torch.ones(1000), None)
+        metrics.observe(GROUP, torch.full((1000,), 0.1), None)
     assert metrics.summary()["grad_norm/g"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
     assert metrics.summary()["realised_batch_size"] == 300_000
 

@@ -218,10 +218,10 @@ def product(B, G, T, R, C):
 
 
 def by_hand(rows, cols):
-    """Squared norms, and the sums that rounding is relative to, in float64."""
+    """Squared norms, and the squares of the sums that rounding is relative to, in float64."""
     rows, cols = rows.double(), cols.double()
     gradients = torch.einsum("bgtr,bgtc->bgrc", rows, cols)
-    return gradients.square().sum((1, 2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum((1, 2))
+    return gradients.square().sum((1, 2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum((1, 2)).square()
 
 
 SIZES = [
@@ -250,7 +250,9 @@ SIZES = [
 def test_ghost_norms_are_those_of_the_gradients(size, stored):
     rows, cols = product(*size)
     for pair in ((stored(rows), cols), (rows, stored(cols)), (stored(rows), stored(cols))):
-        for ours, exact in zip(native.ghost_norm_sq(*pair), by_hand(*pair), strict=True):
+        norm_sq, scale_sq = by_hand(*pair)
+        for floor, exact in ((0.0, norm_sq), (0.7, torch.maximum(norm_sq, 0.7 * scale_sq)), (1.0, scale_sq)):
+            ours = native.ghost_norm_sq(*pair, floor)
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
 
@@ -268,10 +270,11 @@ def test_narrow_registers_give_the_same_norms(size, tmp_path):
     """Those of a processor without AVX-512, as most have been built."""
     narrow = narrow_library(tmp_path)
     rows, cols = product(*size)
-    out = torch.empty(2, size[0])
-    vectors = [(x.data_ptr(), x.stride()) for x in (rows, cols)]
-    narrow.ghost_norms(*vectors, size, (out[0].data_ptr(), out[1].data_ptr()), team())
-    torch.testing.assert_close(out.double(), torch.stack(by_hand(rows, cols)), rtol=1e-5, atol=0)
+    norm_sq, scale_sq = by_hand(rows, cols)
+    out, vectors = torch.empty(size[0]), [(x.data_ptr(), x.stride()) for x in (rows, cols)]
+    for floor, exact in ((0.0, norm_sq), (1.0, scale_sq)):
+        narrow.ghost_norms(*vectors, size, floor, out.data_ptr(), team())
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_threads_and_other_samples_change_no_bit_of_a_norm(set_threads):
@@ -279,8 +282,11 @@ def test_threads_and_other_samples_change_no_bit_of_a_norm(set_threads):
     norms = []
     for threads in (1, 2, 7):
         set_threads(threads)
-        norms.append(torch.stack(native.ghost_norm_sq(rows, cols)))
-    alone = [torch.stack(native.ghost_norm_sq(rows[i : i + 1], cols[i : i + 1])) for i in range(5)]
+        norms.append(torch.stack([native.ghost_norm_sq(rows, cols, floor) for floor in (0.0, 1.0)]))
+    alone = [
+        torch.stack([native.ghost_norm_sq(rows[i : i + 1], cols[i : i + 1], floor) for floor in (0.0, 1.0)])
+        for i in range(5)
+    ]
     assert all(torch.equal(norms[0], others) for others in (*norms[1:], torch.cat(alone, 1)))
 
 
@@ -288,13 +294,13 @@ def test_threads_and_other_samples_change_no_bit_of_a_norm(set_threads):
 def test_what_is_not_finite_stays_with_its_sample(bad):
     rows, cols = product(3, 1, 40, 9, 8)
     rows[1, 0, 17, 3] = bad
-    norm_sq, _ = native.ghost_norm_sq(rows, cols)
-    assert norm_sq.isfinite().tolist() == [True, False, True]
+    for floor in (0.0, 1e-4, 1.0):
+        assert native.ghost_norm_sq(rows, cols, floor).isfinite().tolist() == [True, False, True]
 
 
 def test_norms_of_nothing_are_zeros():
     for size in ((2, 1, 0, 3, 4), (2, 1, 3, 0, 4), (0, 1, 3, 4, 5)):
-        assert all(torch.equal(x, torch.zeros(size[0])) for x in native.ghost_norm_sq(*product(*size)))
+        assert torch.equal(native.ghost_norm_sq(*product(*size), 1.0), torch.zeros(size[0]))
 
 
 def test_records_take_it_for_float32_and_give_the_same_norms_without(switch_off):
@@ -315,7 +321,7 @@ def test_records_take_it_for_float32_and_give_the_same_norms_without(switch_off)
 def test_products_are_counted_as_tiles_of_half_a_matrix(T):
     pairs = sum(16 * 8 for left in range(0, T, 16) for top in range(left, T, 8))
     with FlopCounterMode(display=False) as counter:
-        native.ghost_norm_sq(*product(3, 2, T, 5, 7))
+        native.ghost_norm_sq(*product(3, 2, T, 5, 7), 0.0)
     assert counter.get_total_flops() == 3 * 2 * pairs * 2 * (5 + 7)
 
 
@@ -363,7 +369,7 @@ def test_a_long_line_adds_no_more_than_its_threshold(compiled, switch_off):
 
 def test_products_that_overflow_only_when_doubled_do_not():
     rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 1e-19)
-    norm_sq, _ = native.ghost_norm_sq(rows, cols)
+    norm_sq = native.ghost_norm_sq(rows, cols, 0.0)
     torch.testing.assert_close(norm_sq.double(), by_hand(rows, cols)[0], rtol=1e-5, atol=0)
 
 
@@ -371,17 +377,17 @@ def test_other_dtypes_and_sizes_are_refused():
     rows, cols = product(2, 1, 5, 3, 4)
     for pair in ((rows.double(), cols), (rows, cols.double()), (rows, cols[:1]), (rows[:, :, :4], cols)):
         with pytest.raises(ValueError, match="No ghost norm"):
-            native.ghost_norm_sq(*pair)
+            native.ghost_norm_sq(*pair, 0.0)
 
 
 def test_fake_tensors_pass_through():
     with FakeTensorMode():
-        norm_sq, scale = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7))
+        norm_sq = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7), 0.0)
         images = torch.empty(3, 1, 2, 9, 9), torch.empty(3, 1, 20, 7, 7)
         steps = (1, 1), (0, 0), (1, 1)
         made = native.per_sample_gradients_(torch.empty(3, 20, 2, 3, 3), images, *steps)
         alone = native.gradient_norm_sq((20, 2, 3, 3), images, *steps)
-    assert norm_sq.shape == scale.shape == made.shape == alone.shape == (3,)
+    assert norm_sq.shape == made.shape == alone.shape == (3,)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------

@@ -161,12 +161,12 @@ static void take_norms(void *job)
     }
 }
 
-/* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, and sum_t |rows_t| |cols_t| [B], of rows [B, G, T, R]
-and cols [B, G, T, C] with strides; `sizes` are B, G, T, R, C, all positive. False if there is no
-memory. For processors that have tiles. */
+/* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2, of rows
+[B, G, T, R] and cols [B, G, T, C] with strides; `sizes` are B, G, T, R, C, all positive. False if there is no memory.
+For processors that have tiles. */
 int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const ptrdiff_t strides_of_rows[4],
                         const float *cols, const ptrdiff_t strides_of_cols[4], const ptrdiff_t sizes[5],
-                        float *norms, float *scales)
+                        double floor, float *norms)
 {
     const ptrdiff_t *r = strides_of_rows, *c = strides_of_cols, B = sizes[0], G = sizes[1], T = sizes[2];
     ptrdiff_t blocks = (T + BLOCK - 1) / BLOCK, pairs = blocks * (blocks + 1) / 2;
@@ -189,8 +189,8 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
             norm += ghost.sums[piece][0];
             scale += ghost.sums[piece][1];
         }
-        norms[b] = (float)norm;
-        scales[b] = (float)scale;
+        /* A norm that is NaN is below nothing, and stays. */
+        norms[b] = (float)(norm < floor * scale * scale ? floor * scale * scale : norm);
     }
     free(ghost.sums);
     return 1;

@@ -27,33 +27,40 @@ def ghost_flops(T: int, R: int, C: int) -> int:
     return n * (2 * below - width * (n - 1)) * width * (R + C)
 
 
-def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], both float32.
+def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
+    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2.
 
     Rows [B, G, T, R] and cols [B, G, T, C] of any strides, float32; see `takes_ghost_norm`.
     """
-    norm_sq, scale = _ghost_norms(rows, cols).unbind()
-    return norm_sq, scale
+    return torch.ops.dpshard.ghost_norms.default(rows, cols, floor)
 
 
-@torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
-def _ghost_norms(rows: Tensor, cols: Tensor) -> Tensor:
-    """Both [2, B]. An operator of torch, so that fake tensors pass through it and its products are counted."""
+# An operator of torch, so that fake tensors pass through it and its products are counted. It runs once a layer, and
+# torch.library.custom_op would go through three more functions of Python on its way.
+_operators = torch.library.Library("dpshard", "FRAGMENT")
+_operators.define("ghost_norms(Tensor rows, Tensor cols, float floor) -> Tensor")
+
+
+@torch.library.impl(_operators, "ghost_norms", "CPU")
+def _ghost_norms(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
         raise ValueError(f"No ghost norm of {rows.dtype} {[*rows.shape]} and {cols.dtype} {[*cols.shape]} here.")
-    if min(rows.numel(), cols.numel()) == 0:
-        return rows.new_zeros(2, len(rows))
-    out, sizes = rows.new_empty(2, len(rows)), (*rows.shape, cols.shape[3])
-    x, y = ((x.data_ptr(), x.stride()) for x in (rows, cols))
-    compiled.ghost_norms(x, y, sizes, (out[0].data_ptr(), out[1].data_ptr()), team())
-    return out
+    sizes = (*rows.shape, cols.shape[3])
+    if 0 in sizes:
+        return rows.new_zeros(len(rows))
+    norm_sq = rows.new_empty(sizes[0])
+    x, y = (rows.data_ptr(), rows.stride()), (cols.data_ptr(), cols.stride())
+    compiled.ghost_norms(x, y, sizes, floor, norm_sq.data_ptr(), team())
+    return norm_sq
 
 
-_ghost_norms.register_fake(lambda rows, cols: rows.new_empty(2, len(rows)))
+@torch.library.register_fake("dpshard::ghost_norms", lib=_operators)
+def _like(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
+    return rows.new_empty(len(rows))
 
 
 @register_flop_formula(torch.ops.dpshard.ghost_norms)
-def _flops(rows: Any, cols: Any, **_: Any) -> int:
+def _flops(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
     B, G, T, R = rows
     return B * G * ghost_flops(T, R, cols[3])

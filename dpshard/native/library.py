@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 
 from dpshard.native import reference
 
-_INTERFACE = 2
+_INTERFACE = 3
 """Version of the signatures below; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
-_SIZES = ctypes.POINTER(ctypes.c_ssize_t)
+_SIZES = ctypes.POINTER(_SIZE)
+_Strides, _ProductSizes, _ConvolutionSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23
 _TEAM = (_POINTER, ctypes.c_uint)
 _SIGNATURES = {
     "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
     "dpshard_release": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _REAL, _REAL, _FLAG, _FLAG)),
     "dpshard_has_tiles": (_FLAG, ()),
-    "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _POINTER, _POINTER)),
+    "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _REAL, _POINTER)),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """What functions return and take."""
@@ -117,19 +118,19 @@ class Library:
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def ghost_norms(
-        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], results: tuple[int, int], team: Team
+        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], floor: float, norms: int, team: Team
     ) -> None:
-        """See gram.ghost_norm_sq; `sizes` are B, G, T, R, C, all positive, and `results` the addresses of both [B]."""
+        """See gram.ghost_norm_sq; `sizes` are B, G, T, R, C, all positive, and `norms` is the address of [B]."""
         (x, of_x), (y, of_y) = rows, cols
-        strides = (_SIZE * 4)(*of_x), (_SIZE * 4)(*of_y)
-        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], (_SIZE * 5)(*sizes), *results):
+        strides = _Strides(*of_x), _Strides(*of_y)
+        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], _ProductSizes(*sizes), floor, norms):
             raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
 
     def convolution_gradients(
         self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
     ) -> None:
         """See convolution.per_sample_gradients_: addresses, that of `kernels` if they are asked for, and sizes."""
-        if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, (_SIZE * 23)(*sizes)):
+        if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
 
     def try_out(self) -> None:
@@ -156,11 +157,11 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        out = np.empty((2, B), np.float32)
-        x, y = ((x.ctypes.data, [stride // x.itemsize for stride in x.strides]) for x in (rows, cols))
-        self.ghost_norms(x, y, sizes, (out[0].ctypes.data, out[1].ctypes.data), _ALONE)
-        if not np.allclose(out, reference.ghost_norm_sq(rows, cols), rtol=1e-4):
-            raise ArithmeticError("it takes norms wrongly")
+        norm_sq, x, y = np.empty(B, np.float32), *((x.ctypes.data, _strides(x)) for x in (rows, cols))
+        for floor in (0.0, 1.0):
+            self.ghost_norms(x, y, sizes, floor, norm_sq.ctypes.data, _ALONE)
+            if not np.allclose(norm_sq, reference.ghost_norm_sq(rows, cols, floor), rtol=1e-4):
+                raise ArithmeticError("it takes norms wrongly")
 
     def _try_convolution(self) -> None:
         B, k, G, R, C = 2, 2, 2, 17, 3  # two blocks of channels
@@ -182,6 +183,11 @@ def _scattered(*shape: int) -> NDArray[np.float32]:
     """Numbers that look random, between -1 and 1."""
     n = int(np.prod(shape))
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
+
+
+def _strides(x: NDArray[Any]) -> list[int]:
+    """In elements."""
+    return [stride // x.itemsize for stride in x.strides]
 
 
 _ALONE: Team = (None, 1)

@@ -39,11 +39,11 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     x /= divisor
 
 
-def ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], floor: float) -> NDArray[np.float64]:
     """See gram.ghost_norm_sq; in float64."""
     gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols
     scales = np.linalg.norm(rows, axis=3) * np.linalg.norm(cols, axis=3)
-    return np.square(gradients).sum((1, 2, 3)), scales.sum((1, 2), dtype=np.float64)
+    return np.maximum(np.square(gradients).sum((1, 2, 3)), floor * np.square(scales.sum((1, 2), dtype=np.float64)))
 
 
 def convolution_gradients(

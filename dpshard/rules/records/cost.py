@@ -27,7 +27,7 @@ import torch
 
 from dpshard import native
 from dpshard.kernels import ghost_tile, takes_ghost_norm
-from dpshard.rules.records.numerics import RESOLUTION
+from dpshard.rules.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
 """Per-sample gradients are kept if they take at most so many times the memory of the record. The first number holds if
@@ -80,7 +80,7 @@ class ProductSize:
     @property
     def is_long(self) -> bool:
         """Whether gram_floor is above half the squared norm of orthogonal gradients: T > 4,096 in float32."""
-        return RESOLUTION * torch.finfo(self.dtype).eps * self.T > 0.5
+        return relative_floor(self.dtype) * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.

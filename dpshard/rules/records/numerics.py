@@ -57,9 +57,14 @@ def gram_floor(scale_sq: Tensor) -> Tensor:
     let a sample contribute more than the threshold. So no norm is taken to be below this. Positions whose gradients
     are orthogonal have the squared norm scale_sq / T, which is below it from T = 8,192 on in float32.
     """
-    return RESOLUTION * torch.finfo(scale_sq.dtype).eps * scale_sq
+    return relative_floor(scale_sq.dtype) * scale_sq
+
+
+def relative_floor(dtype: torch.dtype) -> float:
+    """What a sum in `dtype` may be off by, over the sum of the absolute values of its terms."""
+    return RESOLUTION * torch.finfo(dtype).eps
 
 
 def sum_floor(scale: Tensor) -> Tensor:
     """The same for the norm of a sum of gradients of norms `scale` in all: the norm, not its square, is off by eps."""
-    return RESOLUTION * torch.finfo(scale.dtype).eps * scale
+    return relative_floor(scale.dtype) * scale

@@ -12,7 +12,7 @@ from dpshard import kernels, native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize, blocks
-from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, sum_floor, wide, wide_dtype
+from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, relative_floor, sum_floor, wide, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class OuterProduct:
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
             return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
-        compiled = native.takes_ghost_norm(rows.device, rows.dtype)
-        norm_sq, scale = (native.ghost_norm_sq if compiled else _ghost_norm_sq)(rows, cols)
+        if native.takes_ghost_norm(rows.device, rows.dtype):
+            return native.ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
+        norm_sq, scale = _ghost_norm_sq(rows, cols)
         return torch.maximum(norm_sq, gram_floor(scale.square()))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:

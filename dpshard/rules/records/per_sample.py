@@ -66,7 +66,7 @@ class Bundle:
         total = factor_B.to(self.rows.dtype) @ self.rows
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
-        parts: Sequence[Tensor] = torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
+        parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, dead_B: Tensor) -> Bundle:
