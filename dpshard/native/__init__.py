@@ -10,6 +10,9 @@
     per_sample_gradients_ of convolutions, and norms alone, float32, on the same processors (convolution.c). In torch
                           samples are groups of one convolution, which takes memory several times theirs, fresh from
                           the system, to rearrange them in.
+    normalization_gradients
+                          of weights and biases, sample by sample, float32 (normalization.c). In torch the input is
+                          normalised again, written, multiplied, and read by two sums.
 
 Threads are those of torch: a pool of another kind would compete with them for the cores, on which OpenMP's threads wait
 for more work for milliseconds after the last operator. GOMP_parallel is what compilers call for `#pragma omp parallel`,
@@ -23,6 +26,7 @@ not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIV
 from dpshard.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution
 from dpshard.native.gram import ghost_flops, ghost_norm_sq, takes_ghost_norm
 from dpshard.native.library import is_built
+from dpshard.native.normalization import normalization_gradients, takes_normalization
 from dpshard.native.normals import box_muller, release_
 
 __all__ = [
@@ -31,8 +35,10 @@ __all__ = [
     "ghost_norm_sq",
     "gradient_norm_sq",
     "is_built",
+    "normalization_gradients",
     "per_sample_gradients_",
     "release_",
     "takes_convolution",
     "takes_ghost_norm",
+    "takes_normalization",
 ]

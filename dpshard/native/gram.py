@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dpshard.native.library import has_tiles, library, team
+from dpshard.native.library import has_tiles, library, operators, team
 
 _TILE = 8, 16
 """Positions on the sides of a tile with AVX-512; with AVX2 it has half as many rows, and a few products fewer are made.
@@ -35,13 +35,10 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     return torch.ops.dpshard.ghost_norms.default(rows, cols, floor)
 
 
-# An operator of torch, so that fake tensors pass through it and its products are counted. It runs once a layer, and
-# torch.library.custom_op would go through three more functions of Python on its way.
-_operators = torch.library.Library("dpshard", "FRAGMENT")
-_operators.define("ghost_norms(Tensor rows, Tensor cols, float floor) -> Tensor")
+operators.define("ghost_norms(Tensor rows, Tensor cols, float floor) -> Tensor")
 
 
-@torch.library.impl(_operators, "ghost_norms", "CPU")
+@torch.library.impl(operators, "ghost_norms", "CPU")
 def _ghost_norms(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
@@ -55,7 +52,7 @@ def _ghost_norms(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     return norm_sq
 
 
-@torch.library.register_fake("dpshard::ghost_norms", lib=_operators)
+@torch.library.register_fake("dpshard::ghost_norms", lib=operators)
 def _like(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     return rows.new_empty(len(rows))
 

@@ -22,13 +22,17 @@ _INTERFACE = 3
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
 _SIZES = ctypes.POINTER(_SIZE)
-_Strides, _ProductSizes, _ConvolutionSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23
+_Four, _ProductSizes, _ConvolutionSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23
 _TEAM = (_POINTER, ctypes.c_uint)
 _SIGNATURES = {
     "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
     "dpshard_release": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _REAL, _REAL, _FLAG, _FLAG)),
     "dpshard_has_tiles": (_FLAG, ()),
     "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _REAL, _POINTER)),
+    "dpshard_normalization_gradients": (
+        None,
+        (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES, _REAL, _FLAG),
+    ),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """What functions return and take."""
@@ -38,6 +42,11 @@ Team = tuple[int | None, int]
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
+
+
+operators = torch.library.Library("dpshard", "FRAGMENT")
+"""Operators of torch, so that fake tensors pass through compiled code and its products are counted. They run once a
+layer: torch.library.custom_op would go through three more functions of Python on its way."""
 
 
 @functools.cache
@@ -122,7 +131,7 @@ class Library:
     ) -> None:
         """See gram.ghost_norm_sq; `sizes` are B, G, T, R, C, all positive, and `norms` is the address of [B]."""
         (x, of_x), (y, of_y) = rows, cols
-        strides = _Strides(*of_x), _Strides(*of_y)
+        strides = _Four(*of_x), _Four(*of_y)
         if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], _ProductSizes(*sizes), floor, norms):
             raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
 
@@ -133,10 +142,17 @@ class Library:
         if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
 
+    def normalization_gradients(
+        self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
+    ) -> None:
+        """See normalization_gradients of normalization.py, and of normalization.c."""
+        self._c.dpshard_normalization_gradients(*team, *addresses, _Four(*sizes), eps, centered)
+
     def try_out(self) -> None:
         """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
+        self._try_normalization()
         if self.has_tiles:
             self._try_norms()
             self._try_convolution()
@@ -153,6 +169,18 @@ class Library:
         reference.release_(expected, expected_noise.reshape(-1), std, divisor)
         if not np.allclose(x, expected, rtol=0, atol=1e-5):
             raise ArithmeticError("it draws noise wrongly")
+
+    def _try_normalization(self) -> None:
+        B, K, N = 2, 6, 2100  # more than a chunk
+        for groups, shape, centered in ((3, (B, K, N), True), (0, (B, N, K), True), (0, (B, K, N), False)):
+            x, gradient = _scattered(*shape, 1)[..., 0], _scattered(*shape)[::-1].copy()
+            made, room = np.empty((2, B, shape[1 if groups else 2]), np.float32), np.empty((2, B, shape[2]), np.float32)
+            sizes = (B, groups, N, K) if groups else (B, 0, *shape[1:])
+            addresses = [array.ctypes.data for array in (x, gradient, made, room)]
+            self.normalization_gradients(addresses, sizes, 1e-2, centered, _ALONE)
+            expected = reference.normalization_gradients(x, gradient, groups, 1e-2, centered)
+            if not np.allclose(made, expected, rtol=0, atol=1e-4 * abs(expected).max()):
+                raise ArithmeticError("it differentiates normalisations wrongly")
 
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns

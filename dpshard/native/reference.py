@@ -63,3 +63,14 @@ def convolution_gradients(
         of_window = input[(..., *seen)]
         out[(..., *at)] = np.einsum("bkgrzyx,bkgczyx->bgrc", gradient, of_window, dtype=np.float64)
     return out
+
+
+def normalization_gradients(
+    x: NDArray[Any], gradient: NDArray[Any], groups: int, eps: float, centered: bool
+) -> NDArray[np.float64]:
+    """See normalization.normalization_gradients; in float64."""
+    wide = x.astype(np.float64)
+    rows = wide.reshape(len(x), groups, -1) if groups else wide
+    rows = rows - rows.mean(2, keepdims=True) if centered else rows
+    normalized = (rows / np.sqrt(np.square(rows).mean(2, keepdims=True) + eps)).reshape(x.shape)
+    return np.stack([(gradient * normalized).sum(2 if groups else 1), gradient.sum(2 if groups else 1, dtype=float)])

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard import native
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.records import PerSample, Record, wide
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """From input, weight and bias to the output; without weight and bias, the normalised input."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    """What an input is normalised by, if that is its own moments."""
+
+    eps: float
+    groups: int = 0
+    """Of channels, each normalised as a whole; 0 if it is the trailing dimensions."""
+    centered: bool = True
+    """Whether the mean is subtracted."""
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -28,7 +42,8 @@ def layer_norm(
 ) -> Tensor:
     """Weight and bias of the shape of the trailing dimensions."""
     shape = list(normalized_shape)
-    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), trailing=True)
+    own = _Statistics(eps)
+    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), own, trailing=True)
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -37,7 +52,8 @@ def rms_norm(
 ) -> Tensor:
     """Weight of the shape of the trailing dimensions."""
     shape = list(normalized_shape)
-    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), trailing=True)
+    own = _Statistics(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
+    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), own, trailing=True)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -51,7 +67,10 @@ def group_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Weight and bias per channel (dimension 1)."""
-    return _affine(call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), trailing=False)
+    own = _Statistics(eps, num_groups)
+    return _affine(
+        call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), own, trailing=False
+    )
 
 
 @rule(F.instance_norm)
@@ -78,6 +97,7 @@ def instance_norm(
         weight,
         bias,
         lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps),
+        _Statistics(eps, input.shape[1]) if use_input_stats else None,
         trailing=False,
     )
 
@@ -107,12 +127,20 @@ def batch_norm(
         weight,
         bias,
         lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps),
+        None,
         trailing=False,
     )
 
 
 def _affine(
-    call: Call, input: Tensor, weight: Tensor | None, bias: Tensor | None, normalize: Normalize, *, trailing: bool
+    call: Call,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalize: Normalize,
+    own: _Statistics | None,
+    *,
+    trailing: bool,
 ) -> Tensor:
     """Y = normalize(x) * w + b: the gradient of w is the sum over positions of g * normalize(x), that of b of g.
 
@@ -131,8 +159,20 @@ def _affine(
             return PerSample(rows.reshape(B, -1, *shape).sum(1))
         return PerSample(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
 
+    def compiled(x: Tensor, g: Tensor, shape: tuple[int, ...], own: _Statistics) -> tuple[PerSample, PerSample]:
+        sizes = (B, -1, math.prod(shape)) if trailing else (len(x), *shape, x.shape[2:].numel())
+        x, g = (axis.split(wide(y), B).reshape(sizes) for y in (x, g))
+        made = native.normalization_gradients(x, g, own.groups, own.eps, centered=own.centered)
+        if not trailing:
+            made = made.view(2, B, -1, *shape).sum(2)  # over the images of a sample
+        of_weight, of_bias = made.view(2, B, *shape).unbind()
+        return PerSample(of_weight), PerSample(of_bias)
+
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         g = wide(tensors[-1])
+        if w is not None and own is not None and native.takes_normalization(g.device, g.dtype):
+            pair = compiled(tensors[0], g, w.shape, own)
+            return [(source, record) for source, record in zip((w, b), pair, strict=True) if source is not None]
         records: list[tuple[Source, Record]] = []
         if w is not None:
             # In place: on CPUs a fresh tensor of this size costs more, in page faults, than the product.
