@@ -1,0 +1,32 @@
+"""Fixtures that switch compiled code off, and set the number of threads."""
+
+import shutil
+
+import pytest
+import torch
+
+from dpshard.native.library import library
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    """Without a C compiler the package is installed without compiled code."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+
+
+@pytest.fixture
+def switch_off(monkeypatch):
+    def switch_off():
+        monkeypatch.setenv("DPSHARD_NATIVE", "0")
+        library.cache_clear()
+
+    yield switch_off
+    library.cache_clear()
+
+
+@pytest.fixture
+def set_threads():
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)

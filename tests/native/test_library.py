@@ -1,0 +1,88 @@
+"""Compiled code is built with the package, tried out before it is used, and does without where it is not there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dpshard import native
+from dpshard.native.library import load, team
+from tests.native.support import build
+
+
+def test_it_is_built_with_the_package():
+    assert native.is_built()
+
+
+def test_threads_are_those_of_torch():
+    address, threads = team()
+    assert address
+    assert threads == torch.get_num_threads()
+
+
+def test_a_variable_switches_it_off():
+    program = "from dpshard import native; print(native.is_built())"
+    for value, built in (("0", "False"), ("1", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env={"DPSHARD_NATIVE": value}, check=True
+        )
+        assert done.stdout.strip() == built
+
+
+@pytest.mark.parametrize("source", ["int other(void) { return 1; }", "int dpshard_interface(void) { return 0; }", None])
+def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_path):
+    built = tmp_path / "library.so"
+    if source is None:
+        built.write_bytes(b"not a library")
+    else:
+        (tmp_path / "source.c").write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", built, tmp_path / "source.c"], check=True)
+    with pytest.warns(UserWarning, match=r"library\.so cannot be used.*Install dpshard again"):
+        assert load(str(built)) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "wrong"),
+    [
+        ("normals", "(wide)x[i] + std", "(wide)x[i] + 0"),
+        ("normals", "2.0f / 3 ", "2.0f / 4 "),
+        ("normals", "2.0 / 3 ", "2.0 / 4 "),
+        ("normals", "quarter & 2 ?", "quarter & 1 ?"),
+        ("normals", "/ divisor;", ";"),
+        ("gram", "sum[l] += 2 *", "sum[l] +="),
+        ("gram", "k, start > 0)", "k, 0)"),
+        ("gram", "start < of->n;", "start < of->n && start < 512;"),
+        ("gram", "while (j > i)", "if (j > i)"),
+        ("gram", "* of->g", "* 0"),
+        ("gram", "x + j * of->t", "x + i * of->t"),
+        ("gram", "roots += ", "roots = "),
+        ("convolution", "*(vector *)(out[j] + p * WIDTH) +=", "*(vector *)(out[j] + p * WIDTH) ="),
+        ("convolution", "i < c->k; i++)\n            pack", "i < 1; i++)\n            pack"),
+        ("convolution", "x * c->dilation[2]", "x"),
+        ("convolution", "z * c->dilation[0]", "z"),
+        ("convolution", "* c->stride[0]", "* c->stride[1]"),
+        ("convolution", "y + p[1]", "y"),
+        ("convolution", "!= last)", "== last)"),
+        ("convolution", "squares[l] +=", "squares[l] ="),
+        ("convolution", "+ first) * S, n, S)", ") * S, n, S)"),
+        ("normalization", "weights[k] += some_weights[k]", "weights[k] = some_weights[k]"),
+        ("normalization", "biases[k] += some_biases[k]", "biases[k] = some_biases[k]"),
+        ("normalization", "(x[k] - mean)", "x[k]"),
+        ("normalization", "+ layer->eps", "+ 0"),
+        ("normalization", "layer->centered ?", "1 ?"),
+        ("normalization", "total.product +=", "total.product ="),
+        ("normalization", "total.sum +=", "total.sum ="),
+        ("normalization", "over(lanes) + sum", "over(lanes)"),
+        ("normalization", "over(products) + product", "over(products)"),
+        ("normalization", "(float)(total.product * scale)", "(float)total.product"),
+        ("normalization", "g = layer->g + piece * rows * N", "g = layer->g"),
+    ],
+)
+def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_path):
+    """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; parts of a norm or a gradient left out."""
+    built = build(tmp_path, **{source: (right, wrong)})
+    with pytest.warns(
+        UserWarning, match="it (draws noise|takes norms|differentiates (convolutions|normalisations)) wrongly"
+    ):
+        assert load(built) is None

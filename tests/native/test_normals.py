@@ -1,0 +1,83 @@
+"""Compiled normals are those of numpy, to the last bits, with any number of threads."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpshard import native
+from dpshard.noise import KeyedGaussian, Shard
+from dpshard.randomness import UNIT, RandomSource, first_normals
+from tests.native.support import KEY
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])
+def test_normals_are_those_of_the_formula(dtype, rows):
+    """Against long doubles: random words, and those at which something may happen."""
+    units, n = 3, 4096
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (units, rows + 1, n)).astype(np.int32)[:, :rows]
+    edges = [0, 1, -1, 63, -(2**31), 1 - 2**31, 2**31 - 1]
+    axes = [sign * quarter * 2**29 + d for sign in (-1, 1) for quarter in (1, 2, 3) for d in (-1, 0, 1)]
+    special = np.array([*edges, *axes], np.int64)
+    grid = np.stack(np.meshgrid(edges, edges, special), -1).reshape(-1, 3)
+    words[1, :3, : len(grid)] = grid.T
+    normals = np.full((units, 2, n), np.nan, dtype)
+    native.box_muller(words, normals, np.empty((rows, units, n), dtype))
+
+    two_pi, exact = np.longdouble("6.28318530717958647692528676655900577"), words.astype(np.longdouble)
+    coarse, fine = (words[:, :2] & 2**31 - 1).astype(np.longdouble).swapaxes(0, 1)
+    u = (coarse + (fine + np.longdouble(0.5)) * np.longdouble(2) ** -31) * np.longdouble(2) ** -31
+    turns = exact[:, 2] * np.longdouble(2) ** -32 + (exact[:, 3] * np.longdouble(2) ** -64 if rows == 4 else 0)
+    radius = np.sqrt(-2 * np.log(u))
+    expected = np.stack((radius * np.cos(two_pi * turns), radius * np.sin(two_pi * turns)), 1)
+    eps = np.finfo(dtype).eps
+    # u has rounding errors of eps, of which the radius, a root of -2 log u, takes up eps / radius.
+    allowed = 4 * eps * (radius + 1 / np.maximum(radius, np.sqrt(eps)))
+    assert (abs(normals - expected) <= allowed[:, None]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_source_draws_what_numpy_would_make_of_its_bits(dtype, switch_off):
+    def drawn():
+        pieces = [piece.copy() for piece in RandomSource(KEY).normals(5 * UNIT + 3, dtype)]
+        return np.concatenate(pieces), np.stack([row.copy() for row in first_normals([KEY, KEY[::-1]], 2048, dtype)])
+
+    compiled = drawn()
+    switch_off()
+    for ours, numpys in zip(compiled, drawn(), strict=True):
+        np.testing.assert_allclose(ours, numpys, rtol=0, atol=np.sqrt(np.finfo(dtype).eps))
+        assert np.quantile(abs(ours - numpys), 0.99) < 10 * np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("x_dtype", "noise_dtype"), [("f4", "f4"), ("f4", "f8"), ("f8", "f8")])
+def test_a_sum_is_released_as_numpy_would(x_dtype, noise_dtype):
+    rng = np.random.default_rng(1)
+    x, noise = rng.normal(size=50_001).astype(x_dtype), rng.normal(size=50_001).astype(noise_dtype)
+    expected = (x + np.dtype(noise_dtype).type(0.7) * noise).astype(x_dtype) / np.dtype(x_dtype).type(3.0)
+    native.release_(x, noise, 0.7, 3.0)
+    np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_threads_change_no_bit(secure, set_threads):
+    released = []
+    for threads in (1, 2, 5):
+        set_threads(threads)
+        x = torch.linspace(-1, 1, 300_001)
+        KeyedGaussian(KEY, secure=secure).release_([Shard("w", x)], step=0, std=2.0, divisor=3.0)
+        released.append(x)
+    assert torch.equal(released[0], released[1])
+    assert torch.equal(released[0], released[2])
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_release_is_the_same_without_it_to_the_last_bits(secure, switch_off):
+    def released():
+        shards = [Shard("w", torch.linspace(-1, 1, 70_001)), Shard("b", torch.ones(7)), Shard("part", torch.ones(9), 5)]
+        KeyedGaussian(KEY, secure=secure).release_(shards, step=0, std=2.0, divisor=3.0)
+        return [shard.local for shard in shards]
+
+    compiled = released()
+    switch_off()
+    for ours, numpys in zip(compiled, released(), strict=True):
+        torch.testing.assert_close(ours, numpys, rtol=1e-6, atol=1e-3)
+        assert (ours - numpys).abs().quantile(0.99) < 1e-6
