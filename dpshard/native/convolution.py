@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dpshard.native.library import has_tiles, library, operators, team
+from dpshard.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
 """Output channels of a group: they are worked on by 16, of which most would be missing."""
@@ -24,6 +24,10 @@ def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, p
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
+# Operators of torch, so that fake tensors pass through them and their products are counted.
+
+
+@torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
 def per_sample_gradients_(
     gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
@@ -32,9 +36,10 @@ def per_sample_gradients_(
     `images` are the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], in at most three
     dimensions; G groups have P / G channels each; see `takes_convolution`.
     """
-    return torch.ops.dpshard.convolution_gradients_.default(gradients, images, stride, padding, dilation)
+    return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 
 
+@torch.library.custom_op("dpshard::convolution_norms", mutates_args=())
 def gradient_norm_sq(
     shape: Sequence[int],
     images: Sequence[Tensor],
@@ -43,29 +48,6 @@ def gradient_norm_sq(
     dilation: Sequence[int],
 ) -> Tensor:
     """The squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_`, which are written nowhere."""
-    return torch.ops.dpshard.convolution_norms.default(shape, images, stride, padding, dilation)
-
-
-_STEPS = "Tensor[] images, int[] stride, int[] padding, int[] dilation"
-operators.define(f"convolution_gradients_(Tensor(a!) gradients, {_STEPS}) -> Tensor")
-operators.define(f"convolution_norms(int[] shape, {_STEPS}) -> Tensor")
-
-
-@torch.library.impl(operators, "convolution_gradients_", "CPU")
-def _write(
-    gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
-    return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
-
-
-@torch.library.impl(operators, "convolution_norms", "CPU")
-def _measure(
-    shape: Sequence[int],
-    images: Sequence[Tensor],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
     return _call(None, shape, images, stride, padding, dilation)
 
 
@@ -108,14 +90,8 @@ def _call(
     return norm_sq
 
 
-@torch.library.register_fake("dpshard::convolution_gradients_", lib=operators)
-def _of_gradients(gradients: Tensor, images: Sequence[Tensor], *_: Sequence[int]) -> Tensor:
-    return images[0].new_empty(len(gradients))
-
-
-@torch.library.register_fake("dpshard::convolution_norms", lib=operators)
-def _of_shape(shape: Sequence[int], images: Sequence[Tensor], *_: Sequence[int]) -> Tensor:
-    return images[0].new_empty(len(images[0]))
+per_sample_gradients_.register_fake(lambda gradients, images, *_: images[0].new_empty(len(gradients)))
+gradient_norm_sq.register_fake(lambda shape, images, *_: images[0].new_empty(len(images[0])))
 
 
 @register_flop_formula(torch.ops.dpshard.convolution_gradients_)

@@ -8,6 +8,7 @@ chunk of elements. On the diagonal only tiles that meet it, or lie below it, are
 
 What is summed in which order does not depend on the number of threads. */
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -99,11 +100,16 @@ static void multiply(Gram gram, Tile tile, int rows, const Vectors *of, const fl
     }
 }
 
-/* What a pair of blocks adds to the squared norm; and the roots of the diagonal, if the blocks are one. */
+typedef struct {
+    double product, roots, rows, cols;
+} Sums;
+
+/* What a pair of blocks adds to the squared norm; and of the diagonals, if the blocks are one, the roots of products, and
+the sums. */
 FOR_EVERY_PROCESSOR
-static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one, double sums[2])
+static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one, Sums *sums)
 {
-    double product = 0, roots = 0;
+    Sums found = {0, 0, 0, 0};
 
     for (ptrdiff_t t = 0; t < m; t++) {
         const float *restrict a = of_rows[t], *restrict b = of_cols[t];
@@ -117,20 +123,21 @@ static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one
         if (one) {
             for (int l = 0; l < LANES; l++)
                 sum[l] += a[whole + l] * b[whole + l];
-            roots += sqrt((double)a[t] * b[t]);
+            found.roots += sqrt((double)a[t] * b[t]);
+            found.rows += a[t];
+            found.cols += b[t];
         }
         for (int l = 0; l < LANES; l++)
-            product += sum[l];
+            found.product += sum[l];
     }
-    sums[0] = product;
-    sums[1] = roots;
+    *sums = found;
 }
 
 typedef struct {
     Vectors rows, cols;
     ptrdiff_t G, T, size, pairs; /* positions of a block; pairs of blocks */
     ptrdiff_t pieces, taken;
-    double (*sums)[2]; /* of every piece */
+    Sums *sums; /* of every piece */
     Tile tile;
     int tile_rows;
 } Ghost;
@@ -157,8 +164,21 @@ static void take_norms(void *job)
             multiply(which ? of_cols : of_rows, ghost->tile, ghost->tile_rows, of, x + i * of->t, m, x + j * of->t, n,
                      i == j);
         }
-        add_up(of_rows, of_cols, m, n, i == j, ghost->sums[piece]);
+        add_up(of_rows, of_cols, m, n, i == j, &ghost->sums[piece]);
     }
+}
+
+/* The squared norm that `all` sums amount to. Of rows and of columns, squares that underflow may hide as much; see
+numerics.hidden_by_underflow. */
+static float norm_of(Sums all, double of_rows, double of_cols, double floor)
+{
+    double hidden = of_rows * (sqrt(all.cols) + of_cols) + of_cols * (sqrt(all.rows) + of_rows);
+    double norm = sqrt(fabs(all.product)) + hidden, least = floor * all.roots * all.roots;
+
+    /* A product of sums may be infinite and negative, where sums of squares are finite. */
+    if (!isfinite(all.product))
+        return INFINITY;
+    return (float)(norm * norm < least ? least : norm * norm);
 }
 
 /* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2, of rows
@@ -175,7 +195,7 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         .rows = {rows, r[0], r[1], r[2], r[3], sizes[3]},
         .cols = {cols, c[0], c[1], c[2], c[3], sizes[4]},
         .G = G, .T = T, .size = size, .pairs = pairs, .pieces = B * G * pairs,
-        .sums = malloc(sizeof(double[2]) * B * G * pairs),
+        .sums = malloc(sizeof(Sums) * B * G * pairs),
         .tile = WHICH_TILE(narrow_tile, broad_tile), .tile_rows = tile_rows(),
     };
 
@@ -183,14 +203,15 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         return 0;
     share(team, threads, take_norms, &ghost, ghost.pieces);
     for (ptrdiff_t b = 0; b < B; b++) {
-        double norm = 0, scale = 0;
+        Sums all = {0, 0, 0, 0};
 
         for (ptrdiff_t piece = b * G * pairs; piece < (b + 1) * G * pairs; piece++) {
-            norm += ghost.sums[piece][0];
-            scale += ghost.sums[piece][1];
+            all.product += ghost.sums[piece].product;
+            all.roots += ghost.sums[piece].roots;
+            all.rows += ghost.sums[piece].rows;
+            all.cols += ghost.sums[piece].cols;
         }
-        /* A norm that is NaN is below nothing, and stays. */
-        norms[b] = (float)(norm < floor * scale * scale ? floor * scale * scale : norm);
+        norms[b] = norm_of(all, sqrt(FLT_MIN * G * T * sizes[3]), sqrt(FLT_MIN * G * T * sizes[4]), floor);
     }
     free(ghost.sums);
     return 1;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dpshard.native.library import has_tiles, library, operators, team
+from dpshard.native.library import has_tiles, library, team
 
 _TILE = 8, 16
 """Positions on the sides of a tile with AVX-512; with AVX2 it has half as many rows, and a few products fewer are made.
@@ -27,34 +27,26 @@ def ghost_flops(T: int, R: int, C: int) -> int:
     return n * (2 * below - width * (n - 1)) * width * (R + C)
 
 
+# An operator of torch, so that fake tensors pass through it and its products are counted.
+@torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
 def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2.
 
     Rows [B, G, T, R] and cols [B, G, T, C] of any strides, float32; see `takes_ghost_norm`.
     """
-    return torch.ops.dpshard.ghost_norms.default(rows, cols, floor)
-
-
-operators.define("ghost_norms(Tensor rows, Tensor cols, float floor) -> Tensor")
-
-
-@torch.library.impl(operators, "ghost_norms", "CPU")
-def _ghost_norms(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
         raise ValueError(f"No ghost norm of {rows.dtype} {[*rows.shape]} and {cols.dtype} {[*cols.shape]} here.")
     sizes = (*rows.shape, cols.shape[3])
     if 0 in sizes:
         return rows.new_zeros(len(rows))
-    norm_sq = rows.new_empty(sizes[0])
+    norm_sq = rows.new_empty(len(rows))
     x, y = (rows.data_ptr(), rows.stride()), (cols.data_ptr(), cols.stride())
     compiled.ghost_norms(x, y, sizes, floor, norm_sq.data_ptr(), team())
     return norm_sq
 
 
-@torch.library.register_fake("dpshard::ghost_norms", lib=operators)
-def _like(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
-    return rows.new_empty(len(rows))
+ghost_norm_sq.register_fake(lambda rows, cols, floor: rows.new_empty(len(rows)))
 
 
 @register_flop_formula(torch.ops.dpshard.ghost_norms)

@@ -44,11 +44,6 @@ Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
 
 
-operators = torch.library.Library("dpshard", "FRAGMENT")
-"""Operators of torch, so that fake tensors pass through compiled code and its products are counted. They run once a
-layer: torch.library.custom_op would go through three more functions of Python on its way."""
-
-
 @functools.cache
 def library() -> Library | None:
     """What was built with the package; None if nothing was, or if DPSHARD_NATIVE=0 switches it off."""

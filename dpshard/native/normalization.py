@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.native.library import library, operators, team
+from dpshard.native.library import library, team
 
 
 def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
@@ -13,20 +13,14 @@ def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
-def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, *, centered: bool) -> Tensor:
+# An operator of torch, so that fake tensors pass through it.
+@torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
+def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
     """Per-sample gradients [2, B, K] of the weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
 
     `x` and the `gradient` of y are float32, [B, K, N] with `groups` of K / groups rows that are normalised together, or
     [B, N, K] with rows that are, each alone, if `groups` is 0. If not `centered`, 0 takes the place of the mean.
     """
-    return torch.ops.dpshard.normalization_gradients.default(x, gradient, groups, eps, centered)
-
-
-operators.define("normalization_gradients(Tensor x, Tensor gradient, int groups, float eps, bool centered) -> Tensor")
-
-
-@torch.library.impl(operators, "normalization_gradients", "CPU")
-def _normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
     compiled, shape = library(), x.shape
     fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)
     if compiled is None or not x.dtype == gradient.dtype == torch.float32 or not fits:
@@ -41,6 +35,6 @@ def _normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: floa
     return made
 
 
-@torch.library.register_fake("dpshard::normalization_gradients", lib=operators)
-def _like(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    return x.new_empty(2, x.shape[0], x.shape[1 if groups else 2])
+normalization_gradients.register_fake(
+    lambda x, gradient, groups, eps, centered: x.new_empty(2, x.shape[0], x.shape[1 if groups else 2])
+)

@@ -120,7 +120,7 @@ def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
 
 
 def test_products_that_overflow_only_when_doubled_do_not():
-    rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 1e-19)
+    rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 0.018)
     norm_sq = native.ghost_norm_sq(rows, cols, 0.0)
     torch.testing.assert_close(norm_sq.double(), by_hand(rows, cols)[0], rtol=1e-5, atol=0)
 

@@ -15,8 +15,8 @@ from dpshard import native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize
-from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, wide, wide_dtype
-from dpshard.rules.records.outer_product import OuterProduct, floored
+from dpshard.rules.records.numerics import blank, gram, norms, wide, wide_dtype
+from dpshard.rules.records.outer_product import OuterProduct, floored, floored_gram
 from dpshard.rules.records.per_sample import PerSample
 
 
@@ -73,7 +73,7 @@ class Convolution:
         rows_BGTR = wide(self._rows())
         product = self._gram_of_windows().mul_(gram(rows_BGTR))
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
-        return torch.maximum(product.sum((1, 2, 3)), gram_floor(scale.square()))
+        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._times)
 
     def _gram_of_windows(self) -> Tensor:
         """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
@@ -103,8 +103,13 @@ class Convolution:
         return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
 
     def _floored(self, norm_B: Tensor) -> Tensor:
+        return floored(norm_B, self.gradient, self.input, self._times)
+
+    @property
+    def _times(self) -> float:
+        """How much larger the norm of all windows may be than that of the input."""
         # An element of the input is in at most so many windows as the kernel has elements.
-        return floored(norm_B, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
+        return self.shape[2:].numel() ** 0.5
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

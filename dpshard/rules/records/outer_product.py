@@ -12,7 +12,17 @@ from dpshard import kernels, native
 from dpshard.config import NormMethod
 from dpshard.rules.records import memory
 from dpshard.rules.records.cost import ProductSize, blocks
-from dpshard.rules.records.numerics import blank, gram, gram_floor, norms, relative_floor, sum_floor, wide, wide_dtype
+from dpshard.rules.records.numerics import (
+    blank,
+    gram,
+    gram_floor,
+    hidden_by_underflow,
+    norms,
+    relative_floor,
+    sum_floor,
+    wide,
+    wide_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +53,14 @@ class OuterProduct:
         B, G, T, _ = self.rows.shape
         if kernels.take(self.rows, self.cols) and kernels.takes_ghost_norm(B * G, T):
             norm_sq, scale = kernels.ghost_norm_sq(self.rows, self.cols)
-            return torch.maximum(norm_sq, gram_floor(scale.square()))
+            return floored_gram(norm_sq, scale, self.rows, self.cols)
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            return (rows.square().sum(3) * cols.square().sum(3)).sum((1, 2))
+            norm_BG = torch.linalg.vector_norm(rows, dim=(2, 3)) * torch.linalg.vector_norm(cols, dim=(2, 3))
+            return (norms(norm_BG) + hidden_by_underflow(rows, cols)).square()
         if native.takes_ghost_norm(rows.device, rows.dtype):
             return native.ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
-        norm_sq, scale = _ghost_norm_sq(rows, cols)
-        return torch.maximum(norm_sq, gram_floor(scale.square()))
+        return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Per-sample gradients [B, *shape], and their squared norms [B]."""
@@ -85,6 +95,16 @@ class OuterProduct:
     def without(self, dead_B: Tensor) -> OuterProduct:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
         return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
+
+
+def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
+    """`norm_sq` [B], of Gram matrices, and no less than it may have lost; `scale` is what its rounding is relative to.
+
+    See `floored` for the others.
+    """
+    # abs: a sum of products may be infinite and negative.
+    norm_B = norm_sq.abs().sqrt() + hidden_by_underflow(rows, cols, times)
+    return torch.maximum(norm_B.square(), gram_floor(scale.square()))
 
 
 def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
