@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv", "ghost_norm"),
     "convolutions": ("convolution",),
     "attention": ("scaled_dot_product", "flash_attention", "efficient_attention"),
-    "norm layers": ("layer_norm", "group_norm", "rms_norm"),
+    "norm layers": ("layer_norm", "group_norm", "rms_norm", "normalization_gradients"),
     "embeddings": ("embedding", "index_put", "index_add", "index_select", "aten::index", "scatter", "gather"),
     "reductions": ("aten::sum", "aten::mean", "norm", "aten::amax", "softmax", "nll_loss"),
     "copies and fills": ("copy_", "clone", "contiguous", "aten::cat", "fill_", "zero_", "aten::stack"),

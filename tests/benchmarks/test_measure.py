@@ -124,6 +124,7 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
     assert profiling.group_of("aten::addmm") == "matrix products"
     assert profiling.group_of("dpshard::ghost_norms") == "matrix products"
     assert profiling.group_of("aten::native_group_norm_backward") == "norm layers"
+    assert profiling.group_of("dpshard::normalization_gradients") == "norm layers"
     assert profiling.group_of("ProfilerStep") == profiling.OUTSIDE
 
 
