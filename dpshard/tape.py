@@ -57,7 +57,7 @@ class GroupTape:
     multiplier_B: Tensor | None = None
     """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
     dead_B: Tensor | None = None
-    """Whether a sample's norm is not finite; None if that is none's."""
+    """Whether a sample's norm is not finite; None if it is known that all are."""
     small: dict[str, PerSample] = field(default_factory=dict)
     """Of parameters of which all uses have arrived: they are measured and summed together when the group closes."""
     bundle: Bundle | None = None
@@ -81,8 +81,8 @@ class Tape:
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
         """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
-        self.weight = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        """What they count besides their factors, which are finite: the same, and nothing in rows of padding."""
+        self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
+        """The same, or 0 for rows of padding. A product with the factors will do, for these are finite."""
         self.current = Pass.BOOK
         self.forwards = 0
         self.aborted = False
@@ -213,9 +213,10 @@ class Tape:
         if tape.norm_sq_B is None:
             return
         norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
-        tape.multiplier_B = self.clipper.function.factor(norm_B, group.threshold) * self.weight
+        tape.multiplier_B = self.clipper.function.factor(norm_B, group.threshold) * self.scale_B
         # Whether any is dead, an accelerator would have to be waited for: of many groups, in the midst of backward.
         waits = norm_B.device.type != "cpu" and len(self.clipper.groups) > 1
+        # A sum of norms that overflows brings masks that mask nothing, no more.
         tape.dead_B = ~(norm_B < torch.inf) if waits or not math.isfinite(norm_B.sum()) else None
         self.clipper.observe(group, norm_B, self.is_padding_B)
 

@@ -170,10 +170,10 @@ static void take_norms(void *job)
 
 /* The squared norm that `all` sums amount to. Of rows and of columns, squares that underflow may hide as much; see
 numerics.hidden_by_underflow. */
-static float norm_of(Sums all, double of_rows, double of_cols, double floor)
+static float norm_of(Sums all, double of_rows, double of_cols, double relative_floor)
 {
     double hidden = of_rows * (sqrt(all.cols) + of_cols) + of_cols * (sqrt(all.rows) + of_rows);
-    double norm = sqrt(fabs(all.product)) + hidden, least = floor * all.roots * all.roots;
+    double norm = sqrt(fabs(all.product)) + hidden, least = relative_floor * all.roots * all.roots;
 
     /* A product of sums may be infinite and negative, where sums of squares are finite. */
     if (!isfinite(all.product))
@@ -181,12 +181,12 @@ static float norm_of(Sums all, double of_rows, double of_cols, double floor)
     return (float)(norm * norm < least ? least : norm * norm);
 }
 
-/* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2, of rows
-[B, G, T, R] and cols [B, G, T, C] with strides; `sizes` are B, G, T, R, C, all positive. False if there is no memory.
-For processors that have tiles. */
+/* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, as norm_of has them: at least `relative_floor` times
+(sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] have strides; `sizes` are B, G, T, R, C, all
+positive. False if there is no memory. For processors that have tiles. */
 int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const ptrdiff_t strides_of_rows[4],
                         const float *cols, const ptrdiff_t strides_of_cols[4], const ptrdiff_t sizes[5],
-                        double floor, float *norms)
+                        double relative_floor, float *norms)
 {
     const ptrdiff_t *r = strides_of_rows, *c = strides_of_cols, B = sizes[0], G = sizes[1], T = sizes[2];
     ptrdiff_t blocks = (T + BLOCK - 1) / BLOCK, pairs = blocks * (blocks + 1) / 2;
@@ -211,7 +211,8 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
             all.rows += ghost.sums[piece].rows;
             all.cols += ghost.sums[piece].cols;
         }
-        norms[b] = norm_of(all, sqrt(FLT_MIN * G * T * sizes[3]), sqrt(FLT_MIN * G * T * sizes[4]), floor);
+        norms[b] = norm_of(all, sqrt(FLT_MIN * G * T * sizes[3]), sqrt(FLT_MIN * G * T * sizes[4]),
+                            relative_floor);
     }
     free(ghost.sums);
     return 1;

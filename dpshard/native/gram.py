@@ -29,9 +29,10 @@ def ghost_flops(T: int, R: int, C: int) -> int:
 
 # An operator of torch, so that fake tensors pass through it and its products are counted.
 @torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
-def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
-    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, at least `floor` (sum_t |rows_t| |cols_t|)^2.
+def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
+    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and no less than they may have lost.
 
+    What squares that underflow may hide is added, and none is below `relative_floor` (sum_t |rows_t| |cols_t|)^2.
     Rows [B, G, T, R] and cols [B, G, T, C] of any strides, float32; see `takes_ghost_norm`.
     """
     compiled = library()
@@ -42,11 +43,11 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
         return rows.new_zeros(len(rows))
     norm_sq = rows.new_empty(len(rows))
     x, y = (rows.data_ptr(), rows.stride()), (cols.data_ptr(), cols.stride())
-    compiled.ghost_norms(x, y, sizes, floor, norm_sq.data_ptr(), team())
+    compiled.ghost_norms(x, y, sizes, relative_floor, norm_sq.data_ptr(), team())
     return norm_sq
 
 
-ghost_norm_sq.register_fake(lambda rows, cols, floor: rows.new_empty(len(rows)))
+floored_ghost_norm_sq.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))
 
 
 @register_flop_formula(torch.ops.dpshard.ghost_norms)

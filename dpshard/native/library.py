@@ -22,7 +22,7 @@ _INTERFACE = 3
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
 _SIZES = ctypes.POINTER(_SIZE)
-_Four, _ProductSizes, _ConvolutionSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23
+_Strides, _ProductSizes, _ConvolutionSizes, _NormalizationSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23, _SIZE * 4
 _TEAM = (_POINTER, ctypes.c_uint)
 _SIGNATURES = {
     "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
@@ -54,7 +54,7 @@ def library() -> Library | None:
 
 
 def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code takes norms and gradients of tensors of `dtype` there."""
+    """Whether compiled code takes ghost norms, and gradients of convolutions, of tensors of `dtype` there."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     compiled = library()
@@ -95,7 +95,7 @@ def _gomp_parallel() -> int | None:
 
 
 class Library:
-    """The functions of normals.c, gram.c and convolution.c, unchecked. The library is at `path`.
+    """The compiled functions of this folder, unchecked. The library is at `path`.
 
     Raises OSError if there is none, and AttributeError if it is another one.
     """
@@ -122,12 +122,13 @@ class Library:
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def ghost_norms(
-        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], floor: float, norms: int, team: Team
+        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
     ) -> None:
-        """See gram.ghost_norm_sq; `sizes` are B, G, T, R, C, all positive, and `norms` is the address of [B]."""
+        """See gram.floored_ghost_norm_sq; `sizes` are B, G, T, R, C, all positive; `norms` is the address of [B]."""
         (x, of_x), (y, of_y) = rows, cols
-        strides = _Four(*of_x), _Four(*of_y)
-        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], _ProductSizes(*sizes), floor, norms):
+        strides = _Strides(*of_x), _Strides(*of_y)
+        all_sizes = _ProductSizes(*sizes)
+        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], all_sizes, relative_floor, norms):
             raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
 
     def convolution_gradients(
@@ -141,7 +142,7 @@ class Library:
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
     ) -> None:
         """See normalization_gradients of normalization.py, and of normalization.c."""
-        self._c.dpshard_normalization_gradients(*team, *addresses, _Four(*sizes), eps, centered)
+        self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
         """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
@@ -180,10 +181,12 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        norm_sq, x, y = np.empty(B, np.float32), *((x.ctypes.data, _strides(x)) for x in (rows, cols))
-        for floor in (0.0, 1.0):
-            self.ghost_norms(x, y, sizes, floor, norm_sq.ctypes.data, _ALONE)
-            if not np.allclose(norm_sq, reference.ghost_norm_sq(rows, cols, floor), rtol=1e-4):
+        # The last ones are of rows whose squares underflow, beside large columns, and the reverse.
+        for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
+            x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
+            vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]
+            self.ghost_norms(vectors[0], vectors[1], sizes, floor, norm_sq.ctypes.data, _ALONE)
+            if not np.allclose(norm_sq, reference.floored_ghost_norm_sq(x, y, floor), rtol=1e-4):
                 raise ArithmeticError("it takes norms wrongly")
 
     def _try_convolution(self) -> None:
@@ -206,11 +209,6 @@ def _scattered(*shape: int) -> NDArray[np.float32]:
     """Numbers that look random, between -1 and 1."""
     n = int(np.prod(shape))
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
-
-
-def _strides(x: NDArray[Any]) -> list[int]:
-    """In elements."""
-    return [stride // x.itemsize for stride in x.strides]
 
 
 _ALONE: Team = (None, 1)

@@ -1,4 +1,5 @@
-/* Gradients of the weights and biases of normalisation layers, sample by sample, in one pass over the memory.
+/* Gradients of the weights and biases of normalisation layers, sample by sample. A row, or a group of rows, is read three
+times while it is in the cache (larger groups are fetched again), and nothing but the gradients is written.
 
 Of an output y = w n + b with n = (x - mean) / sqrt(var + eps), and g its gradient, that of w is the sum of g n over all
 places that have the weight in common, and that of b the sum of g. Long sums are made of shorter ones, so that they

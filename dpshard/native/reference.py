@@ -39,11 +39,16 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     x /= divisor
 
 
-def ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], floor: float) -> NDArray[np.float64]:
-    """See gram.ghost_norm_sq; in float64."""
+def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor: float) -> NDArray[np.float64]:
+    """See gram.floored_ghost_norm_sq; in float64, with what would underflow in float32."""
     gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols
-    scales = np.linalg.norm(rows, axis=3) * np.linalg.norm(cols, axis=3)
-    return np.maximum(np.square(gradients).sum((1, 2, 3)), floor * np.square(scales.sum((1, 2), dtype=np.float64)))
+    of_rows, of_cols = (np.linalg.norm(x.astype(np.float64), axis=3) for x in (rows, cols))
+    scale, lost = (of_rows * of_cols).sum((1, 2)), float(np.finfo(np.float32).tiny) ** 0.5
+    lost_rows, lost_cols = (lost * float(x[0].size) ** 0.5 for x in (rows, cols))
+    all_rows, all_cols = (np.linalg.norm(x, axis=(1, 2)) for x in (of_rows, of_cols))
+    hidden = lost_rows * (all_cols + lost_cols) + lost_cols * (all_rows + lost_rows)
+    norm = np.sqrt(np.square(gradients).sum((1, 2, 3))) + hidden
+    return np.maximum(np.square(norm), relative_floor * np.square(scale))
 
 
 def convolution_gradients(

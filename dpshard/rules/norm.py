@@ -20,7 +20,7 @@ Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Statistics:
+class _Moments:
     """What an input is normalised by, if that is its own moments."""
 
     eps: float
@@ -42,8 +42,8 @@ def layer_norm(
 ) -> Tensor:
     """Weight and bias of the shape of the trailing dimensions."""
     shape = list(normalized_shape)
-    own = _Statistics(eps)
-    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), own, trailing=True)
+    moments = _Moments(eps)
+    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), moments, trailing=True)
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -52,8 +52,8 @@ def rms_norm(
 ) -> Tensor:
     """Weight of the shape of the trailing dimensions."""
     shape = list(normalized_shape)
-    own = _Statistics(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
-    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), own, trailing=True)
+    moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
+    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), moments, trailing=True)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -67,9 +67,9 @@ def group_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Weight and bias per channel (dimension 1)."""
-    own = _Statistics(eps, num_groups)
+    moments = _Moments(eps, num_groups)
     return _affine(
-        call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), own, trailing=False
+        call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), moments, trailing=False
     )
 
 
@@ -97,7 +97,7 @@ def instance_norm(
         weight,
         bias,
         lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps),
-        _Statistics(eps, input.shape[1]) if use_input_stats else None,
+        _Moments(eps, input.shape[1]) if use_input_stats else None,
         trailing=False,
     )
 
@@ -138,14 +138,14 @@ def _affine(
     weight: Tensor | None,
     bias: Tensor | None,
     normalize: Normalize,
-    own: _Statistics | None,
+    moments: _Moments | None,
     *,
     trailing: bool,
 ) -> Tensor:
     """Y = normalize(x) * w + b: the gradient of w is the sum over positions of g * normalize(x), that of b of g.
 
     `trailing`: w has the shape of the last dimensions; else of dimension 1. The normalised input is computed again
-    in backward rather than kept beside the input.
+    in backward rather than kept beside the input. `moments`: None if they are not the input's own.
     """
     output = normalize(input, call.plain(weight), call.plain(bias))
     w, b = call.source(weight), call.source(bias)
@@ -159,10 +159,10 @@ def _affine(
             return PerSample(rows.reshape(B, -1, *shape).sum(1))
         return PerSample(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
 
-    def compiled(x: Tensor, g: Tensor, shape: tuple[int, ...], own: _Statistics) -> tuple[PerSample, PerSample]:
+    def natively(x: Tensor, g: Tensor, shape: tuple[int, ...], moments: _Moments) -> tuple[PerSample, PerSample]:
         sizes = (B, -1, math.prod(shape)) if trailing else (len(x), *shape, x.shape[2:].numel())
-        x, g = (axis.split(wide(y), B).reshape(sizes) for y in (x, g))
-        made = native.normalization_gradients(x, g, own.groups, own.eps, centered=own.centered)
+        x, g = (axis.split(y, B).reshape(sizes) for y in (x, g))
+        made = native.normalization_gradients(x, g, moments.groups, moments.eps, moments.centered)
         if not trailing:
             made = made.view(2, B, -1, *shape).sum(2)  # over the images of a sample
         of_weight, of_bias = made.view(2, B, *shape).unbind()
@@ -170,8 +170,8 @@ def _affine(
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         g = wide(tensors[-1])
-        if w is not None and own is not None and native.takes_normalization(g.device, g.dtype):
-            pair = compiled(tensors[0], g, w.shape, own)
+        if w is not None and moments is not None and native.takes_normalization(g.device, g.dtype):
+            pair = natively(wide(tensors[0]), g, w.shape, moments)
             return [(source, record) for source, record in zip((w, b), pair, strict=True) if source is not None]
         records: list[tuple[Source, Record]] = []
         if w is not None:

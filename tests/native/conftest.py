@@ -5,14 +5,16 @@ import shutil
 import pytest
 import torch
 
+from dpshard import native
 from dpshard.native.library import library
 
 
 @pytest.fixture(autouse=True)
-def compiled():
-    """Without a C compiler the package is installed without compiled code."""
+def needs_compiler():
+    """Skip without a C compiler: the package is then installed without compiled code."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
+    assert native.is_built()
 
 
 @pytest.fixture

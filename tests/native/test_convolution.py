@@ -10,7 +10,23 @@ from dpshard import native
 from dpshard.config import NormMethod
 from dpshard.native.library import load
 from dpshard.rules.records import Convolution, measure
-from tests.native.support import build, by_hand, convolution, images, narrow_library
+from tests.native.support import build, by_hand, narrow_library
+
+
+def images(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
+    """Random images [B, k, C, *space], and output gradients of their convolution."""
+    generator = torch.Generator().manual_seed(C * P)
+    x = torch.randn(B, k, C, *space, generator=generator)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
+    y = convolve(x.flatten(0, 1), torch.zeros(P, C // groups, *kernel), None, stride, padding, dilation, groups)
+    return x, torch.randn(B, k, *y.shape[1:], generator=generator)
+
+
+def convolution(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
+    pair = images(B, k, C, P, space, kernel, stride, padding, dilation, groups)
+    steps = ((n,) * len(space) if isinstance(n, int) else n for n in (stride, padding, dilation))
+    return Convolution(*pair, torch.Size((P, C // groups, *kernel)), *steps, groups)
+
 
 CONVOLUTIONS = {
     "plain": convolution(3, 1, 5, 16, (9, 8), (3, 3)),

@@ -9,7 +9,13 @@ from dpshard import native
 from dpshard.config import NormMethod
 from dpshard.native.library import team
 from dpshard.rules.records import OuterProduct
-from tests.native.support import by_hand, narrow_library, product
+from tests.native.support import by_hand, narrow_library
+
+
+def product(B, G, T, R, C):
+    generator = torch.Generator().manual_seed(T)
+    return torch.randn(B, G, T, R, generator=generator), torch.randn(B, G, T, C, generator=generator)
+
 
 SIZES = [
     (1, 1, 1, 1, 1),
@@ -39,7 +45,7 @@ def test_ghost_norms_are_those_of_the_gradients(size, stored):
     for pair in ((stored(rows), cols), (rows, stored(cols)), (stored(rows), stored(cols))):
         norm_sq, scale_sq = by_hand(*pair)
         for floor, exact in ((0.0, norm_sq), (0.7, torch.maximum(norm_sq, 0.7 * scale_sq)), (1.0, scale_sq)):
-            ours = native.ghost_norm_sq(*pair, floor)
+            ours = native.floored_ghost_norm_sq(*pair, floor)
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
 
@@ -61,9 +67,9 @@ def test_threads_and_other_samples_change_no_bit_of_a_norm(set_threads):
     norms = []
     for threads in (1, 2, 7):
         set_threads(threads)
-        norms.append(torch.stack([native.ghost_norm_sq(rows, cols, floor) for floor in (0.0, 1.0)]))
+        norms.append(torch.stack([native.floored_ghost_norm_sq(rows, cols, floor) for floor in (0.0, 1.0)]))
     alone = [
-        torch.stack([native.ghost_norm_sq(rows[i : i + 1], cols[i : i + 1], floor) for floor in (0.0, 1.0)])
+        torch.stack([native.floored_ghost_norm_sq(rows[i : i + 1], cols[i : i + 1], floor) for floor in (0.0, 1.0)])
         for i in range(5)
     ]
     assert all(torch.equal(norms[0], others) for others in (*norms[1:], torch.cat(alone, 1)))
@@ -74,12 +80,12 @@ def test_what_is_not_finite_stays_with_its_sample(bad):
     rows, cols = product(3, 1, 40, 9, 8)
     rows[1, 0, 17, 3] = bad
     for floor in (0.0, 1e-4, 1.0):
-        assert native.ghost_norm_sq(rows, cols, floor).isfinite().tolist() == [True, False, True]
+        assert native.floored_ghost_norm_sq(rows, cols, floor).isfinite().tolist() == [True, False, True]
 
 
 def test_norms_of_nothing_are_zeros():
     for size in ((2, 1, 0, 3, 4), (2, 1, 3, 0, 4), (0, 1, 3, 4, 5)):
-        assert torch.equal(native.ghost_norm_sq(*product(*size), 1.0), torch.zeros(size[0]))
+        assert torch.equal(native.floored_ghost_norm_sq(*product(*size), 1.0), torch.zeros(size[0]))
 
 
 def test_records_take_it_for_float32_and_give_the_same_norms_without(switch_off):
@@ -100,7 +106,7 @@ def test_records_take_it_for_float32_and_give_the_same_norms_without(switch_off)
 def test_products_are_counted_as_tiles_of_half_a_matrix(T):
     pairs = sum(16 * 8 for left in range(0, T, 16) for top in range(left, T, 8))
     with FlopCounterMode(display=False) as counter:
-        native.ghost_norm_sq(*product(3, 2, T, 5, 7), 0.0)
+        native.floored_ghost_norm_sq(*product(3, 2, T, 5, 7), 0.0)
     assert counter.get_total_flops() == 3 * 2 * pairs * 2 * (5 + 7)
 
 
@@ -121,7 +127,7 @@ def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
 
 def test_products_that_overflow_only_when_doubled_do_not():
     rows, cols = torch.full((1, 1, 32, 1), 1.4e19), torch.full((1, 1, 32, 3), 0.018)
-    norm_sq = native.ghost_norm_sq(rows, cols, 0.0)
+    norm_sq = native.floored_ghost_norm_sq(rows, cols, 0.0)
     torch.testing.assert_close(norm_sq.double(), by_hand(rows, cols)[0], rtol=1e-5, atol=0)
 
 
@@ -129,10 +135,10 @@ def test_other_dtypes_and_sizes_are_refused():
     rows, cols = product(2, 1, 5, 3, 4)
     for pair in ((rows.double(), cols), (rows, cols.double()), (rows, cols[:1]), (rows[:, :, :4], cols)):
         with pytest.raises(ValueError, match="No ghost norm"):
-            native.ghost_norm_sq(*pair, 0.0)
+            native.floored_ghost_norm_sq(*pair, 0.0)
 
 
 def test_fake_tensors_pass_through():
     with FakeTensorMode():
-        norm_sq = native.ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7), 0.0)
+        norm_sq = native.floored_ghost_norm_sq(torch.empty(3, 2, 70, 5), torch.empty(3, 2, 70, 7), 0.0)
     assert norm_sq.shape == (3,)

@@ -93,7 +93,7 @@ def test_what_is_not_finite_in_a_layer_stays_with_its_sample(groups, bad):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches", "ignore:.*noise_multiplier")
 def test_layers_are_the_same_without_it(module, dtype, switch_off):
     x = torch.randn(4, 6, 3, 8, generator=torch.Generator().manual_seed(0))
     x = (x if isinstance(module, nn.LayerNorm | nn.RMSNorm) else x.flatten(2)).to(dtype)
@@ -108,6 +108,7 @@ def test_layers_are_the_same_without_it(module, dtype, switch_off):
         engine.privatize()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
+    assert native.takes_normalization(x.device, torch.float32)
     names = [name for name, _ in module.named_parameters()]
     trained = [[name] for name in names] + [names]
     compiled = [clipped(some) for some in trained]

@@ -7,7 +7,8 @@ import torch
 from dpshard import native
 from dpshard.noise import KeyedGaussian, Shard
 from dpshard.randomness import UNIT, RandomSource, first_normals
-from tests.native.support import KEY
+
+KEY = bytes(range(32))
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpshard import native
-from dpshard.clipping import AbadiClipping, AutomaticClipping
 from dpshard.config import NormMethod
 from dpshard.rules.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
 from dpshard.rules.records.cost import ProductSize, ghost_flops
 from dpshard.rules.records.measure import inner, join, measure
-from dpshard.rules.records.numerics import hidden_by_underflow, norms
 from tests.oracle import randn
 
 METHODS = list(NormMethod)
@@ -385,62 +382,3 @@ def test_a_bundle_is_as_good_as_its_parts():
         assert_close(sums[name], record.clipped_sum(factor_B))
         assert_close(survivors[name], record.without(dead_B).clipped_sum(factor_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
-
-
-@pytest.fixture(params=[False, True], ids=["gradual underflow", "flushed to zero"])
-def underflow(request):
-    if not torch.set_flush_denormal(request.param):
-        pytest.skip("this processor does not flush to zero")
-    yield
-    torch.set_flush_denormal(False)
-
-
-def contribution(record, function, threshold):
-    """The norm that a sample adds to the clipped sum."""
-    norm_sq, (left,) = measure([record], NormMethod.GHOST, keep=False)
-    return float(left.clipped_sum(function.factor(norm_sq.sqrt(), threshold)).double().norm())
-
-
-@pytest.mark.usefixtures("underflow")
-@pytest.mark.parametrize("function", [AutomaticClipping(), AbadiClipping()], ids=["automatic", "abadi"])
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("T", [1, 3, 20])
-def test_what_underflows_in_a_square_is_not_taken_for_nothing(T, dtype, compiled, function, monkeypatch):
-    """Rows too small to be squared, columns so large that their products are not small at all, and the reverse."""
-    monkeypatch.setattr(native, "takes_ghost_norm", lambda *_: compiled and dtype == torch.float32)
-    exponent = 19 if dtype == torch.float32 else 153
-    for small, large, n in ((2e-23, 1e19, 50_000), (5e-20, 1e18, 1000), (3e-23, 1e16, 50_000)):
-        row = torch.full((1, 1, T, n), 10.0**-exponent * small * 1e19, dtype=dtype)
-        col = torch.full((1, 1, T, 3), 10.0**exponent * large * 1e-19, dtype=dtype)
-        for rows, cols in ((row, col), (col, row)):
-            record = OuterProduct(rows, cols, torch.Size((rows.shape[3], cols.shape[3])))
-            for threshold in (1.0, 1e-3):
-                assert contribution(record, function, threshold) <= threshold
-
-
-@pytest.mark.usefixtures("underflow")
-def test_pixels_that_are_too_small_to_be_squared_count():
-    images, gradients = torch.full((1, 1, 64, 4, 4), 5e-23), torch.full((1, 1, 64, 4, 4), 1e18)
-    for pair in ((images, gradients), (gradients, images)):
-        record = Convolution(*pair, torch.Size((64, 64, 3, 3)), (1, 1), (1, 1), (1, 1), 1)
-        assert record.size.gram_by_pixels
-        assert contribution(record, AutomaticClipping(), 1e-3) <= 1e-3
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_norm_that_overflows_below_zero_drops_the_sample(compiled, monkeypatch):
-    """Of two positions that oppose each other, twice their product overflows, and the squares of neither."""
-    monkeypatch.setattr(native, "takes_ghost_norm", lambda *_: compiled)
-    rows, cols = torch.zeros(1, 1, 18, 4), torch.zeros(1, 1, 18, 4)
-    rows[0, 0, [0, 1, 2, 17], [0, 1, 2, 0]] = torch.tensor([4.18e9, 4.18e9, 4.18e9, -4.18e9])
-    cols[0, 0, [0, 1, 2, 17], 0] = 4.18e9
-    record = OuterProduct(rows, cols, torch.Size((4, 4)))
-    assert contribution(record, AbadiClipping(), 1.0) == 0
-    assert contribution(record, AutomaticClipping(), 1.0) == 0
-
-
-def test_ordinary_norms_lose_nothing_to_underflow():
-    for scale in (1e-10, 1.0, 1e10):
-        rows, cols = randn(4, 1, 7, 5).float() * scale, randn(4, 1, 7, 6).float()
-        assert torch.equal(norms(rows) + hidden_by_underflow(rows, cols), norms(rows))

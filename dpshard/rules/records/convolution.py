@@ -73,7 +73,7 @@ class Convolution:
         rows_BGTR = wide(self._rows())
         product = self._gram_of_windows().mul_(gram(rows_BGTR))
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
-        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._times)
+        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._overlap)
 
     def _gram_of_windows(self) -> Tensor:
         """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
@@ -103,11 +103,11 @@ class Convolution:
         return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
 
     def _floored(self, norm_B: Tensor) -> Tensor:
-        return floored(norm_B, self.gradient, self.input, self._times)
+        return floored(norm_B, self.gradient, self.input, self._overlap)
 
     @property
-    def _times(self) -> float:
-        """How much larger the norm of all windows may be than that of the input."""
+    def _overlap(self) -> float:
+        """How many times that of the input the norm of all windows may be."""
         # An element of the input is in at most so many windows as the kernel has elements.
         return self.shape[2:].numel() ** 0.5
 

@@ -60,16 +60,18 @@ def gram_floor(scale_sq: Tensor) -> Tensor:
     return relative_floor(scale_sq.dtype) * scale_sq
 
 
-def hidden_by_underflow(rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
+def hidden_by_underflow(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
     """What squares that underflow may hide of the norms [B] of sums of products of `rows` and `cols` [B, ...].
 
-    The norm of all `cols` that take part is at most `times` that of `cols`. Half of the exponents are too small to be
-    squared: a row whose norm is measured as 0 may meet a column that is as large as 1e19. What is lost of a norm is at
-    most a root of the smallest normal number for each element; of data between 1e-10 and 1e10 no digit of the norm.
+    The norm of all columns that take part is at most `overlap` times that of `cols`: a convolution has windows of them.
+
+    Half of the exponents are too small to be squared: a row whose norm is measured as 0 may meet a column that is as
+    large as 1e19. What is lost of a norm is at most a root of the smallest normal number for each element; of data
+    between 1e-10 and 1e10 no digit of the norm.
     """
     lost, n = torch.finfo(wide_dtype(rows)).tiny ** 0.5, max(1, len(rows))
     of_rows, of_cols = lost * (rows.numel() / n) ** 0.5, lost * (cols.numel() / n) ** 0.5
-    return times * (of_rows * (norms(cols) + of_cols) + of_cols * (norms(rows) + of_rows))
+    return overlap * (of_rows * (norms(cols) + of_cols) + of_cols * (norms(rows) + of_rows))
 
 
 def relative_floor(dtype: torch.dtype) -> float:

@@ -59,7 +59,7 @@ class OuterProduct:
             norm_BG = torch.linalg.vector_norm(rows, dim=(2, 3)) * torch.linalg.vector_norm(cols, dim=(2, 3))
             return (norms(norm_BG) + hidden_by_underflow(rows, cols)).square()
         if native.takes_ghost_norm(rows.device, rows.dtype):
-            return native.ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
+            return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
@@ -97,23 +97,23 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
 
 
-def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
-    """`norm_sq` [B], of Gram matrices, and no less than it may have lost; `scale` is what its rounding is relative to.
+def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+    """`norm_sq` [B], of Gram matrices of `rows` and `cols` [B, ...], and no less than it may have lost.
 
-    See `floored` for the others.
+    `scale` [B] is what its rounding is relative to; see `hidden_by_underflow` for `overlap`.
     """
     # abs: a sum of products may be infinite and negative.
-    norm_B = norm_sq.abs().sqrt() + hidden_by_underflow(rows, cols, times)
+    norm_B = norm_sq.abs().sqrt() + hidden_by_underflow(rows, cols, overlap)
     return torch.maximum(norm_B.square(), gram_floor(scale.square()))
 
 
-def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, times: float = 1.0) -> Tensor:
+def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
     """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
 
-    The norm of all `cols` that take part is at most `times` that of `cols`.
+    See `hidden_by_underflow` for `overlap`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    return torch.maximum(norm_B, sum_floor(times * norms(rows)) * norms(cols)).square()
+    return torch.maximum(norm_B, sum_floor(overlap * norms(rows)) * norms(cols)).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
