@@ -117,6 +117,11 @@ def _setting(result: Figures) -> str:
     )
 
 
+def _version(result: Figures) -> str:
+    """Figures of one page may be of several days."""
+    return f"Measured on {result['environment']['date']}, commit {result['environment']['commit']}."
+
+
 def _floor(result: Figures) -> str:
     floor = result["floor"]
     return (
@@ -144,7 +149,7 @@ def _sweep(result: Figures) -> str:
         if c["name"] != BASELINE
     ]
     head = [f"over the ordinary step, {axis} =", *map(str, result["values"])]
-    return f"### {result['workload']['name']}, {axis} grows\n\n{markdown(head, body)}"
+    return f"### {result['workload']['name']}, {axis} grows\n\n{_version(result)}\n\n{markdown(head, body)}"
 
 
 def _largest(result: Figures) -> str:
@@ -152,7 +157,7 @@ def _largest(result: Figures) -> str:
     body = [
         [c["name"], c.get("error") or (f"{c['largest']:,}" if c["largest"] else "none")] for c in result["contenders"]
     ]
-    return f"### {result['workload']['name']}: largest batch\n\n{markdown(head, body)}"
+    return f"### {result['workload']['name']}: largest batch\n\n{_version(result)}\n\n{markdown(head, body)}"
 
 
 def _zero(result: Figures) -> str:
@@ -166,7 +171,7 @@ def _zero(result: Figures) -> str:
     ]  # fmt: skip
     setting = result["setting"]
     where = f"{setting['ranks']} ranks, {setting['precision']}, {setting['device']}"
-    return f"### {result['workload']['name']} by ZeRO stage\n\n{where}.\n\n{markdown(head, body)}"
+    return f"### {result['workload']['name']} by ZeRO stage\n\n{where}. {_version(result)}\n\n{markdown(head, body)}"
 
 
 def _profile(result: Figures) -> str:
