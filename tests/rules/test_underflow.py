@@ -9,7 +9,7 @@ import torch
 from dpshard import native
 from dpshard.clipping import AbadiClipping, AutomaticClipping
 from dpshard.config import NormMethod
-from dpshard.rules.records import Convolution, OuterProduct
+from dpshard.rules.records import Convolution, Gather, OuterProduct, PerSample
 from dpshard.rules.records.measure import measure
 from dpshard.rules.records.numerics import hidden_by_underflow, norms
 from tests.oracle import randn
@@ -85,3 +85,67 @@ def test_ordinary_norms_lose_nothing_to_underflow():
     for scale in (1e-10, 1.0, 1e10):
         rows, cols = randn(4, 1, 7, 5).float() * scale, randn(4, 1, 7, 6).float()
         assert torch.equal(norms(rows) + hidden_by_underflow(rows, cols), norms(rows))
+
+
+def tied(rows, cols, ids, values):
+    rows, cols, values = (torch.as_tensor(x, dtype=torch.float32) for x in (rows, cols, values))
+    shape = torch.Size((rows.shape[2], cols.shape[2]))
+    return [OuterProduct(rows[:, None], cols[:, None], shape), Gather(torch.tensor(ids), values, shape)]
+
+
+@pytest.mark.parametrize("method", list(NormMethod))
+def test_cross_terms_that_overflow_below_zero_drop_the_sample(method):
+    """Of a tied head and embedding: both squares are finite, and twice their inner product is not."""
+    signs = torch.tensor([-1.0, 1, 1, 1, -1, -1, 1, 1, -1])
+    for records in (
+        tied([[[1.4e10], [-1.4e10]]], [[[1.3e10], [1.2e10]]], [[0]], [[[-1.9e18]]]),
+        tied((1.0245e-23 * signs)[None, None], [[[-1.2581e21]]], [[0]], [[[-1.2843e18]]]),
+    ):
+        exact = sum(record.per_sample().double() for record in records).norm()
+        norm_sq, _ = measure(records, method, keep=False)
+        for function in (AbadiClipping(), AutomaticClipping()):
+            assert function.factor(norm_sq.sqrt(), 1.0).double() * exact <= 1
+
+
+@pytest.mark.parametrize("method", list(NormMethod))
+def test_a_head_and_an_embedding_that_cancel_keep_what_rounding_leaves(method):
+    """The inner product of two gradients that are both far smaller than what they are sums of."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        R, C, T = (int(torch.randint(1, n, (), generator=generator)) for n in (3, 6, 5))
+        r, c = torch.randn(T, R, generator=generator) * 500, torch.randn(T, C, generator=generator) * 1000
+        v = torch.randn(1, C, generator=generator) * 1e7
+        off = (1e-3 * torch.randn(n, C, generator=generator) for n in (T, 1))
+        rows, cols = torch.cat((r, -r)), torch.cat((c, c * (1 + next(off))))
+        values = torch.cat((v, -v * (1 + next(off))))
+        records = tied(rows[None], cols[None], [[0, 0]], values[None])
+        exact = sum(by_hand(record) for record in records)[0].norm()
+        norm_sq, _ = measure(records, method, keep=False)
+        assert AbadiClipping().factor(norm_sq.sqrt(), 1.0).double() * exact <= 1 + 1e-6
+
+
+def by_hand(record):
+    """The per-sample gradients in float64."""
+    if isinstance(record, OuterProduct):
+        return (record.rows.double().mT @ record.cols.double()).sum(1)
+    return Gather(record.ids, record.values.double(), record.shape).per_sample()
+
+
+@pytest.mark.parametrize("method", list(NormMethod))
+def test_a_sum_that_overflows_where_its_factor_is_large_is_dropped(method):
+    """One element a side: its norm is taken without a square, and rows times a factor are infinite."""
+    convolution = Convolution(
+        *(torch.full((2, 1, 1, 1), x) for x in (1e-37, 1e37)), torch.Size((1, 1, 1)), (1,), (0,), (1,), 1
+    )
+    product = OuterProduct(torch.full((2, 1, 1, 1), 1e37), torch.full((2, 1, 1, 1), 1e-37), torch.Size((1, 1)))
+    for record in (product, convolution):
+        norm_sq, (left,) = measure([record], method, keep=False)
+        total = left.clipped_sum(AutomaticClipping().factor(norm_sq.sqrt(), 1e3))
+        assert float(total.norm()) <= 2e3
+
+
+def test_norms_of_large_gradients_do_not_stop_growing():
+    gradient = torch.full((1, 2**25), 2.0**-12.01)
+    gradient[0, :64] = 1
+    exact = gradient.double().norm()
+    assert float(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE).sqrt()) == pytest.approx(float(exact), rel=1e-4)

@@ -12,7 +12,7 @@ from dpshard.config import NormMethod
 from dpshard.rules.records.convolution import Convolution
 from dpshard.rules.records.cost import ProductSize
 from dpshard.rules.records.gather import Gather
-from dpshard.rules.records.numerics import flat, gram_floor, wide
+from dpshard.rules.records.numerics import flat, gram_floor, hidden_by_underflow, norms, wide
 from dpshard.rules.records.outer_product import OuterProduct
 from dpshard.rules.records.per_sample import PerSample
 from dpshard.rules.records.record import Record
@@ -76,7 +76,19 @@ def measure(
     for i, first in enumerate(joined):
         for second in joined[i + 1 :]:
             total = total + 2 * inner(first, second)
-    return torch.maximum(total, gram_floor(squares)), joined
+    # abs: a sum of cross terms may be infinite and negative.
+    scale = sum((_scale(r) for r in joined[1:]), _scale(joined[0]))
+    return torch.maximum(total.abs(), gram_floor(torch.maximum(scale.square(), squares))), joined
+
+
+def _scale(record: Record) -> Tensor:
+    """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
+    if isinstance(record, OuterProduct):
+        terms = torch.linalg.vector_norm(wide(record.rows), dim=3) * torch.linalg.vector_norm(wide(record.cols), dim=3)
+        return terms.sum((1, 2)) + hidden_by_underflow(record.rows, record.cols)
+    if isinstance(record, Gather):
+        return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
+    return norms(record.per_sample())
 
 
 def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:

@@ -27,7 +27,14 @@ def flat(x: Tensor) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """The norm of each sample [B] of `x` [B, ...], float32 or wider."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide_dtype(x))
+    rows, dtype = x.flatten(1), wide_dtype(x)
+    whole = rows.shape[1] // _LONG * _LONG
+    if not whole:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    # On a CPU the squares of a row are few sums, which large ones keep from growing by small ones.
+    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _LONG)), dim=2, dtype=dtype)
+    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=dtype)
+    return torch.linalg.vector_norm(torch.cat((parts, rest), 1), dim=1)
 
 
 def blank(x: Tensor, dead_B: Tensor) -> Tensor:
@@ -42,6 +49,9 @@ def gram(x: Tensor, start: int = 0) -> Tensor:
     parts = x.split(_CHUNK, dim=-1)
     return functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
 
+
+_LONG = 2**16
+"""Squares that are summed in one go."""
 
 _CHUNK = 2048
 """Products that are summed in one go."""

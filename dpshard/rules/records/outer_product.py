@@ -113,7 +113,8 @@ def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) ->
     See `hidden_by_underflow` for `overlap`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    return torch.maximum(norm_B, sum_floor(overlap * norms(rows)) * norms(cols)).square()
+    rounding = sum_floor(overlap * norms(rows)) * norms(cols) + sum_floor(hidden_by_underflow(rows, cols, overlap))
+    return torch.maximum(norm_B, rounding).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.rules.records.numerics import blank, flat, wide
+from dpshard.rules.records.numerics import blank, flat, norms, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class PerSample:
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B], float32 or float64."""
-        return torch.linalg.vector_norm(flat(self.gradient), dim=1).square()
+        return norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -59,7 +59,7 @@ class Bundle:
 
     def norm_sq(self) -> Tensor:
         """Squared norms [B] over all parameters."""
-        return torch.linalg.vector_norm(self.rows, dim=1).square()
+        return norms(self.rows).square()
 
     def clipped_sums(self, factor_B: Tensor) -> dict[str, Tensor]:
         """sum_i factor_i * gradient_i of every parameter, by name."""
