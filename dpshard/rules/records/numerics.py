@@ -27,7 +27,7 @@ def flat(x: Tensor) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """The norm of each sample [B] of `x` [B, ...], float32 or wider."""
-    rows, dtype = x.flatten(1), wide_dtype(x)
+    rows, dtype = x.reshape(len(x), x.shape[1:].numel()), wide_dtype(x)
     whole = rows.shape[1] // _LONG * _LONG
     if not whole:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
@@ -80,8 +80,14 @@ def hidden_by_underflow(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Ten
     between 1e-10 and 1e10 no digit of the norm.
     """
     lost, n = torch.finfo(wide_dtype(rows)).tiny ** 0.5, max(1, len(rows))
-    of_rows, of_cols = lost * (rows.numel() / n) ** 0.5, lost * (cols.numel() / n) ** 0.5
-    return overlap * (of_rows * (norms(cols) + of_cols) + of_cols * (norms(rows) + of_rows))
+    of_rows, of_cols = lost * (rows.numel() / n) ** 0.5, overlap * lost * (cols.numel() / n) ** 0.5
+    # of_rows (|cols| + of_cols) + of_cols (|rows| + of_rows), in few operations
+    return torch.add(norms(cols) * (overlap * of_rows), norms(rows), alpha=of_cols) + 2 * of_rows * of_cols
+
+
+def upper_norms(x: Tensor) -> Tensor:
+    """The norm of each sample [B] of `x` [B, ...], with all that squares that underflow may hide of it."""
+    return norms(x) + (x.shape[1:].numel() * torch.finfo(wide_dtype(x)).tiny) ** 0.5
 
 
 def relative_floor(dtype: torch.dtype) -> float:

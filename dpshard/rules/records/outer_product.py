@@ -19,7 +19,7 @@ from dpshard.rules.records.numerics import (
     hidden_by_underflow,
     norms,
     relative_floor,
-    sum_floor,
+    upper_norms,
     wide,
     wide_dtype,
 )
@@ -56,8 +56,10 @@ class OuterProduct:
             return floored_gram(norm_sq, scale, self.rows, self.cols)
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            norm_BG = torch.linalg.vector_norm(rows, dim=(2, 3)) * torch.linalg.vector_norm(cols, dim=(2, 3))
-            return (norms(norm_BG) + hidden_by_underflow(rows, cols)).square()
+            # As in hidden_by_underflow: what may be lost of a norm of R elements, and of one of C.
+            lost_of_rows, lost_of_cols = ((x.shape[3] * torch.finfo(x.dtype).tiny) ** 0.5 for x in (rows, cols))
+            norm_of_rows, norm_of_cols = (torch.linalg.vector_norm(x, dim=(2, 3)) for x in (rows, cols))
+            return ((norm_of_rows + lost_of_rows) * (norm_of_cols + lost_of_cols)).square().sum(1)
         if native.takes_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
@@ -113,8 +115,8 @@ def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) ->
     See `hidden_by_underflow` for `overlap`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    rounding = sum_floor(overlap * norms(rows)) * norms(cols) + sum_floor(hidden_by_underflow(rows, cols, overlap))
-    return torch.maximum(norm_B, rounding).square()
+    rounding = relative_floor(wide_dtype(rows)) * overlap
+    return torch.maximum(norm_B, upper_norms(rows) * rounding * upper_norms(cols)).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
