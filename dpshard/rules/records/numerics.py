@@ -79,15 +79,19 @@ def hidden_by_underflow(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Ten
     large as 1e19. What is lost of a norm is at most a root of the smallest normal number for each element; of data
     between 1e-10 and 1e10 no digit of the norm.
     """
-    lost, n = torch.finfo(wide_dtype(rows)).tiny ** 0.5, max(1, len(rows))
-    of_rows, of_cols = lost * (rows.numel() / n) ** 0.5, overlap * lost * (cols.numel() / n) ** 0.5
+    of_rows, of_cols = _lost(rows), overlap * _lost(cols)
     # of_rows (|cols| + of_cols) + of_cols (|rows| + of_rows), in few operations
     return torch.add(norms(cols) * (overlap * of_rows), norms(rows), alpha=of_cols) + 2 * of_rows * of_cols
 
 
 def upper_norms(x: Tensor) -> Tensor:
     """The norm of each sample [B] of `x` [B, ...], with all that squares that underflow may hide of it."""
-    return norms(x) + (x.shape[1:].numel() * torch.finfo(wide_dtype(x)).tiny) ** 0.5
+    return norms(x) + _lost(x)
+
+
+def _lost(x: Tensor) -> float:
+    """What squares that underflow may hide of the norm of a sample of `x` [B, ...]."""
+    return (x.shape[1:].numel() * torch.finfo(wide_dtype(x)).tiny) ** 0.5
 
 
 def relative_floor(dtype: torch.dtype) -> float:

@@ -56,10 +56,8 @@ class OuterProduct:
             return floored_gram(norm_sq, scale, self.rows, self.cols)
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            # As in hidden_by_underflow: what may be lost of a norm of R elements, and of one of C.
-            lost_of_rows, lost_of_cols = ((x.shape[3] * torch.finfo(x.dtype).tiny) ** 0.5 for x in (rows, cols))
-            norm_of_rows, norm_of_cols = (torch.linalg.vector_norm(x, dim=(2, 3)) for x in (rows, cols))
-            return ((norm_of_rows + lost_of_rows) * (norm_of_cols + lost_of_cols)).square().sum(1)
+            norm_BG = upper_norms(rows.flatten(0, 1)) * upper_norms(cols.flatten(0, 1))
+            return norm_BG.view(B, G).square().sum(1)
         if native.takes_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
