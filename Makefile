@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 venv: $(STAMP)
 
 # The versions of constraints.txt were tested with torch $(TORCH); beside another torch the newest that fit are taken.
-$(STAMP): pyproject.toml constraints.txt $(wildcard dpshard/native/*.[ch])
+$(STAMP): pyproject.toml constraints.txt $(wildcard dpshard/kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@set -e; \
 	pins="-c constraints.txt"; \
@@ -81,4 +81,4 @@ lint: venv
 check: lint test
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/native/*.so
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/kernels/native/*.so

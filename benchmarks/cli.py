@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from benchmarks import contenders, measure, plots, results_files, tables
 from benchmarks.workloads import AXES, WORKLOADS, Workload, find
-from dpshard.cli import console
+from dpshard.applications.cli import console
 from dpshard.errors import ConfigurationError
 
 app = typer.Typer(

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.workloads import Workload, loss
 from dpshard import PrivacyEngine
-from dpshard.benchmark import interleave
+from dpshard.applications.benchmark import interleave
 from dpshard.config import BatchSchedule
 from dpshard.sampling import PoissonSampler, plan_micro_batches
 

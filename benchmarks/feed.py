@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpshard.benchmark import Batch
-from dpshard.benchmark.training import expected_batch
+from dpshard.applications.benchmark import Batch
+from dpshard.applications.benchmark.training import expected_batch
 
 
 class PoissonFeed:

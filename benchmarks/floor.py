@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpshard.benchmark import Subject
-from dpshard.benchmark.timing import synchronize
+from dpshard.applications.benchmark import Subject
+from dpshard.applications.benchmark.timing import synchronize
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.contenders import Task, make, reason
 from benchmarks.measure import peak_of_contender
 from benchmarks.workloads import Workload
-from dpshard.benchmark.memory import OutOfMemoryError, in_fresh_process
+from dpshard.applications.benchmark.memory import OutOfMemoryError, in_fresh_process
 from dpshard.errors import ConfigurationError
 
 LIMIT = 65536

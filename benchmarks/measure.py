@@ -13,10 +13,10 @@ import torch
 from benchmarks import floor, oracle
 from benchmarks.contenders import BASELINE, Task, make, reason
 from benchmarks.workloads import Workload
-from dpshard.benchmark import Spread, interleave, paired_ratio
-from dpshard.benchmark.memory import in_fresh_process, peak_of
+from dpshard.applications.benchmark import Spread, interleave, paired_ratio
+from dpshard.applications.benchmark.memory import in_fresh_process, peak_of
+from dpshard.applications.flops import FlopMeter
 from dpshard.errors import DpshardError
-from dpshard.flops import FlopMeter
 
 WARMUP = 2
 """Steps before the clock runs; compiled contenders compile in the first."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dpshard.benchmark import interleave
-from dpshard.noise import KeyedDiscreteGaussian, KeyedGaussian, Shard
+from dpshard.applications.benchmark import interleave
+from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, Shard
 
 ELEMENTS = 2**24
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders.contender import Contender, Task
 from benchmarks.workloads import Workload, loss
-from dpshard.benchmark import Batch
+from dpshard.applications.benchmark import Batch
 from dpshard.errors import DpshardError
 from tests.oracle import Gradients, factor, norm, per_sample_gradients, relative_error
 

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import results_files
 from benchmarks.contenders import BASELINE
 from benchmarks.tables import ratio_at
-from dpshard.cli import plots
+from dpshard.applications.cli import plots
 
 Figures = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks import oracle
 from benchmarks.contenders import BASELINE, Task, make
 from benchmarks.workloads import Workload
-from dpshard.benchmark.timing import interleave, synchronize
+from dpshard.applications.benchmark.timing import interleave, synchronize
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::dot", "aten::mv", "ghost_norm"),

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dpshard.cli.formats import to_json
-from dpshard.cli.run_folder import write_atomically
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.run_folder import write_atomically
 from dpshard.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks import results_files
 from benchmarks.contenders import BASELINE
-from dpshard.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_atomically
 
 PAGE = results_files.ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks import results_files
 from benchmarks.workloads import Workload
-from dpshard.benchmark import Spread, paired_ratio
-from dpshard.cli.plan import parse_clipping
+from dpshard.applications.benchmark import Spread, paired_ratio
+from dpshard.applications.cli.plan import parse_clipping
 from dpshard.config import check_choice
 from dpshard.errors import ConfigurationError, DpshardError
 

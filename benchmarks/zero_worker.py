@@ -25,10 +25,10 @@ from torch.utils.data import TensorDataset
 from benchmarks.workloads import POOL, Workload, find, loss
 from benchmarks.zero import ORDINARY
 from dpshard import PrivacyEngine
-from dpshard.benchmark import interleave
-from dpshard.benchmark.memory import peak_of, return_what_is_freed
-from dpshard.benchmark.training import LEARNING_RATE, STEPS, expected_batch
-from dpshard.cli.plan import parse_clipping
+from dpshard.applications.benchmark import interleave
+from dpshard.applications.benchmark.memory import peak_of, return_what_is_freed
+from dpshard.applications.benchmark.training import LEARNING_RATE, STEPS, expected_batch
+from dpshard.applications.cli.plan import parse_clipping
 
 
 def main() -> None:

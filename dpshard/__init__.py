@@ -7,10 +7,10 @@ from dpshard.errors import DpshardError
 
 if TYPE_CHECKING:
     from dpshard.checkpoint.checkpointer import Checkpointer
+    from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
-    from dpshard.logical_batch import LogicalBatch
     from dpshard.replacements import replace_unsupported
-    from dpshard.thresholds import QuantileTracking
+    from dpshard.step.logical_batch import LogicalBatch
 
 __version__ = "0.1.0"
 
@@ -26,9 +26,9 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "dpshard.checkpoint.checkpointer",
-    "LogicalBatch": "dpshard.logical_batch",
+    "LogicalBatch": "dpshard.step.logical_batch",
     "PrivacyEngine": "dpshard.engine",
-    "QuantileTracking": "dpshard.thresholds",
+    "QuantileTracking": "dpshard.clipping.thresholds",
     "replace_unsupported": "dpshard.replacements",
 }
 

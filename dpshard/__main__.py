@@ -1,6 +1,6 @@
 """`python -m dpshard`: the command line, for launchers such as `torchrun -m dpshard train ...`."""
 
-from dpshard.cli import app
+from dpshard.applications.cli import app
 
 if __name__ == "__main__":
     app()

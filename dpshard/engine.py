@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from dpshard import checkpoint, optimizers
+from dpshard import checkpoint
+from dpshard.accounting.budget import Budget, noise_multiplier_for
 from dpshard.backends import choose
-from dpshard.budget import Budget, noise_multiplier_for
-from dpshard.clipping import ClippingFunction, parse_clipping_fn
-from dpshard.collector import Collector
+from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.clipping.groups import partition
+from dpshard.clipping.metrics import BatchMetrics
+from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -29,11 +31,8 @@ from dpshard.config import (
     warn_of_low_cap,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.grouping import partition
 from dpshard.interception import Interception, Run, plan_run
-from dpshard.logical_batch import LogicalBatch
-from dpshard.metrics import BatchMetrics
-from dpshard.noise import KeyedDiscreteGaussian, KeyedGaussian
+from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
@@ -44,8 +43,10 @@ from dpshard.sampling import (
     load,
     plan_micro_batches,
 )
-from dpshard.thresholds import QuantileTracking, Thresholds, TrackedThresholds
-from dpshard.verify import Loss, compare
+from dpshard.step import optimizer_hook
+from dpshard.step.collector import Collector
+from dpshard.step.logical_batch import LogicalBatch
+from dpshard.verification.verify import Loss, compare
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
@@ -144,7 +145,7 @@ class PrivacyEngine:
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
 
-        optimizers.refuse_shared(model)
+        optimizer_hook.refuse_shared(model)
         self._backend = choose(model)
         self.model = model = self._backend.outermost
         if not self._backend.parameters:
@@ -204,7 +205,7 @@ class PrivacyEngine:
             self._interception.uninstall()
             self._backend.detach()
             raise
-        optimizers.register(self)
+        optimizer_hook.register(self)
 
     def _require_agreement(self, clipping_mode: str) -> None:
         """Ranks that disagree would draw other batches, or shards of other noise, than the one that tells epsilon."""
@@ -393,7 +394,7 @@ class PrivacyEngine:
         self._collector.close()
         self._interception.uninstall()
         self._backend.detach()
-        optimizers.unregister(self)
+        optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, step, run secret and mechanism, as plain Python values. Keep it as secret as the data."""

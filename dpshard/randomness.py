@@ -31,8 +31,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
-from dpshard import native
 from dpshard.errors import ConfigurationError
+from dpshard.kernels import native
 
 SECRET_BYTES = 32
 

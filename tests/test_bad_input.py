@@ -234,11 +234,11 @@ def test_what_is_no_state_is_refused(state):
 @pytest.mark.parametrize("value", [None, [], 3, "x", {}])
 def test_a_sealed_state_of_nonsense_is_refused(part, value):
     """Whoever can write a checkpoint can seal it: the digest tells damage, not intent."""
-    from dpshard.checkpoint import sealed
+    from dpshard.checkpoint import engine_state
 
     engine = engine_on(mlp())
     state = {**engine.state_dict(), part: value}
-    state["digest"] = sealed._digest({key: x for key, x in state.items() if key != "digest"})
+    state["digest"] = engine_state._digest({key: x for key, x in state.items() if key != "digest"})
     before = engine.state_dict()
     with pytest.raises(CheckpointError):
         engine.load_state_dict(state)

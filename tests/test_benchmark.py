@@ -1,4 +1,4 @@
-"""dpshard.benchmark and `dpshard bench`: turns, ratios, memory of a fresh process, and what is asked of a function."""
+"""The benchmark and `dpshard bench`: turns, ratios, memory of a fresh process, and what is asked of a function."""
 
 import json
 import os
@@ -10,11 +10,21 @@ import torch.nn.functional as F
 from torch import nn
 from typer.testing import CliRunner
 
-from dpshard.benchmark import NonPrivate, Privacy, Private, Spread, Subject, comparison, interleave, load, paired_ratio
-from dpshard.benchmark.memory import OutOfMemoryError, in_fresh_process, peak_of
-from dpshard.cli import app
+from dpshard.applications.benchmark import (
+    NonPrivate,
+    Privacy,
+    Private,
+    Spread,
+    Subject,
+    comparison,
+    interleave,
+    load,
+    paired_ratio,
+)
+from dpshard.applications.benchmark.memory import OutOfMemoryError, in_fresh_process, peak_of
+from dpshard.applications.cli import app
+from dpshard.applications.flops import FlopMeter
 from dpshard.errors import ConfigurationError
-from dpshard.flops import FlopMeter
 
 MODULE = """
 import os

@@ -18,7 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpshard import PrivacyEngine
-from dpshard.clipping import (
+from dpshard.applications.planner.meter import UnreadValues
+from dpshard.clipping.functions import (
     AbadiClipping,
     AutomaticClipping,
     ClippingGroup,
@@ -27,9 +28,8 @@ from dpshard.clipping import (
     parse_clipping_fn,
     sensitivity,
 )
+from dpshard.clipping.groups import partition
 from dpshard.errors import CheckpointError, ConfigurationError
-from dpshard.grouping import partition
-from dpshard.planner.meter import UnreadValues
 from tests.oracle import clipped_mean, per_sample_gradients, private_step, ramp_loss, randn, relative_error
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard import PrivacyEngine
 from dpshard.config import CLIPPING_MODES
-from dpshard.rules.records.cost import ghost_flops
+from dpshard.records.cost import ghost_flops
 
 pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches", "ignore:noise_multiplier=0")
 

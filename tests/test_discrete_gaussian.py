@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpshard import discrete_gaussian
-from dpshard.discrete_gaussian import LOG2_STD, DiscreteGaussian, exp_coin, exp_coins
+from dpshard.noise import discrete_gaussian
+from dpshard.noise.discrete_gaussian import LOG2_STD, DiscreteGaussian, exp_coin, exp_coins
 from dpshard.randomness import RandomSource, derive_key
 
 FALSE_ALARM = 1e-7

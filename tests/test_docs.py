@@ -21,7 +21,7 @@ import torch
 import typer
 
 from dpshard import errors
-from dpshard.cli import app
+from dpshard.applications.cli import app
 from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import PrivacyEngine
-from dpshard.rules.records import PerSample
-from dpshard.tape import Tape
+from dpshard.clipping.tape import Tape
+from dpshard.records import PerSample
 from tests.oracle import assert_exact, randn
 
 pytestmark = [

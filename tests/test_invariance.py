@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules.records import offload
+from dpshard.records import offload
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -108,9 +108,9 @@ def test_records_may_wait_elsewhere(monkeypatch):
         returned.append(record)
         return offload.fetched(record, device)
 
-    monkeypatch.setattr("dpshard.rules.records.per_sample._SMALL", 0)  # what is small stays where it is
-    monkeypatch.setattr("dpshard.tape.offloaded", leave)
-    monkeypatch.setattr("dpshard.tape.fetched", come_back)
+    monkeypatch.setattr("dpshard.records.per_sample._SMALL", 0)  # what is small stays where it is
+    monkeypatch.setattr("dpshard.clipping.tape.offloaded", leave)
+    monkeypatch.setattr("dpshard.clipping.tape.fetched", come_back)
     assert_update(step(offload_records=True))
     assert len(away) >= len(NAMES) - 2
     assert {id(record) for record in away} <= {id(record) for record in returned}

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard.clipping import ClippingGroup
-from dpshard.metrics import BatchMetrics
+from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.metrics import BatchMetrics
 from tests.oracle import norm, per_sample_gradients, randn
 
 pytestmark = [
@@ -276,8 +276,8 @@ def test_a_loss_of_padding_alone_is_none():
 
 def test_that_they_are_not_private_is_said():
     assert "NOT private" in PrivacyEngine.metrics.__doc__
-    import dpshard.metrics
+    import dpshard.clipping.metrics
 
-    assert "None of it is covered by epsilon" in dpshard.metrics.__doc__
+    assert "None of it is covered by epsilon" in dpshard.clipping.metrics.__doc__
     docs = Path(__file__).parents[1] / "docs"
     assert "engine.metrics()" in (docs / "privacy-model.md").read_text().split("## What epsilon does not cover")[1]

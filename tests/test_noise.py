@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpshard import noise
 from dpshard.errors import ConfigurationError
-from dpshard.noise import BLOCK, HEAD, KeyedGaussian, Shard
+from dpshard.noise import keyed
+from dpshard.noise.keyed import BLOCK, HEAD, KeyedGaussian, Shard
 from dpshard.randomness import RandomSource, derive_key, first_normals
 
 SECRET = bytes(range(32))
@@ -35,7 +35,7 @@ both_sources = pytest.mark.parametrize("secure", [False, True])
 @given(cuts=st.lists(st.integers(0, 300), max_size=6))
 def test_noise_does_not_depend_on_the_split(secure, cuts):
     gaussian, bounds = KeyedGaussian(SECRET, secure=secure), [0, *sorted(cuts), 300]
-    with mock.patch.object(noise, "BLOCK", 64), mock.patch.object(noise, "HEAD", 16):
+    with mock.patch.object(keyed, "BLOCK", 64), mock.patch.object(keyed, "HEAD", 16):
         whole = gaussian.sample(3, "w", 0, 300)
         shards = [gaussian.sample(3, "w", a, b) for a, b in itertools.pairwise(bounds)]
     assert torch.equal(torch.cat(shards), whole)
@@ -128,13 +128,13 @@ def test_user_seeds_do_not_matter():
 
 
 def test_a_rank_draws_only_the_blocks_that_meet_its_shard():
-    with mock.patch.object(noise, "BLOCK", 10), mock.patch.object(noise, "derive_key", wraps=noise.derive_key) as key:
+    with mock.patch.object(keyed, "BLOCK", 10), mock.patch.object(keyed, "derive_key", wraps=keyed.derive_key) as key:
         GAUSSIAN.sample(4, "w", 20, 41)
     assert sorted(call.args[-1] for call in key.call_args_list) == [2, 3, 4]
 
 
 def test_zero_std_and_empty_shards_draw_nothing():
-    with mock.patch.object(noise, "derive_key", side_effect=AssertionError):
+    with mock.patch.object(keyed, "derive_key", side_effect=AssertionError):
         assert torch.equal(GAUSSIAN.add_(torch.ones(3), step=0, name="w", std=0), torch.ones(3))
         assert GAUSSIAN.add_(torch.ones(0, 4), step=0, name="w", std=1.0).shape == (0, 4)
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from dpshard import PrivacyEngine, QuantileTracking, noise
 from dpshard.accounting.releases import ROUNDING
-from dpshard.discrete_gaussian import DiscreteGaussian
 from dpshard.errors import AccountingError, ConfigurationError
-from dpshard.noise import BLOCK, LIMIT, KeyedDiscreteGaussian, KeyedGaussian
+from dpshard.noise.discrete_gaussian import DiscreteGaussian
+from dpshard.noise.keyed import BLOCK, LIMIT, KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import RandomSource, derive_key
 
 SECRET = bytes(range(32))

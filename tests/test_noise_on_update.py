@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard.collector import BatchState
 from dpshard.config import CLIPPING_MODES, NormMethod
-from dpshard.rules.records import OuterProduct
+from dpshard.records import OuterProduct
+from dpshard.step.collector import BatchState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.testing import assert_close
 
-from dpshard.noise import BLOCK, KeyedGaussian
-from dpshard.philox import HALF, philox, standard_normals
+from dpshard.kernels.philox import HALF, philox, standard_normals
+from dpshard.noise.keyed import BLOCK, KeyedGaussian
 
 FALSE_ALARM = 1e-7
 WORD = 2**32
@@ -70,7 +70,7 @@ def test_normals(dtype):
 def test_the_smallest_and_the_largest_words_are_finite(dtype, word, radius):
     """Tails reach 9.3 standard deviations."""
     words = [torch.full((HALF,), word), torch.full((HALF,), word), *[torch.zeros(HALF, dtype=torch.int64)] * 2]
-    with mock.patch("dpshard.philox.philox", return_value=words):
+    with mock.patch("dpshard.kernels.philox.philox", return_value=words):
         normals = standard_normals(0, 0, 2 * HALF, dtype)
     assert_close(normals[:HALF].double(), torch.full((HALF,), radius).double(), rtol=1e-6, atol=1e-4)
     assert_close(normals[HALF:], torch.zeros(HALF, dtype=dtype))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpshard.backends.pieces import Piece, boxes
+from dpshard.backends.deepspeed.flat_shard import Piece, boxes
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -14,14 +14,22 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpshard.cli import app
+from dpshard.applications.cli import app
+from dpshard.applications.planner import Clipping, Estimate, Plan, Setup, Transformer, make_plan
+from dpshard.applications.planner.advice import advise
+from dpshard.applications.planner.estimates import GIB, largest_micro_batch, zero_model_states
+from dpshard.applications.planner.meter import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RECORDS,
+    Meter,
+    UnreadValues,
+)
+from dpshard.applications.planner.models import PRESETS
+from dpshard.applications.planner.simulation import simulated
 from dpshard.errors import ConfigurationError, DpshardError
-from dpshard.planner import Clipping, Estimate, Plan, Setup, Transformer, make_plan
-from dpshard.planner.advice import advise
-from dpshard.planner.estimates import GIB, largest_micro_batch, zero_model_states
-from dpshard.planner.meter import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Meter, UnreadValues
-from dpshard.planner.models import PRESETS
-from dpshard.planner.simulation import simulated
 
 TINY = Transformer(width=64, layers=2, heads=2, vocabulary=96, seq=16)
 SETUP = Setup(model=TINY, ranks=4, precision="fp32")

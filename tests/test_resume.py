@@ -166,7 +166,7 @@ def test_discrete_noise_is_replayed_as_such_alone():
 
 def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):
     """Versions before made it of one normal each: the same secret, other values."""
-    monkeypatch.setattr("dpshard.checkpoint.sealed.SECURE_NOISE", True)
+    monkeypatch.setattr("dpshard.checkpoint.engine_state.SECURE_NOISE", True)
     state = Run(secure_mode=True).engine.state_dict()
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="secure: saved True, now 'sums of 4 normals'"):

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
 from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
-from dpshard.routing import Routing
+from dpshard.interception.routing import Routing
 from dpshard.rules import COMPOSITES
 from tests.oracle import (
     MODES,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpshard.sketch import WIDTHS, Sketch
+from dpshard.verification.count_sketch import WIDTHS, Sketch
 
 
 def normal(*shape, seed=1):

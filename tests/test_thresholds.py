@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking
-from dpshard.clipping import ClippingGroup, sensitivity
+from dpshard.clipping.functions import ClippingGroup, sensitivity
+from dpshard.clipping.metrics import BatchMetrics
+from dpshard.clipping.thresholds import TrackedThresholds
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
-from dpshard.metrics import BatchMetrics
-from dpshard.noise import KeyedGaussian
-from dpshard.thresholds import TrackedThresholds
+from dpshard.noise.keyed import KeyedGaussian
 from tests.oracle import factor, norm, per_sample_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
+from dpshard.clipping.tape import Tape
 from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
+from dpshard.records import OuterProduct
 from dpshard.rules import RULES
-from dpshard.rules.records import OuterProduct
-from dpshard.sketch import WIDTHS
-from dpshard.tape import Tape
+from dpshard.verification.count_sketch import WIDTHS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -392,7 +392,8 @@ def test_a_lost_use_is_caught(monkeypatch, mode):
 def test_a_broken_rule_is_caught(monkeypatch, fault, style):
     if fault == "no cross terms":
         monkeypatch.setattr(
-            "dpshard.tape.measure", lambda records, *_, **__: (sum(r.norm_sq("ghost") for r in records), records)
+            "dpshard.clipping.tape.measure",
+            lambda records, *_, **__: (sum(r.norm_sq("ghost") for r in records), records),
         )
     elif fault == "norm":
         norm_sq = OuterProduct.norm_sq

@@ -15,9 +15,9 @@ from benchmarks.contenders.masked_jax import Jax
 from benchmarks.contenders.opacus import Opacus
 from benchmarks.contenders.ours import Dpshard, Ordinary
 from benchmarks.contenders.vmap import Vmap
+from dpshard.clipping.groups import STYLES
 from dpshard.config import CLIPPING_MODES, check_choice
 from dpshard.errors import ConfigurationError
-from dpshard.grouping import STYLES
 
 BASELINE = "nonprivate"
 """What the others are compared with."""

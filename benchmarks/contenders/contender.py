@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads import POOL, Workload, loss
-from dpshard.benchmark import Batch, Subject
-from dpshard.benchmark.training import LEARNING_RATE, expected_batch
+from dpshard.applications.benchmark import Batch, Subject
+from dpshard.applications.benchmark.training import LEARNING_RATE, expected_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from dpshard.cli.console import one_line
+from dpshard.applications.cli.console import one_line
 from dpshard.errors import ConfigurationError
 
 

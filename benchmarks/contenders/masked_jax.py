@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.contenders.contender import Contender, Task
 from benchmarks.contenders.extras import needed
 from benchmarks.feed import PoissonFeed
-from dpshard.benchmark import Batch
+from dpshard.applications.benchmark import Batch
 from dpshard.config import check_choice
 
 

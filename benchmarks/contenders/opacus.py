@@ -12,7 +12,7 @@ from benchmarks.contenders.contender import Contender, Task, copies
 from benchmarks.contenders.extras import needed
 from benchmarks.feed import PoissonFeed
 from benchmarks.workloads import per_sample_loss
-from dpshard.benchmark import Batch
+from dpshard.applications.benchmark import Batch
 from dpshard.config import check_choice
 
 

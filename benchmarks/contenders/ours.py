@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.contenders.contender import Contender, Task, copies
-from dpshard.benchmark import Batch, NonPrivate, Privacy, Private
+from dpshard.applications.benchmark import Batch, NonPrivate, Privacy, Private
 
 
 class Ordinary(Contender):

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.contenders.contender import Contender, Task, copies
 from benchmarks.feed import PoissonFeed
 from benchmarks.workloads import per_sample_loss
-from dpshard.benchmark import Batch
+from dpshard.applications.benchmark import Batch
 
 
 class Vmap(Contender):

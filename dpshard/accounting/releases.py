@@ -26,8 +26,8 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from dpshard.config import is_count, is_number
-from dpshard.discrete_gaussian import LOG2_STD
 from dpshard.errors import AccountingError, ConfigurationError
+from dpshard.noise.discrete_gaussian import LOG2_STD
 
 Counts = tuple[tuple["Release", int], ...]
 """Distinct releases, each with its positive number of times."""

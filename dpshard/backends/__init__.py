@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpshard.backends.deepspeed_config import is_managed, is_model_engine
+from dpshard.backends.deepspeed.config import is_managed, is_model_engine
 from dpshard.backends.local import LocalBackend
 from dpshard.errors import ConfigurationError
 
@@ -14,7 +14,7 @@ from dpshard.errors import ConfigurationError
 def choose(model: nn.Module) -> LocalBackend:
     """The back-end for what `model` is wrapped in."""
     if is_model_engine(model):
-        from dpshard.backends.deepspeed import DeepSpeedBackend
+        from dpshard.backends.deepspeed.backend import DeepSpeedBackend
 
         return DeepSpeedBackend(model)
     if is_managed(model):

@@ -24,7 +24,7 @@ from dpshard.backends.guard import checksum
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from dpshard.rules.records import wide_dtype
+from dpshard.records import wide_dtype
 
 
 class DDPBackend(LocalBackend):

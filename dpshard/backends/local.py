@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from dpshard.backends.guard import Guard
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
-from dpshard.noise import Shard
+from dpshard.noise.keyed import Shard
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState

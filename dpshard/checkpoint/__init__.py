@@ -4,6 +4,6 @@
 torch.distributed.checkpoint.
 """
 
-from dpshard.checkpoint.sealed import pack, unpack
+from dpshard.checkpoint.engine_state import pack, unpack
 
 __all__ = ["pack", "unpack"]

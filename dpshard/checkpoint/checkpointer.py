@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dpshard.backends.ranks import Ranks
 from dpshard.backends.training_state import Snapshot, TrainingState
-from dpshard.checkpoint import sealed, storage
+from dpshard.checkpoint import engine_state, storage
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
 from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError, ConfigurationError
@@ -124,15 +124,15 @@ class Checkpointer:
         path = self._folder.of(step)
         head: storage.State = {"engine": b"", "optimizer": {"param_groups": b""}}
         storage.read(head, path, self._ranks, partly=True)
-        engine_state = json.loads(storage.unpack(head["engine"]))
-        sealed.unpack(engine_state, self._engine.mechanism)
+        saved = json.loads(storage.unpack(head["engine"]))
+        engine_state.unpack(saved, self._engine.mechanism)
         others = self._states_of_others()
         groups = storage.unpack(head["optimizer"]["param_groups"])
         with self._state.receiving(storage.contents(path), groups) as place:
             storage.read({"engine": b"", "others": others, **_named(place)}, path, self._ranks)
         for name, thing in self._others.items():
             thing.load_state_dict(storage.unpack(others[name]) if isinstance(others[name], bytes) else others[name])
-        self._engine.load_state_dict(engine_state)
+        self._engine.load_state_dict(saved)
         return True
 
     def _states_of_others(self) -> storage.State:

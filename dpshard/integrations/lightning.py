@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.loaders import loading_options
-from dpshard.logical_batch import LogicalBatch
 from dpshard.sampling import check_dataset
+from dpshard.step.logical_batch import LogicalBatch
 
 
 class PrivateTraining(L.Callback):

@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpshard.calls import Function, Quiet, canonical, function_name, outputs_of, tensors_of
-from dpshard.derivation import derive
-from dpshard.interception.stand_ins import Premade, Rehearsal, SlotMaker
-from dpshard.layout import (
+from dpshard.clipping.autograd_nodes import dummies_like, hold, tap
+from dpshard.clipping.tape import Use
+from dpshard.interception.batch_dims import (
     PASS_THROUGH,
     CallLayout,
     Layout,
     call_key,
     rows_key,
 )
-from dpshard.nodes import dummies_like, hold, tap
-from dpshard.routing import Routing
+from dpshard.interception.routing import Routing
+from dpshard.interception.slots import Premade, Rehearsal, SlotMaker
+from dpshard.records import PerSample
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
-from dpshard.rules.records import PerSample
-from dpshard.tape import Use
+from dpshard.rules.parameter_views import derive
+from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""

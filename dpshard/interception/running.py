@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dpshard.interception.mode import InterceptionMode
 
 if TYPE_CHECKING:
-    from dpshard.interception.modules import Interception
+    from dpshard.interception.patching import Interception
 
 
 class Running:

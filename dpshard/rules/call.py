@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dpshard.errors import BatchLayoutError
-from dpshard.rules.records import Record
+from dpshard.records import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.calls import functions_named
+from dpshard.records import PerSample, Record, wide
 from dpshard.rules.call import Source
-from dpshard.rules.records import PerSample, Record, wide
+from dpshard.rules.torch_functions import functions_named
 
 _ISOMETRIC_NAMES = (
     *("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "adjoint"),

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.calls import functions_named
 from dpshard.rules.call import BatchAxis, Call, spread
 from dpshard.rules.registry import rule
+from dpshard.rules.torch_functions import functions_named
 
 _NAMES = (
     *("add", "sub", "rsub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "pow", "float_power"),

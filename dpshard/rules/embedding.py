@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.records import Gather, Record
 from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
-from dpshard.rules.records import Gather, Record
 from dpshard.rules.registry import composite, rule
 
 

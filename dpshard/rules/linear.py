@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.records import OuterProduct, PerSample, Record, wide_dtype
 from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
-from dpshard.rules.records import OuterProduct, PerSample, Record, wide_dtype
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpshard import native
+from dpshard.kernels import native
+from dpshard.records import PerSample, Record, wide
 from dpshard.rules.call import Call, Source, batch_axis
-from dpshard.rules.records import PerSample, Record, wide
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dpshard.calls import Function
+from dpshard.rules.torch_functions import Function
 
 Rule = Callable[..., Any]
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.calls import functions_named
+from dpshard.records import PerSample, Record, RoutedProduct, wide_dtype
 from dpshard.rules.call import Call, Source
 from dpshard.rules.elementwise import ELEMENTWISE
-from dpshard.rules.records import PerSample, Record, RoutedProduct, wide_dtype
 from dpshard.rules.registry import routed_rule
+from dpshard.rules.torch_functions import functions_named
 
 GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
 """Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G] says where groups end."""

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 import dpshard.engine
-from dpshard.noise import KeyedGaussian
+from dpshard.clipping.tape import Tape
+from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import PoissonSampler
-from dpshard.tape import Tape
 
 RELEASE, SUM = KeyedGaussian.release_, Tape._sum
-MEASURE, PLAN = dpshard.tape.measure, dpshard.engine.plan_micro_batches
+MEASURE, PLAN = dpshard.clipping.tape.measure, dpshard.engine.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
@@ -50,7 +50,7 @@ def clip_uses_apart(monkeypatch):
         parts = [MEASURE([record], method, keep=keep, closing=closing) for record in records]
         return sum(norm_sq_B for norm_sq_B, _ in parts), [record for _, kept in parts for record in kept]
 
-    monkeypatch.setattr(dpshard.tape, "measure", measured)
+    monkeypatch.setattr(dpshard.clipping.tape, "measure", measured)
 
 
 def shuffle(monkeypatch):

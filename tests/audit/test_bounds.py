@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpshard.audit.bounds import Trials, gdp_delta, gdp_epsilon, guess, one_run_epsilon, one_run_p_value
+from dpshard.applications.audit.bounds import Trials, gdp_delta, gdp_epsilon, guess, one_run_epsilon, one_run_p_value
 from dpshard.errors import ConfigurationError
 
 FALSE_ALARM = 1e-6

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dpshard.audit.canary import OddGradient
-from dpshard.clipping import parse_clipping_fn
+from dpshard.applications.audit.canary import OddGradient
+from dpshard.clipping.functions import parse_clipping_fn
 
 GRADIENT = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([[0.5]]).double(), "c": torch.zeros(2).double()}
 GROUPS = (("a",), ("b",), ("c",))

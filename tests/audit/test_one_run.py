@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking
-from dpshard.audit import GradientCanaries, InputCanaries, refuted, toss_coins
+from dpshard.applications.audit import GradientCanaries, InputCanaries, refuted, toss_coins
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from tests.audit import faults
 

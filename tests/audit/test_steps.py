@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import QuantileTracking
-from dpshard.audit import REFUTED_BEYOND, audit_steps, gdp_epsilon
+from dpshard.applications.audit import REFUTED_BEYOND, audit_steps, gdp_epsilon
 from dpshard.errors import ConfigurationError
 from tests.audit import faults
 

@@ -10,7 +10,7 @@ from benchmarks.contenders.extras import MissingExtraError, needed
 from benchmarks.contenders.vmap import Vmap
 from benchmarks.feed import PoissonFeed
 from benchmarks.workloads import GPU_WORKLOADS, WORKLOADS, find
-from dpshard.benchmark.training import expected_batch
+from dpshard.applications.benchmark.training import expected_batch
 from dpshard.errors import ConfigurationError
 
 

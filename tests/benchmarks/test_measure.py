@@ -10,7 +10,7 @@ from benchmarks import floor, largest, measure, profiling, results_files, tables
 from benchmarks.cli import app
 from benchmarks.contenders import Task
 from benchmarks.workloads import find
-from dpshard.benchmark import Subject
+from dpshard.applications.benchmark import Subject
 from dpshard.errors import ConfigurationError, DpshardError
 
 SETTINGS = measure.Settings(rounds=3, threads=1, memory=False)

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpshard.cli import app
+from dpshard.applications.cli import app
 
 QUICK = "--steps 6 --batch-size 64 --noise-multiplier 1 --evaluations 2 --checkpoint-every 2".split()
 """A run on digits that takes about a second."""
 
 SECRET = bytes(range(32))
 DRIVER = (
-    f"import dpshard.engine; dpshard.engine.new_run_secret = lambda: {SECRET!r}; from dpshard.cli import app; app()"
+    f"import dpshard.engine; dpshard.engine.new_run_secret = lambda: {SECRET!r}; "
+    "from dpshard.applications.cli import app; app()"
 )
 """The command line, but with a run secret that we know, so that two runs can be compared."""
 

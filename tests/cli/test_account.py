@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dpshard.cli import account
+from dpshard.applications.cli import account
 
 MNIST = "--sample-size 60000 --batch-size 256".split()
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dpshard import __version__
-from dpshard.cli.formats import to_json
+from dpshard.applications.cli.formats import to_json
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["account"], ["plan"], ["bench"], ["plot"]])
@@ -45,7 +45,10 @@ def test_help_names_every_option_of_train(dpshard):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from dpshard.cli import app; assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
+    code = (
+        "import sys; from dpshard.applications.cli import app; "
+        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from dpshard.applications.cli import auditing, data, models
+from dpshard.applications.cli.settings import resolve
 from dpshard.backends.ranks import Ranks
-from dpshard.cli import auditing, data, models
-from dpshard.cli.settings import resolve
 from tests.audit import faults
 from tests.cli.conftest import QUICK
 from tests.extras import needs_deepspeed

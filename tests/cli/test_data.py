@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dpshard.cli import data, models
-from dpshard.cli.data import BEGIN, IGNORED, MASK, PAD, Kind, load
-from dpshard.cli.settings import resolve
+from dpshard.applications.cli import data, models
+from dpshard.applications.cli.data import BEGIN, IGNORED, MASK, PAD, Kind, load
+from dpshard.applications.cli.settings import resolve
 from dpshard.errors import ConfigurationError, DataError
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dpshard.cli.data import Data, Kind
-from dpshard.cli.fitting import fit
-from dpshard.cli.settings import PRESETS, resolve
-from dpshard.cli.training import make_optimizer, make_scheduler
+from dpshard.applications.cli.data import Data, Kind
+from dpshard.applications.cli.fitting import fit
+from dpshard.applications.cli.settings import PRESETS, resolve
+from dpshard.applications.cli.training import make_optimizer, make_scheduler
 from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpshard.cli import own_model
+from dpshard.applications.cli import own_model
 from dpshard.errors import ConfigurationError
 from tests.cli.conftest import QUICK
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dpshard.cli import app
+from dpshard.applications.cli import app
 from tests.cli.conftest import QUICK
 
 VOID = {"meta", "br", "img", "link", "use", "path", "rect", "line", "hr"}

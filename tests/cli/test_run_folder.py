@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from dpshard.cli.run_folder import RunFolder, write_atomically
-from dpshard.cli.settings import TrainSettings
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import RunFolderError
 
 

@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from dpshard.cli.settings import TrainSettings, parse_phases, read_yaml, resolve
+from dpshard.applications.cli.settings import TrainSettings, parse_phases, read_yaml, resolve
 from dpshard.errors import ConfigurationError
 
 

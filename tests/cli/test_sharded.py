@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpshard.cli import launch
+from dpshard.applications.cli import launch
 from tests.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
 
@@ -31,7 +31,7 @@ def alone(tmp_path_factory):
     """A run of one process, with its checkpoint before the first step, so that others can have its secret."""
     from typer.testing import CliRunner
 
-    from dpshard.cli import app
+    from dpshard.applications.cli import app
 
     folder = tmp_path_factory.mktemp("runs") / "alone"
     result = CliRunner().invoke(app, ["train", *FLAGS, "--checkpoint-every", "100", "--out", str(folder)])
@@ -123,7 +123,7 @@ def sabotage(monkeypatch, tmp_path, code):
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if 'RANK' in os.environ:\n"
-        "    from dpshard.cli import training\n"
+        "    from dpshard.applications.cli import training\n"
         "    original, rank = training.Run.take_step, int(os.environ['RANK'])\n"
         "    def take_step(self, logical_batch):\n"
         "        step = logical_batch.step\n"
@@ -236,8 +236,8 @@ def test_a_run_joins_srun(alone, begun):
 def test_ranks_that_somebody_else_has_started_are_counted(tmp_path, monkeypatch, dpshard):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    from dpshard.applications.cli import world
     from dpshard.backends.ranks import Ranks
-    from dpshard.cli import world
 
     monkeypatch.setattr(world, "joined", lambda device: _two_ranks(Ranks()))
     assert "leave --nproc out" in dpshard("train", "--shard", "ddp", "--nproc", 3, exit_code=2).stderr

@@ -12,8 +12,8 @@ import torch
 import yaml
 from torch import nn
 
-from dpshard.cli import models, training
-from dpshard.cli.run_folder import RunFolder
+from dpshard.applications.cli import models, training
+from dpshard.applications.cli.run_folder import RunFolder
 from tests.cli.conftest import QUICK
 
 
@@ -44,7 +44,7 @@ def assert_same_run(one, other):
 def finished(tmp_path_factory):
     from typer.testing import CliRunner
 
-    from dpshard.cli import app
+    from dpshard.applications.cli import app
 
     folder = tmp_path_factory.mktemp("runs") / "finished"
     result = CliRunner().invoke(app, ["train", *QUICK, "--out", str(folder)])
@@ -267,7 +267,7 @@ def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):
 
 
 def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatch, dpshard):
-    monkeypatch.setattr("dpshard.cli.zero.find_spec", lambda name: None)
+    monkeypatch.setattr("dpshard.applications.cli.zero.find_spec", lambda name: None)
     error = dpshard("train", "--shard", "deepspeed-2", "--out", tmp_path / "run", exit_code=2).stderr
     assert 'pip install --no-build-isolation "dpshard[deepspeed]"' in error
     assert list(tmp_path.iterdir()) == []

@@ -9,12 +9,12 @@ from rich.console import Console
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import rounded_up
+from dpshard.applications.cli.data import IGNORED, Data, Kind
+from dpshard.applications.cli.progress import TrainingProgress
+from dpshard.applications.cli.run_folder import RunFolder
+from dpshard.applications.cli.settings import resolve
+from dpshard.applications.cli.training import Run, draw_seed, pick_device, sample_losses
 from dpshard.backends.ranks import Ranks
-from dpshard.cli.data import IGNORED, Data, Kind
-from dpshard.cli.progress import TrainingProgress
-from dpshard.cli.run_folder import RunFolder
-from dpshard.cli.settings import resolve
-from dpshard.cli.training import Run, draw_seed, pick_device, sample_losses
 from dpshard.errors import ConfigurationError
 
 
@@ -73,7 +73,7 @@ def test_the_reported_loss_is_the_mean_over_the_samples_with_a_finite_one(run, m
         row = next(rows)
         return torch.cat([row, torch.full((len(y) - len(row),), math.nan)]) + 0 * logits.sum(1)
 
-    monkeypatch.setattr("dpshard.cli.training.sample_losses", sample_losses)
+    monkeypatch.setattr("dpshard.applications.cli.training.sample_losses", sample_losses)
     assert run.take_step(next(iter(run.engine.batches(run.data.train, 16)))) == 2.0
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpshard.engine
 from dpshard import PrivacyEngine
-from dpshard.audit import audit_steps
+from dpshard.applications.audit import audit_steps
 from dpshard.backends.local import LocalBackend
 from tests.audit import faults
 from tests.audit.test_steps import classifier

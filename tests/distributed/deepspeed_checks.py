@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.errors import DpshardError
-from dpshard.noise import KeyedGaussian
+from dpshard.noise.keyed import KeyedGaussian
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
 from tests.oracle import factor, norm, per_sample_gradients, ramp_loss
 

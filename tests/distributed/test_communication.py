@@ -1,8 +1,9 @@
 """A private step sends what an ordinary step sends, operation by operation and byte by byte.
 
-Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (dpshard/planner): the real step,
-exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping group and
-2 for the loss are gathered; and one number, where gradients are sharded the norm of the clipped sum, else its checksum.
+Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (applications/planner/): the real
+step, exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping
+group and 2 for the loss are gathered; and one number, where gradients are sharded the norm of the clipped sum, else its
+checksum.
 Two backward passes gather the blocks once more.
 """
 
@@ -13,9 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpshard.planner import Clipping, Setup, Transformer
-from dpshard.planner.meter import Traffic
-from dpshard.planner.simulation import Simulation, simulated
+from dpshard.applications.planner import Clipping, Setup, Transformer
+from dpshard.applications.planner.meter import Traffic
+from dpshard.applications.planner.simulation import Simulation, simulated
 
 ONE_PASS = [Clipping(style) for style in ("all-layer", "layer-wise", "block-wise", "param-wise")]
 TINY = Transformer(width=24, layers=2, heads=2, vocabulary=67, seq=8, tied=True)

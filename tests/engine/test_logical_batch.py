@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import checkpoint
 from dpshard.errors import BatchLayoutError, LogicalBatchError
-from dpshard.noise import KeyedGaussian
+from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import PoissonSampler
 from tests.engine.script import UNWARNED, backward, data, engine_on, first_of, gradients, mlp, values
 from tests.oracle import relative_error

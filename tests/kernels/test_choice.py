@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dpshard import kernels
-from dpshard.kernels import choice
+from dpshard.kernels import triton
+from dpshard.kernels.triton import dispatch
 
 GPU = torch.device("cuda", 0)
 
@@ -18,41 +18,41 @@ def gpu():
     """A machine with a GPU, Triton, and a stand-in for its first launch."""
     launch = mock.Mock()
     module = SimpleNamespace(launch=launch)
-    choice._runs.cache_clear()
+    dispatch._runs.cache_clear()
     with (
-        mock.patch.object(choice, "_has_tensor_cores", return_value=True),
-        mock.patch.object(choice, "_is_installed", return_value=True),
-        mock.patch.dict(sys.modules, {"dpshard.kernels.numbers": module}),
-        mock.patch.object(kernels, "numbers", module, create=True),
+        mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
+        mock.patch.object(dispatch, "_is_installed", return_value=True),
+        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.common": module}),
+        mock.patch.object(triton, "numbers", module, create=True),
     ):
         yield launch
-    choice._runs.cache_clear()
+    dispatch._runs.cache_clear()
 
 
 def test_kernels_run_where_triton_launches(gpu):
-    assert kernels.run_on(GPU)
-    assert kernels.run_on(GPU)
+    assert triton.run_on(GPU)
+    assert triton.run_on(GPU)
     gpu.assert_called_once_with(GPU)
 
 
 def test_a_machine_without_a_compiler_goes_on_without_kernels(gpu):
     gpu.side_effect = RuntimeError("Failed to find C compiler")
     with pytest.warns(UserWarning, match=r"cuda:0.*C compiler.*DPSHARD_TRITON=0"):
-        assert not kernels.run_on(GPU)
-    assert not kernels.run_on(GPU)
+        assert not triton.run_on(GPU)
+    assert not triton.run_on(GPU)
 
 
 def test_kernels_can_be_switched_off(gpu, monkeypatch):
     monkeypatch.setenv("DPSHARD_TRITON", "0")
-    assert not kernels.run_on(GPU)
+    assert not triton.run_on(GPU)
     gpu.assert_not_called()
 
 
 def test_nothing_runs_on_a_cpu_but_in_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not kernels.run_on(torch.device("cpu"))
+    assert not triton.run_on(torch.device("cpu"))
 
 
 def test_a_machine_without_a_gpu_launches_nothing():
     if not torch.cuda.is_available():
-        assert not kernels.run_on(GPU)
+        assert not triton.run_on(GPU)

@@ -12,7 +12,7 @@ if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET"):
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from dpshard.kernels import gaussian, gram, product
+from dpshard.kernels.triton import gaussian, gram, product
 
 LEAST_SHARED_MEMORY = 99 * 1024
 """Bytes that a program may have on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from dpshard import kernels
-from dpshard.noise import BLOCK, KeyedGaussian, Shard
-from dpshard.philox import standard_normals
+from dpshard.kernels import triton
+from dpshard.kernels.philox import standard_normals
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
 from tests.kernels.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
@@ -29,7 +29,7 @@ def test_the_kernel_draws_what_is_defined(start, n):
         for number, seed in zip(range(first, last + 1), seeds, strict=True)
     ]
     expected, norm_sq = (x + 0.3 * torch.cat(noise)) / 7.0, x.double().square().sum()
-    found = kernels.release_(x, torch.tensor(seeds, device=DEVICE), BLOCK, start, 0.3, 7.0)
+    found = triton.release_(x, torch.tensor(seeds, device=DEVICE), BLOCK, start, 0.3, 7.0)
     assert_close(x, expected, rtol=1e-5, atol=1e-6)
     assert_close(found, norm_sq, rtol=1e-6, atol=0.0)
 
@@ -45,7 +45,7 @@ def test_a_release_is_the_same_with_and_without_the_kernel():
             shards += [Shard("strided", strided), Shard("wide", torch.full((9,), 2.0, device=DEVICE).double())]
             with (
                 mock.patch.dict("os.environ", {"DPSHARD_TRITON": switch}),
-                mock.patch.object(kernels, "release_", wraps=kernels.release_) as kernel,
+                mock.patch.object(triton, "release_", wraps=triton.release_) as kernel,
             ):
                 norm = gaussian.release_(shards, step=4, std=0.5, divisor=8.0)
             assert kernel.call_count == (4 if switch == "1" else 0)

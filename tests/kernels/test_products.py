@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpshard import kernels
 from dpshard.config import NormMethod
-from dpshard.kernels import choice
-from dpshard.rules.records import OuterProduct, PerSample
-from dpshard.rules.records.measure import measure
+from dpshard.kernels import triton
+from dpshard.kernels.triton import dispatch
+from dpshard.records import OuterProduct, PerSample
+from dpshard.records.measure import measure
 from tests.kernels.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
@@ -36,17 +36,17 @@ def check(rows, cols):
     norm_sq = gradients.square().sum((1, 2, 3))
     scale = (r.norm(dim=3) * c.norm(dim=3)).sum((1, 2))
     near = {"rtol": 1e-5, "atol": 0.0}
-    ghost_norm_sq, ghost_scale = kernels.ghost_norm_sq(rows, cols)
+    ghost_norm_sq, ghost_scale = triton.ghost_norm_sq(rows, cols)
     assert_close(ghost_norm_sq.double(), norm_sq, rtol=0.0, atol=1e-5 * float(scale.square().max()))
     assert_close(ghost_scale.double(), scale, **near)
-    assert_close(kernels.gradient_norm_sq(rows, cols).double(), norm_sq, **near)
-    kept, squares = kernels.per_sample(rows, cols)
+    assert_close(triton.gradient_norm_sq(rows, cols).double(), norm_sq, **near)
+    kept, squares = triton.per_sample(rows, cols)
     assert_close(squares.double(), norm_sq, **near)
     largest = float((r.abs().mT @ c.abs()).max())
     assert_close(kept.double(), gradients, rtol=0.0, atol=1e-6 * largest)
     factors = torch.rand(len(rows), device=DEVICE)
     total = torch.einsum("b,bgrc->grc", factors.double(), gradients)
-    assert_close(kernels.weighted_sum(rows, cols, factors).double(), total, rtol=0.0, atol=1e-6 * largest * len(rows))
+    assert_close(triton.weighted_sum(rows, cols, factors).double(), total, rtol=0.0, atol=1e-6 * largest * len(rows))
     for result in (ghost_norm_sq, ghost_scale, kept, squares):
         assert result.dtype == torch.float32
 
@@ -76,7 +76,7 @@ def test_long_rows_are_summed_in_chunks():
 
 @pytest.mark.parametrize("most", [1, 128])
 def test_large_tiles(most):
-    with mock.patch.object(choice, "_MANY", most):
+    with mock.patch.object(dispatch, "_MANY", most):
         check(randn(1, 1, 300, 150), randn(1, 1, 300, 130))
 
 
@@ -110,16 +110,16 @@ def test_offsets_of_more_than_32_bits(dim):
 def test_rows_that_are_not_finite_show_in_the_norm_of_their_sample_alone():
     rows, cols = randn(3, 1, 70, 20), randn(3, 1, 70, 20)
     rows[1, 0, 66, 3] = torch.nan
-    for norm_sq in (kernels.ghost_norm_sq(rows, cols)[0], kernels.gradient_norm_sq(rows, cols)):
+    for norm_sq in (triton.ghost_norm_sq(rows, cols)[0], triton.gradient_norm_sq(rows, cols)):
         assert norm_sq.isfinite().tolist() == [True, False, True]
 
 
 def test_results_are_the_same_every_time():
     rows, cols, factors = randn(2, 1, 130, 40), randn(2, 1, 130, 70), torch.rand(2, device=DEVICE)
     for run in (
-        lambda: kernels.ghost_norm_sq(rows, cols)[0],
-        lambda: kernels.gradient_norm_sq(rows, cols),
-        lambda: kernels.weighted_sum(rows, cols, factors),
+        lambda: triton.ghost_norm_sq(rows, cols)[0],
+        lambda: triton.gradient_norm_sq(rows, cols),
+        lambda: triton.weighted_sum(rows, cols, factors),
     ):
         assert torch.equal(run(), run())
 
@@ -128,10 +128,10 @@ def test_fake_tensors_pass_and_products_are_counted():
     rows, cols, factors = randn(2, 1, 32, 16), randn(2, 1, 32, 24), torch.rand(2, device=DEVICE)
     product = 2 * 2 * 32 * 16 * 24
     for operator, arguments, flops in (
-        (kernels.ghost_norm_sq, (rows, cols), 2 * 2 * 32 * 32 * (16 + 24)),
-        (kernels.gradient_norm_sq, (rows, cols), product),
-        (kernels.per_sample, (rows, cols), product),
-        (kernels.weighted_sum, (rows, cols, factors), product),
+        (triton.ghost_norm_sq, (rows, cols), 2 * 2 * 32 * 32 * (16 + 24)),
+        (triton.gradient_norm_sq, (rows, cols), product),
+        (triton.per_sample, (rows, cols), product),
+        (triton.weighted_sum, (rows, cols, factors), product),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         with FlopCounterMode(display=False) as counter:
@@ -164,7 +164,7 @@ def without_kernels():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_record_says_the_same_with_and_without_kernels(dtype):
     one = record(dtype=dtype)
-    with mock.patch.object(choice, "_MANY", 1):
+    with mock.patch.object(dispatch, "_MANY", 1):
         assert one.size.kernels
         found = results(one)
     with without_kernels():
@@ -180,7 +180,7 @@ def test_norms_have_the_floors_of_what_rounding_hides():
     """Positions that cancel: what is left of the norm is noise of rounding, and must not be taken for the norm."""
     one = record(T=64)
     opposite = OuterProduct(torch.cat([one.rows, -one.rows], 2), torch.cat([one.cols, one.cols], 2), one.shape)
-    with mock.patch.object(choice, "_MANY", 1):
+    with mock.patch.object(dispatch, "_MANY", 1):
         found = [opposite.norm_sq(method) for method in NormMethod]
     with without_kernels():
         expected = [opposite.norm_sq(method) for method in NormMethod]
@@ -191,7 +191,7 @@ def test_norms_have_the_floors_of_what_rounding_hides():
 
 def test_what_kernels_take():
     def taken(B=2, T=64, R=64, C=64, dtype=torch.bfloat16, other=None):
-        return kernels.take(randn(B, 1, T, R, dtype=dtype), randn(B, 1, T, C, dtype=other or dtype))
+        return triton.take(randn(B, 1, T, R, dtype=dtype), randn(B, 1, T, C, dtype=other or dtype))
 
     assert taken()
     assert taken(dtype=torch.float16)
@@ -203,7 +203,7 @@ def test_what_kernels_take():
 
 def test_few_tiles_of_gram_matrices_are_left_to_torch():
     one = record()
-    with mock.patch.object(kernels, "ghost_norm_sq", side_effect=AssertionError):
+    with mock.patch.object(triton, "ghost_norm_sq", side_effect=AssertionError):
         one.norm_sq(NormMethod.GHOST)
-    assert kernels.takes_ghost_norm(64, 100)
-    assert not kernels.takes_ghost_norm(4, 100)
+    assert triton.takes_ghost_norm(64, 100)
+    assert not triton.takes_ghost_norm(4, 100)

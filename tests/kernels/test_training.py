@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpshard import kernels
-from dpshard.kernels import choice
+from dpshard.kernels import triton
+from dpshard.kernels.triton import dispatch
 from tests.kernels.support import DEVICE, skip_without_kernels
 from tests.oracle import clipped_mean, norm, per_sample_gradients, private_step, ramp_loss, relative_error
 
@@ -50,16 +50,16 @@ def test_a_step_with_kernels_is_the_step_without_and_the_oracles(mode, used):
     called = set()
 
     def watched(name):
-        operator = getattr(kernels, name)
+        operator = getattr(triton, name)
 
         def call(*arguments):
             called.add(name)
             return operator(*arguments)
 
-        return mock.patch.object(kernels, name, call)
+        return mock.patch.object(triton, name, call)
 
     # The gradients of half-precision parameters are rounded to half precision: watch the sums, which are not.
-    with mock.patch.object(choice, "_MANY", 1):
+    with mock.patch.object(dispatch, "_MANY", 1):
         patches = [watched(name) for name in KERNELS]
         for patch in patches:
             patch.start()
@@ -83,6 +83,6 @@ def wide_step(model, x, **options):
         sums.update({shard.name: shard.local / divisor for shard in shards})
         return torch.zeros((), dtype=torch.float64)
 
-    with mock.patch("dpshard.noise.KeyedGaussian.release_", release_):
+    with mock.patch("dpshard.noise.keyed.KeyedGaussian.release_", release_):
         private_step(model, [x], **options)
     return sums

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from dpshard import native
-from dpshard.native.library import library
+from dpshard.kernels import native
+from dpshard.kernels.native.library import library
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpshard import native
-from dpshard.native.library import load
+from dpshard.kernels import native
+from dpshard.kernels.native.library import load
 
 SOURCES = Path(native.__file__).parent
 

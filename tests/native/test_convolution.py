@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpshard import native
 from dpshard.config import NormMethod
-from dpshard.native.library import load
-from dpshard.rules.records import Convolution, measure
+from dpshard.kernels import native
+from dpshard.kernels.native.library import load
+from dpshard.records import Convolution, measure
 from tests.native.support import build, by_hand, narrow_library
 
 
@@ -78,7 +78,7 @@ def test_gradients_of_convolutions_are_those_of_autograd(record, set_threads):
 @pytest.mark.parametrize("record", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_narrow_registers_make_the_same_gradients(record, tmp_path, monkeypatch):
     narrow, expected = narrow_library(tmp_path), exact(record)
-    monkeypatch.setattr("dpshard.native.convolution.library", lambda: narrow)
+    monkeypatch.setattr("dpshard.kernels.native.convolution.library", lambda: narrow)
     torch.testing.assert_close(record.per_sample().double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 

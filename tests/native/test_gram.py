@@ -5,10 +5,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpshard import native
 from dpshard.config import NormMethod
-from dpshard.native.library import team
-from dpshard.rules.records import OuterProduct
+from dpshard.kernels import native
+from dpshard.kernels.native.library import team
+from dpshard.records import OuterProduct
 from tests.native.support import by_hand, narrow_library
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from dpshard import native
-from dpshard.native.library import load, team
+from dpshard.kernels import native
+from dpshard.kernels.native.library import load, team
 from tests.native.support import build
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpshard import native
-from dpshard.noise import KeyedGaussian, Shard
+from dpshard.kernels import native
+from dpshard.noise.keyed import KeyedGaussian, Shard
 from dpshard.randomness import UNIT, RandomSource, first_normals
 
 KEY = bytes(range(32))

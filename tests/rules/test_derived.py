@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard.errors import DpshardError
+from dpshard.records import PerSample
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample, transposes
-from dpshard.rules.records import PerSample
 from tests.oracle import Use, assert_exact, private_step, randn
 
 T = D = 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpshard.rules.records import OuterProduct, memory
+from dpshard.records import OuterProduct, memory
 from tests.engine.script import UNWARNED, engine_on
 
 pytestmark = UNWARNED

@@ -16,9 +16,9 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard.config import NormMethod
-from dpshard.rules.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
-from dpshard.rules.records.cost import ProductSize, ghost_flops
-from dpshard.rules.records.measure import inner, join, measure
+from dpshard.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.records.cost import ProductSize, ghost_flops
+from dpshard.records.measure import inner, join, measure
 from tests.oracle import randn
 
 METHODS = list(NormMethod)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpshard.rules.records import Gather, OuterProduct
+from dpshard.records import Gather, OuterProduct
 from tests.oracle import Use, assert_exact, randn
 
 T = D = 4

@@ -6,12 +6,12 @@ PITFALLS row 4: every test, that factor times norm is at most the threshold for 
 import pytest
 import torch
 
-from dpshard import native
-from dpshard.clipping import AbadiClipping, AutomaticClipping
+from dpshard.clipping.functions import AbadiClipping, AutomaticClipping
 from dpshard.config import NormMethod
-from dpshard.rules.records import Convolution, Gather, OuterProduct, PerSample
-from dpshard.rules.records.measure import measure
-from dpshard.rules.records.numerics import hidden_by_underflow, norms
+from dpshard.kernels import native
+from dpshard.records import Convolution, Gather, OuterProduct, PerSample
+from dpshard.records.measure import measure
+from dpshard.records.numerics import hidden_by_underflow, norms
 from tests.oracle import randn
 
 

@@ -8,7 +8,7 @@ loader says which logical batch it is in, the optimizer whether it has skipped a
 
 from __future__ import annotations
 
-from dpshard.logical_batch import LogicalBatch
+from dpshard.step.logical_batch import LogicalBatch
 
 
 class Progress:

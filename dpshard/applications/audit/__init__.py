@@ -1,0 +1,32 @@
+"""Audits: attacks on the real engine, and what their success proves about epsilon."""
+
+from dpshard.applications.audit.bounds import (
+    REFUTED_BEYOND,
+    Guesses,
+    Trials,
+    gdp_delta,
+    gdp_epsilon,
+    guess,
+    one_run_epsilon,
+    one_run_p_value,
+)
+from dpshard.applications.audit.one_run import Canaries, GradientCanaries, InputCanaries, refuted, toss_coins
+from dpshard.applications.audit.steps import StepsAudit, audit_steps
+
+__all__ = [
+    "REFUTED_BEYOND",
+    "Canaries",
+    "GradientCanaries",
+    "Guesses",
+    "InputCanaries",
+    "StepsAudit",
+    "Trials",
+    "audit_steps",
+    "gdp_delta",
+    "gdp_epsilon",
+    "guess",
+    "one_run_epsilon",
+    "one_run_p_value",
+    "refuted",
+    "toss_coins",
+]

@@ -1,0 +1,113 @@
+"""The canary of the two-distribution audit: its gradient by plain autograd, and what clipping leaves of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.functions import ClippingFunction
+from dpshard.errors import ConfigurationError
+from dpshard.names import canonical_name
+
+SampleLoss = Callable[[Any, Tensor], Tensor]
+"""The loss of every sample, [B], of the model's output and the targets."""
+
+FAR_ABOVE, JUST_BELOW = 1e3, 0.99
+"""Norms of a canary's gradient over a threshold: clipping of either kind leaves the most of one of them. (Automatic
+clipping adds 0.01 to norms, so its far above is over 1, too: adaptive thresholds may fall to 1e-12.)"""
+
+NEARLY = 0.99
+"""Share of the best at which the gradient is left as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """How to move the release most, at the thresholds of one step."""
+
+    pull: float
+    """What the loss of the canary is multiplied by."""
+    lengths_M: Tensor
+    """The norm of what clipping leaves of it in each group, float64."""
+
+    @property
+    def length(self) -> float:
+        """The norm of what clipping leaves of it, over all groups."""
+        return float(self.lengths_M.norm())
+
+
+class OddGradient:
+    """The gradient of the canary, in the clipping groups of an engine.
+
+    `gradient` has it by parameter name, `groups` are the names of the M clipping groups, and `function` clips. Raises
+    ConfigurationError if it is 0, or not finite.
+    """
+
+    def __init__(
+        self, gradient: dict[str, Tensor], groups: Sequence[Sequence[str]], function: ClippingFunction
+    ) -> None:
+        parts = [{name: gradient[name].double() for name in names} for names in groups]
+        norms = [norm_of(part.values()) for part in parts]
+        if not 0 < math.hypot(*norms) < math.inf:
+            raise ConfigurationError(
+                f"The gradient of the canary has norm {math.hypot(*norms)}: choose a sample that the model can learn."
+            )
+        self._norm_M = torch.tensor(norms, dtype=torch.float64)
+        self._units = [
+            {name: g / norm for name, g in part.items()} if norm > 0 else {}
+            for part, norm in zip(parts, norms, strict=True)
+        ]
+        self._function = function
+        self._last: tuple[Sequence[float], Aim] | None = None
+
+    def aim(self, thresholds: Sequence[float]) -> Aim:
+        """How to move the release most at these thresholds [M]; with the gradient as it is, if that is nearly best."""
+        if self._last is None or self._last[0] != thresholds:
+            self._last = thresholds, self._aim(thresholds)
+        return self._last[1]
+
+    def _aim(self, thresholds: Sequence[float]) -> Aim:
+        threshold_M = torch.tensor(thresholds, dtype=torch.float64)
+        there_M = self._norm_M > 0
+        just_M, far_M = ((bound_M / self._norm_M)[there_M] for bound_M in (threshold_M, threshold_M.clamp(min=1)))
+        pull_S = torch.cat([just_M.new_ones(1), JUST_BELOW * just_M, FAR_ABOVE * far_M])
+        norm_MS = self._norm_M[:, None] * pull_S
+        factor_MS = torch.stack([self._function.factor(n, r) for n, r in zip(norm_MS, thresholds, strict=True)])
+        length_MS = factor_MS * norm_MS
+        length_S = length_MS.norm(dim=0)
+        # A canary as it is serves as well as any, mostly: then it is a sample like others.
+        best = 0 if length_S[0] >= NEARLY * length_S.max() else int(length_S.argmax())
+        return Aim(float(pull_S[best]), length_MS[:, best])
+
+    def along(self, aim: Aim, full_gradient: Callable[[str], Tensor | None]) -> float:
+        """How far a gradient, given by parameter name, reaches in the direction of what clipping leaves."""
+        total = 0.0
+        for length, unit in zip(aim.lengths_M.tolist(), self._units, strict=True):
+            for name, direction in unit.items():
+                gradient = full_gradient(name)
+                if gradient is not None:
+                    total += length * float((gradient.double() * direction).sum())
+        return total / aim.length
+
+
+def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
+    """The gradient of one sample (x [1, ...], y [1, ...]) by plain autograd, by the names of trained parameters."""
+    device = next(model.parameters()).device
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    value = loss(model(x.to(device)), y.to(device)).sum()
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by name, without what wrappers add to names."""
+    return {canonical_name(name): p for name, p in model.named_parameters()}
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The L2 norm of tensors as one vector."""
+    return math.sqrt(sum(float(x.square().sum()) for x in tensors))

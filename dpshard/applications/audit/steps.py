@@ -1,0 +1,287 @@
+"""The two-distribution audit: the same steps many times over, with and without one sample, and who tells them apart.
+
+[Note: The game]
+The engine under audit, with its real model, loss, sampling, backward, clipping, noise and sharding, takes the same
+steps again and again, at a learning rate of 0. In half of the trials one sample, the canary, is among the data. An
+adversary who knows everything else looks at the gradients that are released to the optimizer, in the direction of what
+clipping leaves of the canary (whose gradient plain autograd computes beforehand), in units of the noise that a noise
+multiplier of 1 would have: z ~ N(0 or r, sigma^2) where all is well, for an r of nearly 1. It has two ways to tell "in"
+from "out" by the z of the steps of a trial:
+- the likelihood ratio of a Poisson-sampled Gaussian, the best there is against a sound engine;
+- the spread, max z - min z, which noise that is re-used across steps gives away.
+The first fifth of each kind chooses the way and the threshold, the others are counted (bounds.py).
+
+The canary's loss is multiplied by what makes most of it pass the clipping of the step (canary.py): a
+guarantee holds for every loss, and clipping may drop what is long, or follow the gradients.
+
+With a sampling probability of 1 the other samples are live, so that a canary that changes *their* gradients is noticed;
+below, they are blanks, which contribute nothing, so that the other samples' own draws do not drown the canary's. They
+are blanks under adaptive thresholds, too: these move from trial to trial, and with them what they leave of the other
+samples, which would drown it as well. Trials with and without the canary come in random order: the first half of a run
+differs from the second in its thresholds, which is nothing that the canary did.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpshard.accounting import compute_epsilon
+from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
+from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
+from dpshard.backends.deepspeed.config import is_model_engine
+from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.config import Mechanism, check_positive, is_count
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError
+
+DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
+"""Where on the curve of epsilon over delta a guarantee is held against the trials."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsAudit:
+    """What the trials proved, beside what was accounted for the same steps."""
+
+    trials: Trials
+    steps: int
+    """Steps of a trial."""
+    mechanism: Mechanism
+    """Of the engine under audit."""
+
+    @property
+    def accounted_mu(self) -> float | None:
+        """Mu of the guarantee, if it is Gaussian: every sample in every step, and Gaussian noise."""
+        mechanism = self.mechanism
+        sure = mechanism.schedule[0] == mechanism.sample_size and mechanism.max_batch_size is None
+        gaussian = sure and mechanism.noise == "gaussian"
+        return math.sqrt(self.steps) / mechanism.noise_multiplier if gaussian else None
+
+    def accounted(self, delta: float) -> float:
+        """Epsilon of the steps of one trial by the engine's accountant."""
+        mechanism = self.mechanism
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "target_delta=")  # the whole curve counts here, large deltas too
+            return compute_epsilon(
+                [(mechanism.schedule[0], self.steps)],
+                noise_multiplier=mechanism.noise_multiplier,
+                sample_size=mechanism.sample_size,
+                target_delta=delta,
+                max_batch_size=mechanism.max_batch_size,
+                grid_elements=mechanism.grid_elements,
+                accountant=mechanism.accountant,
+            )
+
+    def lower_bound(self, delta: float, confidence: float) -> float:
+        """Epsilon at `delta` is at least this, with probability `confidence`; of Gaussian noise, by its mu."""
+        if self.accounted_mu is not None:
+            return gdp_epsilon(self.trials.mu(confidence), delta)
+        return self.trials.epsilon(delta, confidence)
+
+    def refuted_at(self) -> float | None:
+        """A delta at which the trials refute the accounted epsilon; None if there is none.
+
+        A sound engine is refuted with probability 1 - REFUTED_BEYOND at most, over all deltas together.
+        """
+        mu = self.accounted_mu
+        if mu is not None and self.trials.mu(REFUTED_BEYOND) > mu:
+            return self.mechanism.target_delta
+        bounds = ((delta, self.trials.epsilon(delta, REFUTED_BEYOND)) for delta in DELTAS)
+        return next((delta for delta, bound in bounds if bound > 0 and bound > self.accounted(delta)), None)
+
+
+def audit_steps(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: SampleLoss,
+    *,
+    trials: int = 1000,
+    steps: int = 1,
+    batch_size: int | None = None,
+    micro_batch_size: int = 3,
+    noise_multiplier: float = 0.5,
+    clipping_fn: str | ClippingFunction = "automatic",
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    on_step: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> StepsAudit:
+    """Play `trials` trials of `steps` steps with the last of the N samples, and as many without it.
+
+    Args:
+        model: The model to train; it is trained at a learning rate of 0, and given back as an ordinary one.
+        x: Inputs of the N samples, rows of a tensor; the last one is the canary.
+        y: Their targets.
+        loss: The loss of every sample, [B].
+        trials: Trials with, and trials without the canary; a fifth of them chooses the test.
+        steps: Steps of a trial.
+        batch_size: Expected batch size; by default N, so that every sample is in every batch.
+        micro_batch_size: Rows that are computed at once; one that does not divide N has padding in every batch.
+        noise_multiplier: Of the engine under audit. Bounds are tightest where epsilon is neither tiny nor huge.
+        clipping_fn: Of the engine under audit.
+        prepare: Wraps the model for sharded training; what it returns is given to the engine. (Of DeepSpeed, what
+            deepspeed.initialize() returns; the learning rate of its optimizer is set to 0.)
+        on_step: Called after each of the 2 * trials * steps steps.
+        options: Of PrivacyEngine.
+
+    On several ranks, all of them call it with the same arguments, and get the same result.
+    Raises ConfigurationError if there are too few trials, no noise, or no loss of every sample, or if the canary has no
+    gradient.
+    """
+    if not (is_count(trials) and trials >= 20):
+        raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
+    check_positive("noise_multiplier", noise_multiplier)
+    n = len(x)
+    gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
+    prepared = prepare(model)
+    engine = PrivacyEngine(
+        prepared,
+        batch_size=n if batch_size is None else batch_size,
+        sample_size=n,
+        steps=2 * trials * steps,
+        noise_multiplier=noise_multiplier,
+        clipping_fn=clipping_fn,
+        **options,
+    )
+    try:
+        odd = OddGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
+        live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_thresholds is None)
+        step, is_canary = _stepping(prepared), torch.arange(n) == n - 1
+        datasets = {}
+        for canary in (1.0, 0.0):
+            weights = torch.full((n,), live)
+            weights[-1] = canary
+            # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
+            rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
+            datasets[canary] = TensorDataset(x[rows], y[rows], weights, is_canary)
+        played: dict[float, list[list[tuple[float, float]]]] = {1.0: [], 0.0: []}
+        for canary in _order(trials):
+            found = []
+            for release in _releases(prepared, engine, step, datasets[canary], loss, odd, steps, micro_batch_size):
+                found.append(release)
+                on_step()
+            played[canary].append(found)
+    finally:
+        engine.detach()
+    without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
+    return StepsAudit(trials=_play(without, within, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+
+
+def _order(trials: int) -> list[float]:
+    """1.0 for each trial with the canary, 0.0 for each without it, mixed; the same on all ranks."""
+    # What the steps before have left behind must tell nothing: adaptive thresholds, say.
+    return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
+
+
+class _Scores(NamedTuple):
+    """Of N trials of T steps."""
+
+    z_NT: NDArray[np.float64]
+    """What was released in the canary's direction."""
+    shift_NT: NDArray[np.float64]
+    """What the canary contributes to it if it is drawn."""
+
+
+def _releases(
+    model: nn.Module,
+    engine: PrivacyEngine,
+    step: Callable[[], None],
+    data: TensorDataset,
+    loss: SampleLoss,
+    odd: OddGradient,
+    steps: int,
+    micro_batch_size: int,
+) -> Iterator[tuple[float, float]]:
+    """What each step releases in the canary's direction, and what the canary contributes to it if it is drawn."""
+    mechanism, device = engine.mechanism, next(model.parameters()).device
+    model.train()
+    for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
+        aim = odd.aim(tuple(engine.thresholds.values()))
+        for x, y, weight_B, is_canary_B in logical_batch:
+            scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
+            losses_B = loss(model(x.to(device)), y.to(device))
+            if losses_B.shape != scale_B.shape:
+                raise ConfigurationError(
+                    f"The loss of {len(scale_B)} samples has the shape {list(losses_B.shape)}: return one of each "
+                    f"sample, [B], as cross_entropy(..., reduction='none') does."
+                )
+            losses_B = losses_B * scale_B.to(device)
+            (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
+        engine.privatize()
+        unit = noise_unit(engine, logical_batch.step)
+        z = odd.along(aim, engine.full_gradient) * mechanism.schedule[logical_batch.step] / unit
+        step()
+        yield z, aim.length / unit
+
+
+def _stepping(prepared: nn.Module) -> Callable[[], None]:
+    """A function that takes a step at a learning rate of 0, and drops the gradients."""
+    if is_model_engine(prepared):  # DeepSpeed has the optimizer, and a step of its own
+        for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
+            group["lr"] = 0.0
+        return prepared.step  # type: ignore[return-value]
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.0)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def noise_unit(engine: PrivacyEngine, step: int) -> float:
+    """What the noise of `step`, the last one released, is sigma times; max_grad_norm, which adaptive thresholds move.
+
+    The noise is that of the sum over the batch.
+    """
+    mechanism = engine.mechanism
+    if mechanism.noise_multiplier == 0:
+        return mechanism.max_grad_norm
+    return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
+
+
+def _play(without: _Scores, within: _Scores, mechanism: Mechanism) -> Trials:
+    """Choose a test on the first fifth of the trials, and count its errors on the others."""
+    q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
+    ways = [lambda scores: log_likelihood_ratio(scores.z_NT, scores.shift_NT, q, sigma).sum(1)]
+    if without.z_NT.shape[1] > 1:
+        ways.append(lambda scores: np.ptp(scores.z_NT, axis=1))
+    head = len(without.z_NT) // 5
+    best: tuple[float, Trials] | None = None
+    for way in ways:
+        out, into = way(without), way(within)
+        threshold, promise = _threshold(out[:head], into[:head])
+        if best is None or promise > best[0]:
+            best = promise, _count(out[head:], into[head:], threshold)
+    assert best is not None
+    return best[1]
+
+
+def log_likelihood_ratio(
+    z: NDArray[np.float64], shift: NDArray[np.float64] | float, q: float, sigma: float
+) -> NDArray[np.float64]:
+    """Of releases z: log of the density with a sample that adds `shift` with probability `q`, over that without it."""
+    drawn = (shift * z - np.square(shift) / 2) / sigma**2
+    return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
+
+
+def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
+    """The threshold above which a score says "in" that proves most on these trials, and what it would prove."""
+    values = np.unique(np.concatenate([without, within]))
+    middles: Sequence[float] = [*((values[1:] + values[:-1]) / 2)] or [float(values[0])]
+    thinned = middles[:: max(1, len(middles) // 100)]
+    return max(((t, _count(without, within, t).mu(0.9)) for t in thinned), key=lambda found: found[1])
+
+
+def _count(without: NDArray[np.float64], within: NDArray[np.float64], threshold: float) -> Trials:
+    return Trials(int((without > threshold).sum()), len(without), int((within <= threshold).sum()), len(within))

@@ -1,0 +1,11 @@
+"""Measuring training steps: interleaved times, memory in fresh processes, floating-point operations."""
+
+from dpshard.applications.benchmark.comparison import Comparison, Measured, compare
+from dpshard.applications.benchmark.subject import Subject, load
+from dpshard.applications.benchmark.timing import Spread, interleave, paired_ratio
+from dpshard.applications.benchmark.training import Batch, NonPrivate, Privacy, Private, Training
+
+__all__ = [
+    "Batch", "Comparison", "Measured", "NonPrivate", "Privacy", "Private", "Spread", "Subject", "Training",
+    "compare", "interleave", "load", "paired_ratio",
+]  # fmt: skip

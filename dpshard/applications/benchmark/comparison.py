@@ -1,0 +1,186 @@
+"""A model of the user's: what privacy costs it, style by style and mode by mode, and which to choose."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dpshard.applications.benchmark.memory import in_fresh_process, peak_of
+from dpshard.applications.benchmark.subject import Subject, load
+from dpshard.applications.benchmark.timing import Spread, interleave, paired_ratio
+from dpshard.applications.benchmark.training import NonPrivate, Privacy, Private, Training
+from dpshard.applications.flops import FlopMeter
+from dpshard.errors import ConfigurationError
+
+DEFAULT_CLIPPINGS = (
+    ("all-layer", "auto"),
+    ("all-layer", "mixed-ghost"),
+    ("block-wise", "auto"),
+    ("layer-wise", "auto"),
+    ("param-wise", "auto"),
+)
+"""One of each style, and two backward passes, which take longer and keep less."""
+WARMUP = 2
+"""Steps before the clock runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to take a step: without privacy if there is no clipping."""
+
+    clipping: tuple[str, str] | None
+    """Style and mode."""
+    compiled: bool = False
+
+    @property
+    def label(self) -> str:
+        """`all-layer, auto`; `not private, compiled`."""
+        parts = ["not private"] if self.clipping is None else list(self.clipping)
+        return ", ".join([*parts, "compiled"] if self.compiled else parts)
+
+    def training(self, subject: Subject) -> Training:
+        """A training of `subject`, which takes this kind of steps."""
+        if self.clipping is None:
+            return NonPrivate(subject, compiled=self.compiled)
+        style, mode = self.clipping
+        return Private(subject, Privacy(clipping_style=style, clipping_mode=mode), compiled=self.compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a step of one variant costs."""
+
+    variant: Variant
+    seconds: Spread
+    ratio: Spread
+    """Times over the ordinary step of the same round, which is compiled if this one is."""
+    flops: int
+    """Of matrix products, convolutions and attention."""
+    peak: int | None
+    """Bytes at most, model included; None if it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All variants, the ordinary step first (and, if compiled ones were asked for, compiled after the eager ones)."""
+
+    rows: int
+    """Samples of the micro-batch."""
+    parameters: int
+    """Number of trained parameters."""
+    device: str
+    measured: list[Measured]
+
+    def baseline(self, measured: Measured) -> Measured:
+        """The ordinary step that `measured` is compared with."""
+        return self.find(Variant(None, measured.variant.compiled))
+
+    def find(self, variant: Variant) -> Measured:
+        """What was measured of `variant`."""
+        return next(m for m in self.measured if m.variant == variant)
+
+
+def steps_of(clippings: Sequence[tuple[str, str]], rounds: int, *, compiled: bool, memory: bool) -> int:
+    """How often `compare` will call `on_step`."""
+    variants = (len(clippings) + 1) * (1 + compiled)
+    return variants * (WARMUP + rounds + memory)
+
+
+def compare(
+    path: str,
+    *,
+    clippings: Sequence[tuple[str, str]] = DEFAULT_CLIPPINGS,
+    rounds: int = 20,
+    compiled: bool = False,
+    memory: bool = True,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Measure the model of the function `path` (package.module:function) without privacy, and in each clipping.
+
+    All of them are in memory at once while they are timed; peaks are taken afterwards, each in a fresh process.
+    Raises ConfigurationError for a function that returns something else than a Subject's four parts, and whatever the
+    engine refuses about the model.
+    """
+    make = load(path)
+    variants = [
+        Variant(clipping, c) for c in ((False, True) if compiled else (False,)) for clipping in (None, *clippings)
+    ]
+    subjects = [make() for _ in variants]
+    if len({id(subject.model) for subject in subjects}) < len(subjects):
+        raise ConfigurationError(f"{path} returned the same model twice: build a new one at every call.")
+    trainings = {v.label: v.training(subject) for v, subject in zip(variants, subjects, strict=True)}
+    for training in trainings.values():
+        if isinstance(training, Private):
+            training.verify()
+            break  # whether samples are mixed depends on model and loss, not on the clipping
+    times = interleave(
+        {label: training.step for label, training in trainings.items()}, rounds=rounds, warmup=WARMUP, on_step=on_step
+    )
+    flops = {v.clipping: _flops(trainings[v.label]) for v in variants if not v.compiled}
+    first = subjects[0]
+    comparison = Comparison(first.rows, _parameters(first.model), str(first.device), [])
+    del trainings, subjects, first
+    gc.collect()
+    for variant in variants:
+        peak = None
+        if memory:
+            peak = in_fresh_process(peak_of_variant, path, variant)
+            on_step(variant.label)
+        seconds, baseline = times[variant.label], times[Variant(None, variant.compiled).label]
+        comparison.measured.append(
+            Measured(variant, Spread.of(seconds), paired_ratio(seconds, baseline), flops[variant.clipping], peak)
+        )
+    return comparison
+
+
+def peak_of_variant(path: str, variant: Variant) -> int:
+    """Bytes of a training at most; to be called in a fresh process."""
+    warnings.simplefilter("ignore")  # said already
+    make = load(path)
+    x = torch.randn(4, 2)
+    rehearsal = variant.training(Subject(nn.Linear(2, 2), x, x, nn.functional.mse_loss))
+    rehearsal.step()  # loads the code that a step needs
+    del rehearsal
+    return peak_of(lambda: variant.training(make()).step)
+
+
+def _flops(training: Training) -> int:
+    with FlopMeter() as meter:
+        training.step()
+    return meter.flops
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def advise(comparison: Comparison) -> list[str]:
+    """Which style and mode to choose, in sentences."""
+    private = [m for m in comparison.measured if m.variant.clipping is not None]
+    fastest = min(private, key=lambda m: m.ratio.median * comparison.baseline(m).seconds.median)
+    said = [f"Fastest: {fastest.variant.label} ({fastest.ratio.median:.2f} times the ordinary step)."]
+    weighed = [m for m in private if m.peak is not None]
+    if weighed:
+        least = min(weighed, key=lambda m: m.peak or 0)
+        share = (least.peak or 0) / max(1, comparison.baseline(least).peak or 0)
+        said.append(f"Least memory: {least.variant.label} ({share:.2f} times that of the ordinary step).")
+    by_style: dict[str, list[Measured]] = {}
+    for m in private:
+        assert m.variant.clipping is not None
+        by_style.setdefault(m.variant.clipping[0], []).append(m)
+    for style, found in by_style.items():
+        modes = {m.variant.clipping[1] for m in found if m.variant.clipping}
+        if len(modes) > 1:
+            best = min(found, key=lambda m: m.seconds.median)
+            assert best.variant.clipping is not None
+            said.append(f"Of the modes of {style}, {best.variant.clipping[1]} is the fastest.")
+    said.append(
+        "Modes differ in cost alone. Styles clip differently, so compare what the model learns as well; all-layer "
+        "clipping is the usual one."
+    )
+    return said

@@ -1,0 +1,148 @@
+"""Whole training steps, private and not, as they are measured: batch, forward, backward, noise, SGD, zero_grad."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import TensorDataset
+
+from dpshard.applications.benchmark.subject import Subject
+from dpshard.engine import PrivacyEngine
+
+LEARNING_RATE = 1e-4
+"""Of the steps that are timed: so small that the weights, and with them the values, stay what they were."""
+STEPS = 100_000
+"""Length of the runs that steps are taken from; more than anybody times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step was taken on."""
+
+    x: Any
+    y: Any
+    is_padding: Tensor
+    """Bool [B]."""
+
+
+class Training(Protocol):
+    """A training that can be measured a step at a time."""
+
+    def step(self) -> Batch:
+        """Take one whole step, on a batch of its own."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Privacy:
+    """The mechanism that is measured; it changes results, not time."""
+
+    clipping_style: str = "all-layer"
+    clipping_mode: str = "auto"
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+
+
+def expected_batch(rows: int) -> int:
+    """The expected batch size that goes with micro-batches of `rows`: some padding, seldom a row too many."""
+    return max(1, round(0.75 * rows))
+
+
+class NonPrivate:
+    """Ordinary training on `rows` random rows a step (default: as many as the subject has)."""
+
+    def __init__(self, subject: Subject, *, rows: int | None = None, lr: float = LEARNING_RATE, compiled: bool = False):
+        self.subject = subject
+        self.rows = rows or subject.rows
+        # model.compile() compiles nothing of a model of torch's own, such as nn.Sequential.
+        self._called = replace(subject, model=torch.compile(subject.model)) if compiled else subject
+        self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
+        self._draws = torch.Generator().manual_seed(0)
+        self._leaves, self._tree = tree_flatten((subject.x, subject.y))
+
+    def step(self) -> Batch:
+        """Take one step on B random rows."""
+        index_B = torch.randperm(len(self._leaves[0]), generator=self._draws)[: self.rows]
+        x, y = tree_unflatten([leaf[index_B.to(leaf.device)] for leaf in self._leaves], self._tree)
+        self._called.loss(x, y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Batch(x, y, torch.zeros(self.rows, dtype=torch.bool))
+
+
+class Private:
+    """dpshard, with everything that a private step is: Poisson sampling, padding, clipping, noise, the ledger.
+
+    Each logical batch is one micro-batch of B rows, some of them padding: its size is Poisson, capped at B.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        privacy: Privacy,
+        *,
+        rows: int | None = None,
+        lr: float = LEARNING_RATE,
+        compiled: bool = False,
+    ):
+        self.subject = subject
+        rows = rows or subject.rows
+        leaves, self._tree = tree_flatten((subject.x, subject.y))
+        dataset = TensorDataset(*leaves)
+        if compiled:
+            subject.model.compile()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "noise_multiplier=0|target_delta")
+            self.engine = PrivacyEngine(
+                subject.model,
+                batch_size=expected_batch(rows),
+                sample_size=len(dataset),
+                steps=STEPS,
+                max_batch_size=rows,
+                clipping_fn="abadi",
+                target_delta=1e-5,
+                noise_multiplier=privacy.noise_multiplier,
+                max_grad_norm=privacy.max_grad_norm,
+                clipping_style=privacy.clipping_style,
+                clipping_mode=privacy.clipping_mode,
+            )
+        self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
+        self._batches: Iterator[Any] = self.engine.batches(dataset, micro_batch_size=rows)
+
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """Names of the parameters of each clipping group."""
+        return self.engine.mechanism.clipping_groups
+
+    def verify(self) -> None:
+        """Hold clipping and loss to plain autograd; VerificationError if samples have no loss of their own."""
+        x, loss_fn = self.subject.x, self.subject.loss_fn
+        args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
+        leaves, tree = tree_flatten(self.subject.y)
+        self.engine.verify(
+            *args,
+            loss_fn=lambda output, *found: loss_fn(output, tree_unflatten(list(found), tree)),
+            targets=tuple(leaves),
+            **kwargs,
+        )
+
+    def step(self) -> Batch:
+        """Take one step on the next logical batch."""
+        logical_batch, taken = next(self._batches), []
+        for leaves in logical_batch:  # once, since its size is capped
+            x, y = tree_unflatten(list(leaves), self._tree)
+            self.subject.loss(x, y).backward()
+            taken.append(Batch(x, y, logical_batch.is_padding))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return taken[0]
+
+
+def _trainable(subject: Subject) -> list[torch.nn.Parameter]:
+    return [p for p in subject.model.parameters() if p.requires_grad]

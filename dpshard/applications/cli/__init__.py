@@ -1,0 +1,45 @@
+"""The command line: `dpshard train`, `dpshard account`, `dpshard audit`, `dpshard plan`, and what serves them.
+
+Modules that a command does not need are imported when it runs: `dpshard --help` must not wait for torch.
+"""
+
+from typing import Annotated
+
+import typer
+
+from dpshard import __version__
+from dpshard.applications.cli import account, audit, bench, plan, plot, privacy_report, train
+from dpshard.applications.cli.console import OneLineErrors
+
+app = typer.Typer(
+    name="dpshard",
+    cls=OneLineErrors,
+    help="Train PyTorch models with differential privacy, account for what it reveals, attack it, plan and measure it.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def about(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Answer what is asked of no command in particular."""
+    if version:
+        typer.echo(f"dpshard {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("train")(train.command)
+app.command("account")(account.command)
+app.command("audit")(audit.command)
+app.command("plan")(plan.command)
+app.command("bench")(bench.command)
+app.command("plot")(plot.command)
+app.command("report")(privacy_report.command)
+
+__all__ = ["app"]

@@ -1,0 +1,239 @@
+"""`dpshard audit`: attacks on a training configuration, and what they prove."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.panel import Panel
+from rich.table import Table
+
+from dpshard.applications.cli import console, launch
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
+from dpshard.applications.cli.train import processes, resumed
+from dpshard.errors import ConfigurationError, RunFolderError
+
+if TYPE_CHECKING:
+    from dpshard.backends.ranks import Ranks
+
+REFUTED = 3
+"""Exit code if an attack proved more than was accounted."""
+NAMES = {"step": "one step", "sampling": "sampling", "noise": "fresh noise", "run": "whole run"}
+"""The attacks by their keys in audit.json."""
+FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
+
+
+class CanaryKind(str, Enum):  # noqa: UP042
+    """See [Note: Canaries] in dpshard/applications/audit/one_run.py."""
+
+    gradient = "gradient"
+    input = "input"
+
+
+@with_options
+def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run folder of `dpshard train`: its settings are audited, and audit.json is left in it.",
+        ),
+    ] = None,
+    trials: Annotated[
+        int, typer.Option(help="Trials with the odd sample, and as many without; 0: no such audit.", min=0)
+    ] = 1000,
+    steps_per_trial: Annotated[
+        int,
+        typer.Option(
+            help="Steps of a trial: 1 with all samples in it, or several with Poisson sampling, which also find faults "
+            "of sampling and noise that is used again; half of the trials each.",
+            min=1,
+            max=64,
+        ),
+    ] = 1,
+    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0: no such audit.", min=0)] = 1000,
+    canary_kind: Annotated[
+        CanaryKind,
+        typer.Option(help="Canaries pull at numbers of their own (gradient), or are samples like no others (input)."),
+    ] = CanaryKind.gradient,
+    confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings of `dpshard train`, which options override.")
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    **flags: Any,
+) -> None:
+    """Attack a training configuration, and prove lower bounds on its epsilon beside the accounted upper ones.
+
+    Two attacks: many releases of the same steps with and without an odd sample; and one training run with canaries,
+    each in it by the toss of a coin. Exit code 3 says that one of them proved more than was accounted: then something
+    is wrong with the model, the loss or the engine. All settings of `dpshard train` are options.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if run is None:
+        settings = resolve(read_yaml(config) if config else {}, given)
+    elif given.keys() - set(MAY_CHANGE) or config:
+        raise ConfigurationError(
+            f"An audit of a run takes all settings but {' and '.join(MAY_CHANGE)} from its folder: leave the other "
+            f"options out, or leave the folder out."
+        )
+    else:
+        folder = RunFolder.open(run)
+        settings, as_json = resumed(folder.settings(), given), as_json or folder.audit
+    plan = {
+        "trials": trials,
+        "steps-per-trial": steps_per_trial,
+        "canaries": canaries,
+        "canary-kind": canary_kind.value,
+        "confidence": confidence,
+    }
+    _check(plan)
+    if as_json is not None and not as_json.parent.is_dir():
+        raise RunFolderError(f"The folder of --json {as_json} does not exist: make it first.")
+    if settings.shard.startswith("deepspeed"):
+        from dpshard.applications.cli import zero
+
+        zero.require_deepspeed()
+    if settings.shard != "none" and not launch.joined():
+        raise typer.Exit(_start(settings, plan, as_json))
+    _audit(settings, plan, as_json)
+
+
+def _check(plan: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a plan that would prove nothing."""
+    least = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
+    if 0 < plan["trials"] < least:
+        raise ConfigurationError(
+            f"trials={plan['trials']} proves nothing: take at least {least}, better hundreds, or 0 for no such audit."
+        )
+    if 0 < plan["canaries"] < FEWEST_CANARIES:
+        raise ConfigurationError(
+            f"canaries={plan['canaries']} proves nothing: take at least {FEWEST_CANARIES}, better hundreds, or 0 for "
+            f"no such audit."
+        )
+    if not plan["trials"] and not plan["canaries"]:
+        raise ConfigurationError("trials=0 and canaries=0 leave nothing to audit: drop one of the two.")
+    if not 0 < plan["confidence"] < 1:
+        raise ConfigurationError(
+            f"confidence={plan['confidence']:g}: it is a probability, strictly between 0 and 1; for example 0.95."
+        )
+
+
+def _start(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) -> int:
+    """Have other processes do the work; their exit code."""
+    count = processes(settings)
+    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
+        config = Path(scratch) / "settings.yaml"
+        config.write_text(replace(settings, nproc=count).to_yaml(), "utf-8")
+        options = [text for name, value in plan.items() for text in (f"--{name}", str(value))]
+        out = ["--json", str(as_json)] if as_json else []
+        return launch.start(count, ["audit", "--config", str(config), *options, *out])
+
+
+def _audit(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) -> None:
+    with console.out.status("loading ..."):
+        from dpshard.applications.cli import training, world
+
+    device = training.pick_device(settings.device)
+    with world.joined(str(device)) as ranks:
+        figures = _attack(replace(settings, device=str(device)), plan, ranks)
+        _print(figures)
+        if as_json is not None:
+            target = as_json
+            ranks.on_first(lambda: write_atomically(target, to_json(figures, 2).encode()))
+        if any(attack.refuted for attack in attacks(figures)):
+            raise typer.Exit(REFUTED)
+
+
+def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    import torch
+
+    import dpshard
+    from dpshard.applications.cli import auditing, data
+
+    samples = data.load(settings)
+    figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
+    confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}
+    for key, game in games.items():
+        trials = plan["trials"] // len(games)
+        title = f"{NAMES[key]}, again and again"
+        with console.progress(title, 2 * trials * game.steps, speaking=ranks.first) as advance:
+            figures[key] = auditing.audit_game(game, settings, samples, ranks, trials, confidence, advance)
+    if plan["canaries"]:
+        with console.progress("training with canaries", None, speaking=ranks.first) as advance:
+            figures["run"] = auditing.audit_run(
+                settings, samples, ranks, plan["canary-kind"], plan["canaries"], confidence,
+                lambda steps: advance(total=steps),
+            )  # fmt: skip
+    figures["shard"], figures["ranks"] = settings.shard, ranks.size
+    return figures | {"versions": {"dpshard": dpshard.__version__, "torch": torch.__version__}}
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for attack in attacks(figures):
+        table.add_row(f"[bold]{attack.name}[/]", attack.how)
+        table.add_row("  proved", f"epsilon >= {attack.proved} with confidence {attack.confidence}")
+        table.add_row("  accounted", f"epsilon <= {attack.accounted} at delta = {attack.delta}")
+        table.add_row("  verdict", attack.verdict)
+    console.out.print(Panel(table, title=f"audit · {figures['task']}", title_align="left", expand=False))
+
+
+class Attack(NamedTuple):
+    """What one attack found, in words."""
+
+    name: str
+    how: str
+    proved: str
+    accounted: str
+    confidence: str
+    delta: str
+    refuted: bool
+
+    @property
+    def verdict(self) -> str:
+        """What follows."""
+        if self.refuted:
+            return "REFUTED: the attack proves more than was accounted (chance of a false alarm: 1e-6)"
+        return "consistent: the attack proves no more than was accounted"
+
+
+def attacks(figures: Mapping[str, Any]) -> list[Attack]:
+    """The attacks of audit.json."""
+    from dpshard.accounting import rounded_up
+
+    found = []
+    for key, name in NAMES.items():
+        if key not in figures:
+            continue
+        result = figures[key]
+        found.append(
+            Attack(
+                name,
+                f"sigma = {result['noise_multiplier']:.4g}, {_how(result)}",
+                f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # rounded down: no more than was proved
+                rounded_up(math.inf if result["accounted"] is None else result["accounted"]),
+                f"{result['confidence']:g}",
+                f"{result['delta']:g}",
+                bool(result["refuted"]),
+            )
+        )
+    return found
+
+
+def _how(result: Mapping[str, Any]) -> str:
+    """What was done, in words."""
+    if "canaries" in result:
+        return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
+    sampled = ""
+    if result["steps"] > 1:
+        sampled = f" of {result['steps']} steps (Poisson samples, {result['batch_size']} of {result['sample_size']})"
+    return f"{result['trials']} trials{sampled} count, half of them with one odd sample"

@@ -1,0 +1,223 @@
+"""Audits of a `dpshard train` configuration: its model, data, loss, engine and optimizer under attack."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard import PrivacyEngine
+from dpshard.applications.audit import (
+    Canaries,
+    GradientCanaries,
+    InputCanaries,
+    StepsAudit,
+    audit_steps,
+    refuted,
+    toss_coins,
+)
+from dpshard.applications.audit.canary import norm_of, sample_gradient
+from dpshard.applications.cli import fitting, models, own_model, sharding
+from dpshard.applications.cli.data import BYTES, Data, Kind, size
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device, sample_losses
+from dpshard.backends.ranks import Ranks
+from dpshard.randomness import new_run_secret
+
+CANDIDATES = 32
+"""Odd samples of which the one with the longest gradient is the canary of the games."""
+
+OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
+"""Settings of the mechanism that a game replaces by its own; all others are audited as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """Steps that are played many times, with an odd sample and without; what it is good for, see docs/audit.md."""
+
+    steps: int = 1
+    """Steps of a trial."""
+    rows: int = 4
+    """Samples, the odd one included."""
+    batch_size: int
+    """Expected batch size; all rows are in every batch if it is their number."""
+    noise_multiplier: float
+    """Where few trials prove much."""
+    micro_batch_size: int
+    """Rows that are computed at once: less than all, so that some are padding."""
+
+
+def games(steps: int) -> dict[str, Game]:
+    """The games of trials of so many steps, by their keys in audit.json.
+
+    Faults of sampling show where there is little noise, and noise that is used again where there is much.
+    """
+    if steps == 1:
+        return {"step": Game(batch_size=4, noise_multiplier=0.5, micro_batch_size=3)}
+    return {
+        # An epoch, in which a shuffled loader shows every sample for certain.
+        "sampling": Game(steps=steps, rows=steps, batch_size=1, noise_multiplier=0.2, micro_batch_size=2),
+        "noise": Game(steps=steps, batch_size=2, noise_multiplier=2.0, micro_batch_size=2),
+    }
+
+
+def audit_game(
+    game: Game,
+    settings: TrainSettings,
+    data: Data,
+    ranks: Ranks,
+    trials: int,
+    confidence: float,
+    on_step: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Many noisy releases with and without an odd sample, as the figures of audit.json.
+
+    `on_step` is called after each of the 2 * trials * game.steps steps.
+    """
+    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    model = _awake(_model(settings, data, device, ranks))
+    canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
+    first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
+    x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
+    y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
+    options = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
+    audit = audit_steps(
+        model,
+        x,
+        y,
+        sample_losses,
+        trials=trials,
+        steps=game.steps,
+        batch_size=game.batch_size,
+        micro_batch_size=game.micro_batch_size,
+        noise_multiplier=game.noise_multiplier,
+        prepare=lambda model: (
+            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
+        ),
+        on_step=on_step,
+        **options,
+    )
+    return step_figures(audit, settings.target_delta, confidence)
+
+
+def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
+    """An audit of steps as plain values."""
+    trials = audit.trials
+    return {
+        "lower_bound": audit.lower_bound(delta, confidence),
+        "accounted": audit.accounted(delta),
+        "delta": delta,
+        "confidence": confidence,
+        "noise_multiplier": audit.mechanism.noise_multiplier,
+        "steps": audit.steps,
+        "batch_size": audit.mechanism.schedule[0],
+        "sample_size": audit.mechanism.sample_size,
+        "false_positives": trials.false_positives,
+        "false_negatives": trials.false_negatives,
+        "trials": trials.within + trials.without,
+        "mu_lower_bound": trials.mu(confidence),
+        "mu_accounted": audit.accounted_mu,
+        "refuted": audit.refuted_at() is not None,
+    }
+
+
+def audit_run(
+    settings: TrainSettings,
+    data: Data,
+    ranks: Ranks,
+    kind: str,
+    count: int,
+    confidence: float,
+    on_step: Callable[[int], object] = lambda steps: None,
+) -> dict[str, Any]:
+    """A whole run with canaries, as the figures of audit.json; `on_step(steps of the run)` is called after each step.
+
+    Noise is calibrated anew for the data set with the canaries, and epsilon is that of this run.
+    """
+    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
+    canaries: Canaries
+    if kind == "gradient":
+        canaries = GradientCanaries(included)
+    else:
+        canaries = InputCanaries(included, *odd_samples(data, count), sample_losses)
+    model = canaries.wrap(_model(settings, data, device, ranks))
+    sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
+    dataset = canaries.among(data.train)
+    engine = PrivacyEngine(sharded.model, sample_size=size(dataset), **settings.mechanism())
+    scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
+    for logical_batch in engine.batches(dataset, settings.micro_batch_size):
+        sharded.model.train()
+        if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
+            canaries.below_threshold(engine)  # it drops what is longer
+        for x, y, canary_B, weight_B in logical_batch:
+            torch.manual_seed(draw_seed(settings.seed, logical_batch.step, logical_batch.position, ranks.rank))
+            x, y, canary_B, weight_B = (part.to(device) for part in (x, y, canary_B, weight_B))
+            canaries.losses(sharded.model, x, y, canary_B, weight_B, sample_losses).mean().backward()
+        engine.privatize()
+        canaries.observe(engine, logical_batch.step)
+        sharded.step()
+        scheduler.step()
+        on_step(engine.steps)
+    return _run_figures(canaries, engine, kind, confidence)
+
+
+def _run_figures(canaries: Canaries, engine: PrivacyEngine, kind: str, confidence: float) -> dict[str, Any]:
+    delta, guesses = engine.mechanism.target_delta, canaries.guesses()
+    return {
+        "lower_bound": guesses.epsilon(delta, confidence),
+        "accounted": engine.epsilon(),
+        "delta": delta,
+        "confidence": confidence,
+        "kind": kind,
+        "canaries": guesses.canaries,
+        "guesses": [list(tried) for tried in guesses.tried],
+        "steps": engine.step,
+        "noise_multiplier": engine.noise_multiplier,
+        "sample_size": engine.mechanism.sample_size,
+        "refuted": refuted(guesses, engine),
+    }
+
+
+def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
+    """Samples like no others: the values of a training sample in random order, for text random bytes; random labels."""
+    generator = torch.Generator().manual_seed(0)
+    like = [torch.as_tensor(data.train[i % size(data.train)][0]) for i in range(count)]
+    if data.kind in (Kind.LANGUAGE, Kind.MASKED):
+        ids = torch.randint(BYTES, (count, len(like[0]) + 1), generator=generator)
+        return ids[:, :-1], ids[:, 1:]
+    if data.kind is Kind.TEXT:
+        x = torch.randint(BYTES, (count, len(like[0])), generator=generator)
+    else:
+        orders = (torch.randperm(x.numel(), generator=generator) for x in like)
+        x = torch.stack([x.flatten()[order].view_as(x) for x, order in zip(like, orders, strict=True)])
+    return x, torch.randint(data.classes, (count,), generator=generator)
+
+
+def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The sample with the longest gradient."""
+    plain = copy.deepcopy(model).train()
+    samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+    norms = [norm_of(sample_gradient(plain, *sample, sample_losses).values()) for sample in samples]
+    best = max(range(len(norms)), key=norms.__getitem__)
+    return x[best], y[best]
+
+
+def _awake(model: nn.Module) -> nn.Module:
+    """`model`, with small values in the place of parameters that are zero: a head of zeros passes no gradient on."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.any():
+                p.normal_(std=0.05)
+    return model
+
+
+def _model(settings: TrainSettings, data: Data, device: torch.device, ranks: Ranks) -> nn.Module:
+    torch.manual_seed(settings.seed)
+    model = models.build(settings.model, data, settings).to(device)
+    own_model.require_equal(model, settings.model, ranks)
+    return model

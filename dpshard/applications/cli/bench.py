@@ -1,0 +1,128 @@
+"""`dpshard bench`: what privacy costs a model of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from dpshard.applications.cli import console
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.plan import parse_clipping
+from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.config import check_positive
+
+if TYPE_CHECKING:
+    from dpshard.applications.benchmark import Comparison, Measured
+
+MIB = 2**20
+
+
+def command(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="A function without arguments that returns (model, x, y, loss_fn): a new model, one micro-batch of "
+            "inputs and targets (tensors, or tuples or dicts of them), and loss_fn(model(x), y), its mean loss.",
+        ),
+    ],
+    clipping: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STYLE[:MODE]",
+            help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode; may be repeated. "
+            "[dim]\\[default: each style, and all-layer:mixed-ghost][/]",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Steps of each that are timed, in turns.")] = 20,
+    compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too.")] = False,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, in fresh processes.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+) -> None:
+    """Measure what private training costs your model: time, memory and FLOPs beside ordinary training.
+
+    Whole steps take turns, so a busy machine slows all of them alike; ratios are of steps of the same round.
+
+    For example: dpshard bench my_project.bench:subject --clipping all-layer --clipping layer-wise
+    """
+    chosen = [parse_clipping(text) for text in clipping or ()]
+    if threads is not None:
+        check_positive("threads", threads)
+    with console.err.status("loading ..."):
+        import torch
+
+        from dpshard.applications.benchmark import compare
+        from dpshard.applications.benchmark.comparison import DEFAULT_CLIPPINGS, advise, steps_of
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    clippings = list(dict.fromkeys(chosen)) or list(DEFAULT_CLIPPINGS)
+    with console.progress("measuring", steps_of(clippings, rounds, compiled=compile, memory=memory)) as advance:
+        comparison = compare(
+            subject,
+            clippings=clippings,
+            rounds=rounds,
+            compiled=compile,
+            memory=memory,
+            on_step=advance,
+        )
+    advice = advise(comparison)
+    if as_json is not None:
+        write_atomically(as_json, to_json(_figures(comparison, advice), 2).encode())
+    _print(comparison, advice)
+
+
+def _print(comparison: Comparison, advice: list[str]) -> None:
+    first = comparison.measured[0]
+    console.out.print(
+        f"A step on {comparison.rows} samples, {comparison.parameters:,} trained parameters, on {comparison.device}; "
+        f"{first.seconds.count} rounds"
+    )
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name in ("", "ms", "time", "quartiles", "MiB", "memory", "FLOPs"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for m in comparison.measured:
+        table.add_row(*_row(comparison, m), style="dim" if m.variant.clipping is None else "")
+    console.out.print(table)
+    for sentence in advice:
+        console.out.print(f"• {escape(sentence)}")
+    console.out.print("[dim]Columns time, memory and FLOPs: times those of the ordinary step of the same kind.[/]")
+
+
+def _row(comparison: Comparison, m: Measured) -> list[str]:
+    base = comparison.baseline(m)
+    ratio, peak = m.ratio, "" if m.peak is None else f"{m.peak / MIB:,.0f}"
+    memory = f"{m.peak / base.peak:.2f}" if m.peak and base.peak else ""
+    flops = f"{m.flops / base.flops:.2f}" if base.flops else ""
+    return [
+        escape(m.variant.label), f"{1e3 * m.seconds.median:,.1f}", f"{ratio.median:.2f}",
+        f"{ratio.low:.2f}–{ratio.high:.2f}", peak, memory, flops,
+    ]  # fmt: skip
+
+
+def _figures(comparison: Comparison, advice: list[str]) -> dict[str, Any]:
+    return {
+        "rows": comparison.rows,
+        "parameters": comparison.parameters,
+        "device": comparison.device,
+        "measured": [
+            {
+                "label": m.variant.label,
+                "clipping": m.variant.clipping,
+                "compiled": m.variant.compiled,
+                "seconds": asdict(m.seconds),
+                "ratio": asdict(m.ratio),
+                "flops": m.flops,
+                "peak_bytes": m.peak,
+            }
+            for m in comparison.measured
+        ],
+        "advice": advice,
+    }

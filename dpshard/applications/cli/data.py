@@ -1,0 +1,150 @@
+"""The data that ships with Python and scikit-learn, and what all data look like to a run: three splits of (x, y)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.errors import ConfigurationError, DataError
+
+BYTES = 256
+"""Token ids of text: the 256 bytes, a vocabulary that is nobody's secret; then BEGIN, and PAD."""
+BEGIN, PAD = BYTES, BYTES + 1
+VOCABULARY = BYTES + 2
+MASK = VOCABULARY
+"""What stands for a masked byte, where there are any."""
+IGNORED = -100
+"""Target of a position that has no loss."""
+
+MASKED_SHARE = 0.15
+
+SPLIT_SEED = 0
+"""The held-out samples are the same in every run, whatever its seed: nothing may be tuned on them."""
+
+
+class Kind(Enum):
+    """What x and y are."""
+
+    IMAGE = auto()  # x float [C, H, W] in [0, 1], y class
+    FEATURES = auto()  # x float [D], y class
+    TEXT = auto()  # x token ids [T], y class
+    LANGUAGE = auto()  # x token ids [T], y next token ids [T], IGNORED after the end
+    MASKED = auto()  # x token ids [T], some of them MASK, y the true ids there, IGNORED elsewhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Three disjoint splits; only `train` is trained on, and only it is protected."""
+
+    train: Dataset[Any]
+    validation: Dataset[Any]
+    test: Dataset[Any]
+    kind: Kind
+    sample: str
+    """What one protected sample is, for the privacy statement: "one image"."""
+    classes: int = VOCABULARY
+    """Number of classes, or of tokens."""
+    guessing: float | None = None
+    """Share of the test samples that always guessing their commonest class gets right; None without classes."""
+
+
+def load(settings: TrainSettings) -> Data:
+    """The data of a run. Raises DataError if they cannot be read, or if there is nothing to train on."""
+    if settings.task == "digits":
+        data = _digits(settings)
+    elif settings.task == "pydoc":
+        data = _pydoc(settings)
+    else:
+        from dpshard.applications.cli import files
+
+        data = files.load(settings)
+    if size(data.train) == 0:
+        raise DataError("The data set is empty: there is no sample to train on.")
+    return data
+
+
+def _digits(settings: TrainSettings) -> Data:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigurationError("The digits come with scikit-learn: pip install 'dpshard[train]'.") from error
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels)
+    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one handwritten digit", "classes": 10}
+    return splits(TensorDataset(x, y), settings, labels=y, **facts)
+
+
+def _pydoc(settings: TrainSettings) -> Data:
+    from pydoc_data.topics import topics
+
+    paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
+    texts = [text for text in (" ".join(paragraph.split()) for paragraph in paragraphs) if text]
+    return unlabelled(texts, settings, sample="one paragraph of documentation")
+
+
+def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
+    """`dataset` divided at random, always in the same way, by the fractions of the settings; `labels` [N] if any."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
+    test = round(len(order) * settings.test_fraction)
+    validation = test + round(len(order) * settings.validation_fraction)
+
+    if labels is not None and test > 0:
+        facts["guessing"] = float(labels[torch.from_numpy(order[:test])].bincount().max()) / test
+
+    def part(indices: Any) -> Dataset[Any]:
+        if isinstance(dataset, TensorDataset):  # which the engine reads by whole micro-batches
+            return TensorDataset(*dataset[torch.from_numpy(indices)])
+        return Subset(dataset, indices.tolist())
+
+    return Data(
+        train=part(order[validation:]), validation=part(order[test:validation]), test=part(order[:test]), **facts
+    )
+
+
+def tokens(text: str, length: int) -> Tensor:
+    """Token ids [length + 1] of a text: BEGIN, its first `length` bytes, PAD."""
+    ids = [BEGIN, *text.encode()[:length]]
+    return torch.tensor(ids + [PAD] * (length + 1 - len(ids)))
+
+
+def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) -> Data:
+    """Texts that teach what the objective of the settings says, each a sample."""
+    if settings.objective == "masked":
+        return splits(masked(texts, settings), settings, kind=Kind.MASKED, sample=sample, classes=VOCABULARY + 1)
+    return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample=sample)
+
+
+def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
+    """Each text and the same text shifted by one, so that the next byte is predicted at every position."""
+    ids = _all_tokens(texts, settings)
+    return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
+
+
+def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
+    """Each text, 15% of its bytes masked, at least one: chosen at random, but always the same ones; and those bytes."""
+    ids = _all_tokens(texts, settings)
+    own = ids < BYTES
+    lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)
+    count = (own.sum(1, keepdim=True) * MASKED_SHARE).round().clamp(min=1)
+    hidden = own & (lots.argsort(1).argsort(1) < count)  # of ranks from 0
+    return TensorDataset(ids.masked_fill(hidden, MASK), ids.masked_fill(~hidden, IGNORED))
+
+
+def _all_tokens(texts: Sequence[str], settings: TrainSettings) -> Tensor:
+    if not texts:
+        raise DataError("The data set is empty: it holds no text.")
+    return torch.stack([tokens(text, settings.max_length) for text in texts])
+
+
+def size(dataset: Any) -> int:
+    """Number of samples."""
+    return len(dataset)

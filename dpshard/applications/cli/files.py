@@ -1,0 +1,271 @@
+"""The user's own data: image folders, JSON lines, CSV, .npz, and data sets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from dpshard.applications.cli.data import Data, Kind, splits, tokens, unlabelled
+from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
+from dpshard.errors import ConfigurationError, DataError
+
+IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+def load(settings: TrainSettings) -> Data:
+    """The data that `settings.data` names."""
+    source = str(settings.data)
+    if source.startswith("hf:"):
+        return _hugging_face(source.removeprefix("hf:"), settings)
+    path = Path(source)
+    if path.is_dir():
+        return _image_folder(path, settings)
+    readers: dict[str, Callable[[Path, TrainSettings], Data]] = {
+        ".jsonl": lambda path, settings: _table(_read(path, _json_lines), str(path), settings),
+        ".csv": lambda path, settings: _table(_read(path, _csv_rows), str(path), settings),
+        ".npz": _npz,
+    }
+    if path.suffix not in readers:
+        raise DataError(f"{path}: expected a folder of images, a {', '.join(readers)} file, or hf:NAME.")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist.")
+    return readers[path.suffix](path, settings)
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+class ImageFiles(Dataset[tuple[Tensor, int]]):
+    """Image files with class numbers, decoded when they are asked for."""
+
+    def __init__(self, items: Sequence[tuple[Path, int]], size: int) -> None:
+        self.items = items
+        self.size = size
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Image [3, size, size] in [0, 1], and its class."""
+        from PIL import Image
+
+        path, label = self.items[index]
+        with _readable(path), Image.open(path) as image:
+            return image_tensor(image, self.size), label
+
+
+def image_tensor(image: Any, size: int) -> Tensor:
+    """A PIL image as a float tensor [3, size, size] in [0, 1]."""
+    pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float32) / 255
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _image_folder(folder: Path, settings: TrainSettings) -> Data:
+    classes = sorted(child for child in folder.iterdir() if child.is_dir())
+    items = [
+        (path, label)
+        for label, child in enumerate(classes)
+        for path in sorted(child.rglob("*"))
+        if path.suffix.lower() in IMAGE_SUFFIXES
+    ]
+    if not items:
+        raise DataError(f"The data set is empty: {folder} has no sub-folder (one per class) with images in it.")
+    _check_images([path for path, _ in items])
+    labels = torch.tensor([label for _, label in items])
+    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one image", "classes": len(classes)}
+    return splits(ImageFiles(items, settings.image_size), settings, labels=labels, **facts)
+
+
+def _check_images(paths: Sequence[Path]) -> None:
+    """Raise DataError for a broken file: it is to stop a run before it starts, not when the image is drawn."""
+    from PIL import Image
+
+    for path in paths:
+        with _readable(path), Image.open(path) as image:
+            image.verify()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError) as error:  # PIL calls a broken file a syntax error
+        raise DataError(f"The image {path} cannot be read: {error}. Repair or remove it.") from error
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]
+"""Rows by their place in the file: "line 7"."""
+
+
+def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> Rows:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = {f"line {number}": row for number, row in parse(file)}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{path}, {error}") from error
+    if not rows:
+        raise DataError(f"The data set is empty: {path} has no row.")
+    return rows
+
+
+def _csv_rows(file: Any) -> Iterator[tuple[int, Row]]:
+    reader = csv.DictReader(file, restkey="", restval=None)
+    for row in reader:
+        if None in row.values() or "" in row:
+            raise ValueError(f"line {reader.line_num}: another number of columns than the header has")
+        yield reader.line_num, row
+
+
+def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(file, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: no JSON: {error}") from error
+        if row is not None and not isinstance(row, dict):
+            raise ValueError(f"line {number}: expected an object with named fields")
+        if row is not None:
+            yield number, row
+
+
+def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
+    text, label = settings.text_column, settings.label_column
+    columns = list(next(iter(rows.values())))
+    named = text != TEXT_COLUMN  # then it has to be there; else the data may be numbers
+    if text in columns:
+        texts = [str(cell) for cell in _column(rows, text, source)]
+        if label not in columns:
+            return unlabelled(texts, settings, sample="one text")
+        x = torch.stack([tokens(t, settings.max_length) for t in texts])
+        facts: dict[str, Any] = {"kind": Kind.TEXT, "sample": "one labelled text"}
+    elif label in columns and not named:
+        columns.remove(label)
+        x = torch.tensor([_numbers(rows, column, source) for column in columns]).T / settings.feature_scale
+        facts = {"kind": Kind.FEATURES, "sample": "one row"}
+    else:
+        missing = repr(text) if named else f"{text!r} or {label!r}"
+        raise DataError(
+            f"{source} has no column {missing}, but {', '.join(map(repr, columns))}: name the columns by "
+            f"--text-column and --label-column."
+        )
+    y, classes = _classes(_column(rows, label, source))
+    return splits(TensorDataset(x, y), settings, labels=y, classes=classes, **facts)
+
+
+def _column(rows: Rows, column: str, source: str) -> list[Any]:
+    for place, row in rows.items():
+        if row.get(column) is None:
+            raise DataError(f"{source}, {place}: no {column!r}.")
+    return [row[column] for row in rows.values()]
+
+
+def _numbers(rows: Rows, column: str, source: str) -> list[float]:
+    numbers = []
+    for place, value in zip(rows, _column(rows, column, source), strict=True):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{source}, {place}: {column}={value!r} is no number; a column of text is named by --text-column."
+            ) from error
+    return numbers
+
+
+def _classes(labels: Sequence[Any]) -> tuple[Tensor, int]:
+    """Class numbers [N] of the labels, in sorted order, and how many there are."""
+    try:
+        names = sorted(set(labels), key=lambda label: (str(type(label)), label))
+    except TypeError as error:
+        raise DataError(f"A label must be a number or a text: {error}.") from error
+    number = {name: index for index, name in enumerate(names)}
+    return torch.tensor([number[label] for label in labels]), len(names)
+
+
+def _npz(path: Path, settings: TrainSettings) -> Data:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except KeyError as error:
+        raise DataError(f"{path} must hold two arrays, x and y: {error}") from error
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or y.ndim != 1 or len(x) != len(y):
+        raise DataError(
+            f"{path}: x {list(x.shape)} must be numbers [N, D] or images [N, H, W] or [N, C, H, W], and y "
+            f"{list(y.shape)} a label for each."
+        )
+    scale = 255.0 if x.dtype == np.uint8 else settings.feature_scale
+    features = torch.from_numpy(x.astype(np.float32)) / scale
+    if features.dim() == 3:
+        features = features.unsqueeze(1)
+    labels, classes = _classes(y.tolist())
+    image = features.dim() == 4
+    return splits(
+        TensorDataset(features, labels),
+        settings,
+        labels=labels,
+        kind=Kind.IMAGE if image else Kind.FEATURES,
+        sample="one image" if image else "one row",
+        classes=classes,
+    )
+
+
+# --- the Hugging Face hub -------------------------------------------------------------------------------------------
+
+
+class HubImages(Dataset[tuple[Tensor, int]]):
+    """The images of a Hugging Face data set, decoded when they are asked for."""
+
+    def __init__(self, rows: Any, column: str, labels: Tensor, size: int) -> None:
+        self.rows = rows
+        self.column = column
+        self.labels = labels.tolist()
+        self.size = size
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Image [3, size, size] in [0, 1], and its class."""
+        return image_tensor(self.rows[index][self.column], self.size), self.labels[index]
+
+
+def _hugging_face(name: str, settings: TrainSettings) -> Data:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigurationError("Data of the Hugging Face hub need `datasets`: pip install 'dpshard[hf]'.") from error
+    name, _, config = name.partition(":")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces every retry; we say how it ended
+    try:
+        parts = datasets.load_dataset(name, config or None)
+    except Exception as error:  # whatever the hub, the network or a damaged file may raise
+        raise DataError(f"The data set {name!r} cannot be loaded from the Hugging Face hub: {error}") from error
+    rows = parts["train"] if "train" in parts else next(iter(parts.values()))
+    image = next((name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
+    if image is None:
+        return _table({f"row {number}": row for number, row in enumerate(rows.to_list())}, f"hf:{name}", settings)
+    if settings.label_column not in rows.features:
+        raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label by --label-column.")
+    labels, classes = _classes(rows[settings.label_column])
+    dataset = HubImages(rows, image, labels, settings.image_size)
+    return splits(dataset, settings, labels=labels, kind=Kind.IMAGE, sample="one image", classes=classes)

@@ -1,0 +1,147 @@
+"""The final report of a run: what came out, and exactly what is promised about the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+import dpshard
+from dpshard.accounting import poisson_relation, relation_name, rounded_up
+from dpshard.applications.cli.data import size
+from dpshard.applications.cli.formats import NEIGHBOURS, to_json
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.training import Run
+
+NOT_COVERED = (
+    "metrics.jsonl and the plots (loss, clip fraction, norms, gradient-SNR, realised batch sizes): computed from the "
+    "training samples, without noise.",
+    "checkpoints: they hold the run secret, and whoever has it can subtract the noise. Keep them as you keep the data. "
+    "model.pt is what may be published.",
+    "the validation and test samples and the scores on them: not trained on, but not protected either.",
+    "choices made by looking at other runs on the same data: each of those runs has a cost of its own.",
+    "the number of training samples and the set of labels: taken as public.",
+)
+
+
+def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Everything in the report, as plain values; `scores` are those on the test split, "before" and "after"."""
+    data, engine, mechanism = run.data, run.engine, run.engine.mechanism
+    return {
+        "task": run.settings.task,
+        "model": run.settings.model,
+        "parameters": run.sharded.parameters,
+        "samples": {"train": size(data.train), "validation": size(data.validation), "test": size(data.test)},
+        "test": dict(scores) | ({} if data.guessing is None else {"guessing": data.guessing}),
+        "privacy": {
+            "epsilon": engine.epsilon(),
+            "delta": mechanism.target_delta,
+            "target_epsilon": mechanism.target_epsilon,
+            "protected_unit": data.sample,
+            "neighbouring_relation": relation_name(poisson_relation(mechanism.max_batch_size)),
+            "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
+            "max_batch_size": mechanism.max_batch_size,
+            "noise_multiplier": mechanism.noise_multiplier,
+            "noise": mechanism.noise,
+            "grid_elements": mechanism.grid_elements,
+            "max_grad_norm": mechanism.max_grad_norm,
+            "clipping_fn": run.settings.clipping_fn,
+            "clipping_style": run.settings.clipping_style,
+            "clipping_quantile": run.settings.clipping_quantile,
+            "sample_size": mechanism.sample_size,
+            "phases": [
+                {"expected_batch_size": batch, "sampling_probability": batch / mechanism.sample_size, "steps": steps}
+                for batch, steps in mechanism.schedule.phases()
+            ],
+            "steps": engine.step,
+            "accountant": mechanism.accountant,
+            "statement": engine.statement(),
+            "not_covered": list(NOT_COVERED),
+        },
+        "versions": {"dpshard": dpshard.__version__, "torch": torch.__version__},
+        "device": run.device.type,
+        "ranks": run.ranks.size,
+        "shard": run.settings.shard,
+    }
+
+
+def write(folder: RunFolder, report: Mapping[str, Any]) -> None:
+    """Write report.json and report.md."""
+    write_atomically(folder.report.with_suffix(".json"), to_json(report, indent=2).encode())
+    write_atomically(folder.report, _markdown(report).encode())
+
+
+def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None:
+    """Print the result, the guarantee, and where the files are."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in [*result_rows(report), *_privacy_rows(report["privacy"])]:
+        table.add_row(f"[bold]{name}[/]", value)
+    console.print(Panel(table, title=f"{report['task']} · {report['model']}", title_align="left", expand=False))
+    console.print(f"Report, plots and weights: {folder.path}  (what epsilon does not cover: {folder.report})")
+
+
+def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What came out, as names and values."""
+
+    def shown(scores: Mapping[str, float]) -> str:
+        return f"perplexity {scores['perplexity']:.2f}" if "perplexity" in scores else f"{scores['accuracy']:.1%} right"
+
+    test, samples = report["test"], report["samples"]
+    after, guessing = test["after"], test.get("guessing")
+    guess = "" if guessing is None else f"; the commonest class, always: {guessing:.1%}"
+    result = f"{shown(after)} (before training: {shown(test['before'])}{guess})" if after else "no test samples"
+    failed = bool(after) and guessing is not None and after["accuracy"] <= guessing
+    hint = [("hint", 'no better than guessing; see "Accuracy is low" in docs/guide.md')] if failed else []
+    return [
+        ("test", f"{result}, {samples['test']} held-out samples"),
+        *hint,
+        ("trained on", f"{samples['train']} samples, {report['parameters']:,} parameters"),
+    ]
+
+
+def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
+    name = privacy["neighbouring_relation"]
+    target = f" (budget {privacy['target_epsilon']:g})" if privacy["target_epsilon"] else ""
+    caution = " (an approximation that may under-state epsilon)" if privacy["accountant"] == "gdp" else ""
+    cap = f", at most {privacy['max_batch_size']} samples" if privacy["max_batch_size"] else ""
+    quantile = privacy["clipping_quantile"]
+    moves = "" if quantile is None else f" at first, which then follows quantile {quantile:g} of the gradient norms"
+    phases = "; ".join(
+        f"{phase['steps']} steps with q = {phase['sampling_probability']:.6g} (expected batch "
+        f"{phase['expected_batch_size']} of {privacy['sample_size']})"
+        for phase in privacy["phases"]
+    )
+    return [
+        ("epsilon", f"{rounded_up(privacy['epsilon'])}{target} at delta = {privacy['delta']:g}"),
+        ("protects", privacy["protected_unit"]),
+        ("neighbours", f"{name}: {NEIGHBOURS[name]}"),
+        ("sampling", f"{privacy['sampling']}{cap}: {phases}"),
+        (
+            "noise",
+            f"sigma = {privacy['noise_multiplier']:.6g} times the sensitivity {privacy['max_grad_norm']:g}{moves}",
+        ),
+        ("clipping", f"{privacy['clipping_fn']}, {privacy['clipping_style']}"),
+        ("accountant", f"{privacy['accountant']}{caution}"),
+    ]
+
+
+def _markdown(report: Mapping[str, Any]) -> str:
+    def table(rows: list[tuple[str, str]]) -> str:
+        return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+    privacy = report["privacy"]
+    not_covered = "\n".join(f"- {item}" for item in privacy["not_covered"])
+    ranks = f" x {report['ranks']} ({report['shard']})" if report["shard"] != "none" else ""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return (
+        f"# Report: {report['task']}, model {report['model']}\n\n{table(result_rows(report))}\n\n"
+        f"![metrics](plots/overview.png)\n\n"
+        f"## What is promised\n\n{privacy['statement']}.\n\n{table(_privacy_rows(privacy))}\n\n"
+        f"The promise is about the weights in model.pt.\n\n"
+        f"## What epsilon does not cover\n\n{not_covered}\n\n"
+        f"---\n{versions}, {report['device']}{ranks}\n"
+    )

@@ -1,0 +1,53 @@
+"""The settings that were left open, chosen to fit the data; of these only kind and size are looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dpshard.applications.cli import models
+from dpshard.applications.cli.data import Data, Kind, size
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.config import BatchSchedule
+from dpshard.errors import ConfigurationError
+from dpshard.recipes import DP_BERT
+
+LARGEST_BATCH = 256
+"""Expected batch size on data of which this is less than half."""
+LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
+LARGEST_PRETRAINING_BATCH = 4096
+"""Expected batch size at the end of pre-training on data of which this is less than a quarter."""
+
+
+def fit(settings: TrainSettings, data: Data) -> TrainSettings:
+    """`settings` with a model, batch size, optimizer and learning rate for `data`, where none was given.
+
+    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger than the data set.
+    """
+    samples = size(data.train)
+    if settings.objective == "masked" and data.kind is not Kind.MASKED:
+        raise ConfigurationError(
+            f"objective='masked' is for texts without labels, and these data are others ({data.sample}): take --task "
+            f"pydoc, or --data with a text column alone."
+        )
+    model = models.choose(data, settings.task) if settings.model == "auto" else settings.model
+    models.check_fits(model, data)
+    optimizer = settings.optimizer
+    if optimizer == "auto":
+        optimizer = "adam" if data.kind is Kind.TEXT else "sgd"
+    batch_size, learning_rate = settings.batch_size, settings.learning_rate
+    if batch_size is None and settings.phases is None and settings.recipe == "dp-bert" and settings.steps is not None:
+        settings = replace(settings, phases=_growing(samples, settings.steps), steps=None)
+    if batch_size is None and settings.phases is None:
+        batch_size = min(LARGEST_BATCH, max(1, samples // 2))
+    if learning_rate is None:
+        learning_rate = LEARNING_RATES[optimizer]
+    settings = replace(settings, model=model, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate)
+    expected = settings.mechanism()["batch_size"]
+    BatchSchedule.parse(expected, sample_size=samples, epochs=settings.epochs, steps=settings.steps)
+    return settings
+
+
+def _growing(samples: int, steps: int) -> str:
+    """The batches of DP-BERT, scaled down to `samples`, as --phases."""
+    recipe = DP_BERT.scaled(steps=steps, last_batch=min(LARGEST_PRETRAINING_BATCH, max(1, samples // 4)))
+    return ",".join(f"{size}x{count}" for size, count in recipe.engine_settings()["batch_size"])

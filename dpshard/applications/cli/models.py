@@ -1,0 +1,274 @@
+"""Small networks for the embedded inputs and for a first try on the user's own data."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpshard.applications.cli import console, own_model
+from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.errors import ConfigurationError
+from dpshard.replacements import replace_unsupported
+
+FITTING: dict[Kind, list[str]] = {
+    Kind.IMAGE: ["mlp", "cnn", "vit"],
+    Kind.FEATURES: ["mlp"],
+    Kind.TEXT: ["text"],
+    Kind.LANGUAGE: ["gpt", "gpt2"],
+    Kind.MASKED: ["bert"],
+}
+"""The models that can learn a kind of data."""
+
+
+def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
+    """The model `name` for `data`, with logits [B, classes], or [B, T, classes] for a language model.
+
+    Raises ConfigurationError if the model cannot learn this kind of data, or has layers without per-sample gradients.
+    """
+    if own_model.is_own(name):
+        model = own_model.build(name, data)
+        _replace_unsupported(model, told_to=settings.replace_unsupported)
+        return model
+    check_fits(name, data)
+    shape = tuple(data.train[0][0].shape)
+    if name == "mlp":
+        return MLP(math.prod(shape), data.classes, normalize=data.kind is Kind.IMAGE)
+    if name == "cnn":
+        return CNN(shape[0], data.classes)
+    if name == "vit":
+        return VisionTransformer(shape, data.classes)
+    if name == "text":
+        return TextClassifier(settings.max_length + 1, data.classes)
+    if name == "bert":
+        return BERT(settings.max_length + 1, data.classes)
+    return GPT(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
+
+
+def check_fits(name: str, data: Data) -> None:
+    """Raise ConfigurationError if the model `name` cannot learn this kind of data."""
+    if name not in FITTING[data.kind] and not own_model.is_own(name):
+        raise ConfigurationError(
+            f"model={name!r} does not fit these data ({data.sample}); choose one of {['auto', *FITTING[data.kind]]}."
+        )
+
+
+def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
+    replaced = replace_unsupported(model if told_to else copy.deepcopy(model))
+    listed = "; ".join(f"{name or 'the model'}: {what}" for name, what in replaced.items())
+    if replaced and not told_to:
+        raise ConfigurationError(
+            f"The model has layers that mix the samples of a batch, or keep statistics of them, so samples have no "
+            f"gradient of their own. --replace-unsupported replaces them ({listed}); or build the model without them."
+        )
+    if replaced:
+        console.out.print(f"Replaced {listed}")
+
+
+def choose(data: Data, task: str) -> str:
+    """The model that `auto` stands for."""
+    if data.kind is Kind.IMAGE and task == "data":
+        return "cnn"  # the MLP, which suits the digits, does not see brightness and contrast
+    if data.kind is not Kind.LANGUAGE:
+        return FITTING[data.kind][0]
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return "gpt"
+    return "gpt2"
+
+
+class MLP(nn.Module):
+    """Two layers with a cosine between: the first starts as random Fourier features, which few noisy steps can use.
+
+    Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+    """
+
+    def __init__(self, features: int, classes: int, *, normalize: bool, width: int = 512) -> None:
+        super().__init__()
+        self.normalize = normalize
+        self.hidden = nn.Linear(features, width)
+        self.head = nn.Linear(width, classes)
+        nn.init.normal_(self.hidden.weight, std=1.7)
+        nn.init.uniform_(self.hidden.bias, 0, 2 * math.pi)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, classes] of x [B, ...]."""
+        x_BD = x.flatten(1)
+        if self.normalize:  # every image by its own mean and norm: no statistic of the data set
+            x_BD = F.normalize(x_BD - x_BD.mean(1, keepdim=True), dim=1)
+        return self.head(torch.cos(self.hidden(x_BD)))
+
+
+class CNN(nn.Module):
+    """Three convolutions, with GroupNorm since BatchNorm mixes samples."""
+
+    def __init__(self, channels: int, classes: int, width: int = 32) -> None:
+        super().__init__()
+        sizes = [channels, width, 2 * width, 2 * width]
+        self.body = nn.Sequential(
+            *(
+                layer
+                for d_in, d_out, stride in zip(sizes, sizes[1:], (1, 2, 2), strict=False)
+                for layer in (nn.Conv2d(d_in, d_out, 3, stride, padding=1), nn.GroupNorm(8, d_out), nn.ReLU())
+            ),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(4 * sizes[-1], classes)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.head(self.body(2 * x_BCHW - 1))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
+        """Attention output [B, T, D]; positions where `attend_BT` is false are not looked at."""
+        qkv = self.qkv(x_BTD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mask = None if attend_BT is None else attend_BT[:, None, None, :]
+        y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), attn_mask=mask, is_causal=self.causal)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=causal)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, D]."""
+        x_BTD = x_BTD + self.attention(self.norm_1(x_BTD), attend_BT)
+        return x_BTD + self.mlp(self.norm_2(x_BTD))
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, position embeddings, blocks; Dosovitskiy et al. 2021, arXiv:2010.11929."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        channels, side = shape[0], max(2, shape[1] // 8)
+        self.patches = nn.Conv2d(channels, width, side, side)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        # As large as the patches: there are too few noisy steps to learn to tell places apart.
+        self.positions = nn.Parameter(torch.randn(1, 1 + (shape[1] // side) * (shape[2] // side), width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        # Reads all tokens, not the class token alone: few noisy steps do not teach attention what to gather there.
+        self.head = nn.Linear(self.positions[0].numel(), classes)
+        nn.init.zeros_(self.head.weight)
+        with torch.no_grad():
+            self.patches.weight.mul_(4)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        x_BTD = self.patches(2 * x_BCHW - 1).flatten(2).mT
+        x_BTD = torch.cat([self.class_token.expand(len(x_BTD), -1, -1), x_BTD], dim=1) + self.positions
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD).flatten(1))
+
+
+class GPT(nn.Module):
+    """A causal language model whose output head is its token embedding."""
+
+    def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, VOCABULARY] of the next token at every position."""
+        x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return F.linear(self.norm(x_BTD), self.tokens.weight)
+
+
+class GPT2(nn.Module):
+    """GPT-2 of transformers, untrained and small; token embedding and output head are one parameter."""
+
+    def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel
+        except ImportError as error:
+            raise ConfigurationError(
+                "model='gpt2' needs transformers: pip install 'dpshard[hf]', or take 'gpt'."
+            ) from error
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=length, n_embd=width, n_layer=depth, n_head=heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=PAD, eos_token_id=PAD,
+        )  # fmt: skip
+        self.lm = GPT2LMHeadModel(config)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, VOCABULARY] of the next token at every position."""
+        return self.lm(input_ids=ids_BT, use_cache=False).logits
+
+
+class BERT(nn.Module):
+    """BERT of transformers, untrained and small; token embedding and output head are one parameter."""
+
+    def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        try:
+            from transformers import BertConfig, BertForMaskedLM
+        except ImportError as error:
+            raise ConfigurationError("model='bert' needs transformers: pip install 'dpshard[hf]'.") from error
+        config = BertConfig(
+            vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, intermediate_size=4 * width,
+            num_hidden_layers=depth, num_attention_heads=heads, pad_token_id=PAD, type_vocab_size=1,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.lm = BertForMaskedLM(config)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of the token at every position."""
+        return self.lm(input_ids=ids_BT, attention_mask=(ids_BT != PAD).long()).logits
+
+
+class TextClassifier(nn.Module):
+    """A bidirectional transformer over bytes; the class is read off the mean over the text's own positions."""
+
+    def __init__(self, length: int, classes: int, width: int = 64, depth: int = 1, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width, padding_idx=PAD)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        attend_BT = ids_BT != PAD
+        x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD, attend_BT)
+        weight_BT1 = (attend_BT / attend_BT.sum(1, keepdim=True)).unsqueeze(2)
+        return self.head((self.norm(x_BTD) * weight_BT1).sum(1))

@@ -1,0 +1,78 @@
+"""A network of the user's own: `--model package.module:function`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpshard.applications.cli.data import Data, Kind
+from dpshard.applications.cli.settings import OWN_MODEL
+from dpshard.backends.ranks import Ranks
+from dpshard.errors import ConfigurationError
+
+
+def is_own(name: str) -> bool:
+    """Whether `name` is that of a function, package.module:function."""
+    return re.fullmatch(OWN_MODEL, name) is not None
+
+
+def build(name: str, data: Data) -> nn.Module:
+    """What the function `name` returns for the shape of one x in `data` and the number of classes.
+
+    A network with logits [B, classes], or [B, T, classes] for a language model. Raises ConfigurationError if the
+    function cannot be imported, or if what it returns is no module with such logits.
+    """
+    model = _function(name)(tuple(data.train[0][0].shape), data.classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model={name!r} returned {type(model).__name__}, not a torch.nn.Module.")
+    _check_logits(name, model, data)
+    return model
+
+
+def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
+    """Raise ConfigurationError, on all ranks, unless `model` has the same values on each of them."""
+    digest = hashlib.sha256()
+    for x in model.state_dict().values():
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    if len(set(ranks.gather(digest.hexdigest()))) > 1:
+        raise ConfigurationError(
+            f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which --seed "
+            f"seeds, or read them from one file."
+        )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it; the program `dpshard` has its own folder there
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigurationError(f"model={name!r}: {module_name} cannot be imported: {error}.") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigurationError(f"model={name!r}: {module_name} ({module.__file__}) has no function {attribute}.")
+    return function
+
+
+def _check_logits(name: str, model: nn.Module, data: Data) -> None:
+    x = torch.stack([torch.as_tensor(data.train[0][0])] * 2)
+    model.eval()
+    with torch.no_grad():
+        logits = model(x)
+    model.train()
+    expected = (2, *x.shape[1:], data.classes) if data.kind in (Kind.LANGUAGE, Kind.MASKED) else (2, data.classes)
+    found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if found != expected:
+        raise ConfigurationError(
+            f"model={name!r}: for two samples, x {tuple(x.shape)}, the model returned {found}; it must return the "
+            f"logits, {expected}. Wrap a model that returns something else in a module of your own."
+        )

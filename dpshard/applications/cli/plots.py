@@ -1,0 +1,154 @@
+"""Pictures of a run's metrics."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpshard.applications.cli.run_folder import RunFolder
+from dpshard.errors import ConfigurationError, RunFolderError
+
+COLOURS = ("#2a5caa", "#d1495b", "#2e8b57")
+DPI = 150
+STYLE: Any = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: metrics over the step."""
+
+    name: str
+    title: str
+    series: Mapping[str, str]
+    """The legend of each metric that is drawn."""
+    percent: bool = False
+    log: bool = False
+
+
+PANELS = (
+    Panel("loss", "Loss", {"loss": "training (not private)", "validation_loss": "validation"}),
+    Panel("accuracy", "Validation accuracy", {"validation_accuracy": "validation"}, percent=True),
+    Panel("perplexity", "Validation perplexity", {"validation_perplexity": "validation"}, log=True),
+    Panel("epsilon", "Privacy spent: ε", {"epsilon": "ε"}),
+    Panel("clip_fraction", "Samples above the clipping norm", {"clip_fraction": "clip fraction"}, percent=True),
+    Panel("gradient_snr", "Gradient-SNR: clipped sum / noise", {"gradient_snr": "SNR"}),
+    Panel("learning_rate", "Learning rate", {"learning_rate": "learning rate"}),
+)
+
+
+def new_figure(**arguments: Any) -> Any:
+    """A matplotlib figure, without the global state of pyplot."""
+    from matplotlib.figure import Figure
+
+    return Figure(**arguments)
+
+
+def draw(folder: RunFolder) -> list[Path]:
+    """Draw metrics.jsonl: plots/overview.png, and a picture of each of its panels.
+
+    Raises RunFolderError if there are no metrics yet, ConfigurationError if matplotlib is missing.
+    """
+    rows = folder.read_metrics()
+    if not rows:
+        raise RunFolderError(f"{folder.metrics} is empty: the run has not finished a step yet.")
+    panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
+    pictures = {"overview": panels} | {panel.name: [panel] for panel in panels}
+    return [
+        save(_figure(shown, rows, folder.settings().target_epsilon), folder.plots / f"{name}.png")
+        for name, shown in pictures.items()
+    ]
+
+
+def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:
+    """Each panel that `rows` have points for, as an <svg> element to put into a page."""
+    panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
+    return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in panels}
+
+
+def _svg(figure: Any, name: str) -> str:
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same each time
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    element = "<svg " + text.getvalue().partition("<svg ")[2]
+    # The names of parts must differ between the pictures of one page.
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as a picture of the type that the name of `path` says; RunFolderError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"The picture {path} cannot be written: {error}") from error
+    return path
+
+
+def _figure(panels: Sequence[Panel], rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> Any:
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    with styled():
+        figure = new_figure(figsize=(4.4 * columns, 3.2 * lines))
+        axes = figure.subplots(lines, columns, squeeze=False).flatten()
+        for panel, ax in zip(panels, axes, strict=False):
+            _draw_panel(ax, panel, rows)
+            if panel.name == "epsilon" and target_epsilon is not None:
+                ax.axhline(target_epsilon, color="0.4", linewidth=1, linestyle="--", label="budget")
+                ax.set_ylim(0)
+            if len(ax.lines) > 1:
+                ax.legend()
+        for ax in axes[len(panels) :]:
+            ax.remove()
+    return figure
+
+
+def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    for (metric, legend), colour in zip(panel.series.items(), COLOURS, strict=False):
+        steps, values = _points(rows, metric)
+        if not steps:
+            continue
+        marker = "o" if len(steps) < 30 else None
+        ax.plot(steps, values, color=colour, label=legend, marker=marker, markersize=3, clip_on=False)
+    ax.set_title(panel.title)
+    ax.set_xlabel("step")
+    ax.set_xlim(0, rows[-1]["step"])
+    if panel.percent:
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        ax.set_ylim(top=1)
+    if panel.log:
+        ax.set_yscale("log")
+
+
+def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def styled() -> Any:
+    """A context in which figures are made in our style; ConfigurationError if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigurationError("Plots need matplotlib: pip install 'dpshard[plots]'.") from error
+    return matplotlib.rc_context(STYLE)

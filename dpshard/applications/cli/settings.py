@@ -1,0 +1,383 @@
+"""The settings of a training run: one frozen dataclass, filled from defaults, a YAML file and flags, in this order."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+import yaml
+
+from dpshard.config import AccountantName, ClippingStyle, NoiseName, check_choice
+from dpshard.errors import ConfigurationError
+
+DATA, MODEL, PRIVACY, TRAINING, RANKS = "Data", "Model", "Privacy", "Training", "Several processes"
+
+TEXT_COLUMN = "text"
+
+MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "bert", "text")
+OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
+"""The pattern of package.module:function."""
+
+MAY_CHANGE = ("shard", "nproc")
+"""Settings that may change when a run is resumed: they decide neither its result nor its guarantee."""
+
+
+def _setting(panel: str, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"panel": panel, "help": help})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    """Everything that decides a run; written to its folder, and fixed from then on.
+
+    The help texts below are those of `dpshard train --help`; the field names are the keys of the YAML file.
+    """
+
+    task: Literal["digits", "pydoc", "data"] = _setting(
+        DATA,
+        "digits",
+        "What to learn: handwritten digits (scikit-learn's), the text of Python's own documentation (a language "
+        "model), or the data of --data.",
+    )
+    data: str | None = _setting(
+        DATA,
+        None,
+        "Your own data: a folder of images with a sub-folder per class; a .jsonl or .csv file with a text column or "
+        "number columns, and a label column; an .npz file with arrays x and y; or hf:NAME[:CONFIG], a Hugging Face "
+        "data set. Text without a label column trains a language model. Implies --task data.",
+    )
+    text_column: str = _setting(DATA, TEXT_COLUMN, "Name of the text column or field.")
+    label_column: str = _setting(DATA, "label", "Name of the label column or field.")
+    objective: Literal["next", "masked"] = _setting(
+        DATA, "next", "What texts without labels teach: the next byte, or the 15% of their bytes that are masked."
+    )
+    feature_scale: float = _setting(
+        DATA, 1.0, "Number columns are divided by this. Choose it without looking at the data."
+    )
+    image_size: int = _setting(DATA, 32, "Images are resized to this many pixels a side.")
+    max_length: int = _setting(DATA, 128, "Texts are cut after this many bytes (a token is a byte).")
+    test_fraction: float = _setting(
+        DATA, 0.2, "Share of the samples that is held out for the final score, 0 to 1; always the same samples."
+    )
+    validation_fraction: float = _setting(
+        DATA, 0.1, "Share of the samples that is held out for the scores during the run, 0 to 1."
+    )
+
+    model: str = _setting(
+        MODEL,
+        "auto",
+        "Network: mlp (numbers; images, of which it does not see brightness and contrast), cnn or vit (images), gpt "
+        "(ours) or gpt2 (transformers' GPT-2, small) for the next byte, bert (transformers' BERT, small) for masked "
+        "bytes, text (a transformer) to classify text; auto "
+        "picks one that fits the data. Or one of your own, package.module:function: function(shape, classes) returns "
+        "a module with logits for x of that shape.",
+    )
+    replace_unsupported: bool = _setting(
+        MODEL,
+        False,
+        "In a network of your own, put layers with per-sample gradients in the place of those without: GroupNorm for "
+        "BatchNorm.",
+    )
+
+    target_epsilon: float | None = _setting(
+        PRIVACY, 3.0, "Privacy budget epsilon of the whole run (natural-log units); the noise is calibrated to it."
+    )
+    noise_multiplier: float | None = _setting(
+        PRIVACY, None, "Noise sigma: standard deviation over max_grad_norm, unitless; instead of --target-epsilon."
+    )
+    target_delta: float = _setting(PRIVACY, 1e-5, "Delta of the guarantee, a probability well below 1/(samples).")
+    max_grad_norm: float = _setting(PRIVACY, 1.0, "L2 norm to which the gradient of every sample is clipped.")
+    clipping_fn: Literal["automatic", "abadi", "global"] = _setting(
+        PRIVACY, "automatic", "How a gradient is clipped: R/(|g|+0.01), min(1, R/|g|), or dropped above R."
+    )
+    clipping_style: ClippingStyle = _setting(PRIVACY, "all-layer", "Which parameters share one norm.")
+    clipping_quantile: float | None = _setting(
+        PRIVACY,
+        None,
+        "Have each threshold follow this quantile of the gradient norms, 0 to 1, from max_grad_norm on; charged.",
+    )
+    accountant: AccountantName = _setting(
+        PRIVACY, "pld", "Who computes epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
+    )
+    max_batch_size: str | None = _setting(
+        PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
+    )
+    secure_mode: bool = _setting(
+        PRIVACY,
+        False,
+        "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
+    )
+    noise: NoiseName = _setting(
+        PRIVACY,
+        "gaussian",
+        "Distribution of the noise; discrete-gaussian is exact, on a grid to which sums are rounded (accountant rdp).",
+    )
+
+    recipe: Literal["none", "dp-bert"] = _setting(
+        TRAINING,
+        "none",
+        "Settings that belong together, each overridden by its own option: dp-bert pre-trains a BERT from scratch as "
+        "Anil et al. 2021 did, with batches that grow (docs/recipes.md).",
+    )
+    batch_size: int | None = _setting(
+        TRAINING,
+        650,
+        "Expected logical batch in samples, drawn by Poisson sampling; large ones suit privacy. Of your own data: "
+        "256, or half of them if they are few.",
+    )
+    epochs: float | None = _setting(TRAINING, 30.0, "Length of the run in expected passes over the samples.")
+    steps: int | None = _setting(TRAINING, None, "Length of the run in optimizer steps; instead of --epochs.")
+    phases: str | None = _setting(
+        TRAINING, None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
+    )
+    micro_batch_size: int = _setting(
+        TRAINING, 256, "Samples that are computed at once; decides memory and speed, never the result."
+    )
+    optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
+        TRAINING,
+        "sgd",
+        "Optimizer; auto is adam to classify text, else sgd; dp-bert is adamw with the paper's moments.",
+    )
+    learning_rate: float | None = _setting(
+        TRAINING, 0.5, "Learning rate at the first step; on your own data, one that suits the optimizer."
+    )
+    momentum: float = _setting(TRAINING, 0.9, "Momentum of sgd, 0 to 1.")
+    weight_decay: float = _setting(TRAINING, 0.0, "Weight decay of the optimizer.")
+    lr_schedule: Literal["cosine", "constant", "quadratic"] = _setting(
+        TRAINING,
+        "cosine",
+        "Learning rate over the run: down to 0 along a cosine, constant, or up for 3/8 of the steps and down to 0 "
+        "along a parabola.",
+    )
+    clipping_mode: str = _setting(
+        TRAINING, "auto", "How norms are computed (see docs/guide.md); decides memory and speed, never the result."
+    )
+    seed: int = _setting(
+        TRAINING, 0, "Seed of initial weights and dropout. Noise and batches come from a secret of the run."
+    )
+    device: str = _setting(TRAINING, "auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
+    num_workers: int = _setting(TRAINING, 0, "Processes that read samples ahead; 0 reads in the main process.")
+    checkpoint_every: int = _setting(TRAINING, 25, "Steps from one checkpoint to the next.")
+    evaluations: int = _setting(TRAINING, 20, "How often the validation split is scored and epsilon computed.")
+
+    shard: Literal["none", "ddp", "fsdp2", "hsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"] = _setting(
+        RANKS,
+        "none",
+        "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
+        "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
+        "guarantee stay the same. May change at --resume.",
+    )
+    nproc: int | None = _setting(
+        RANKS,
+        None,
+        "Processes to start on this machine, by default one for each GPU; under torchrun or srun, which start "
+        "them, leave it out. Each takes --micro-batch-size samples at once. May change at --resume.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS and not re.fullmatch(OWN_MODEL, self.model):
+            raise ConfigurationError(
+                f"model={self.model!r} is unknown; choose one of {list(MODELS)}, or name a function of yours, "
+                f"package.module:function."
+            )
+        for names, holds, range_ in _RANGES:
+            for name in names:
+                if not holds(getattr(self, name)):
+                    raise ConfigurationError(f"{name}={getattr(self, name)!r}: it must be {range_}.")
+        if self.test_fraction + self.validation_fraction >= 1:
+            raise ConfigurationError("test_fraction and validation_fraction leave no sample to train on.")
+        if (self.task == "data") != (self.data is not None):
+            raise ConfigurationError("task=data and data=FOLDER, FILE or hf:NAME go together: give both or neither.")
+        if self.batch_size is not None and self.phases is not None:
+            raise ConfigurationError("Give exactly one of batch_size and phases: they say how large a batch is.")
+        if self.nproc is not None and self.nproc < 1:
+            raise ConfigurationError(f"nproc={self.nproc!r}: it must be at least 1.")
+        if self.shard == "none" and (self.nproc or 1) > 1:
+            raise ConfigurationError(f"nproc={self.nproc}: say how they share the model, for example --shard fsdp2.")
+        if self.max_batch_size is not None and self.max_batch_size != "auto" and not self.max_batch_size.isdigit():
+            raise ConfigurationError(f"max_batch_size={self.max_batch_size!r}: it is a number of samples, or 'auto'.")
+
+    def mechanism(self) -> dict[str, Any]:
+        """The arguments of PrivacyEngine that these settings decide: all but the model and the sample size."""
+        from dpshard.clipping.thresholds import QuantileTracking  # torch, for which `dpshard --help` does not wait
+
+        cap, quantile = self.max_batch_size, self.clipping_quantile
+        return {name: getattr(self, name) for name in _MECHANISM} | {
+            "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
+            "adaptive_thresholds": None if quantile is None else QuantileTracking(quantile),
+            "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
+        }
+
+    def to_yaml(self) -> str:
+        """A YAML file that `read_yaml` and `resolve` turn into the same settings."""
+        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
+
+
+def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
+    """Settings from a recipe for the task, overridden by each layer in turn.
+
+    What excludes another setting (steps and epochs, say) clears it in the layers below. Raises ConfigurationError for
+    unknown keys (it lists the known ones) and for values of the wrong type.
+    """
+    hints = get_type_hints(TrainSettings)
+    for name in (name for layer in layers for name in layer):
+        if name not in hints:
+            raise ConfigurationError(f"Unknown setting {name!r}; the known ones are {', '.join(hints)}.")
+    given = _overlay(layers)
+    if given.get("data") is not None:
+        given.setdefault("task", "data")
+    merged = _overlay([RECIPES.get(str(given.get("task")), {}), PRESETS.get(str(given.get("recipe")), {}), given])
+    return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; ConfigurationError if it cannot be read or is something else."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"The settings file {path} cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"The settings file {path} must be a mapping of `key: value` lines.")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def parse_phases(text: str) -> list[tuple[int, int]]:
+    """`"128x50,512x100"` as [(128, 50), (512, 100)]: expected batch size and number of steps of each phase."""
+    try:
+        return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
+    except ValueError as error:
+        raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the `**flags` of a command by one option per setting, named after it; None means not given."""
+    hints = get_type_hints(TrainSettings)
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[hints[f.name] | None, _option(f, hints[f.name])],
+        )
+        for f in fields(TrainSettings)
+    ]
+    command.__signature__ = signature.replace(parameters=own + options)
+    return command
+
+
+def _option(setting: Field[Any], hint: Any) -> Any:
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    default = "none" if setting.default is None else "off" if setting.default is False else setting.default
+    recipes = {task: r[setting.name] for task, r in RECIPES.items() if setting.name in r}
+    notes = [f"default: {default}"]
+    notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in recipes.items()]
+    listed = f"One of {', '.join(choices)}. " if choices else ""
+    return typer.Option(
+        "--" + setting.name.replace("_", "-"),  # alone: a --no-... for what is off anyway would only fill the screen
+        help=f"{setting.metadata['help']} {listed}[dim]\\[{'; '.join(notes)}][/]",
+        metavar="NAME" if choices else None,
+        rich_help_panel=setting.metadata["panel"],
+    )
+
+
+def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for one, other in _EXCLUSIVE:
+            for setting, excluded in ((one, other), (other, one)):
+                if layer.get(setting) is not None:
+                    merged[excluded] = None
+        merged |= layer
+    return merged
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`; YAML reads 1e-5 as text, and 3 where a float is meant."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    if value is None and NoneType in get_args(hint):
+        return None
+    if get_origin(hint) is Literal:
+        check_choice(name, value, get_args(hint))
+        return value
+    kind = kinds[0]
+    try:
+        if (kind is bool) != isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError
+        converted = kind(value)
+        if kind is int and converted != float(value):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ConfigurationError(f"{name}={value!r}: expected {_KINDS[kind]}.") from None
+    return converted
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+_MECHANISM = (
+    "epochs",
+    "steps",
+    "target_epsilon",
+    "noise_multiplier",
+    "target_delta",
+    "max_grad_norm",
+    "clipping_fn",
+    "clipping_style",
+    "clipping_mode",
+    "accountant",
+    "secure_mode",
+    "noise",
+)
+
+_RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+    (("num_workers", "seed"), lambda x: x >= 0, "at least 0"),
+    (("weight_decay",), lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    (
+        ("micro_batch_size", "checkpoint_every", "evaluations", "max_length", "image_size"),
+        lambda x: x >= 1,
+        "at least 1",
+    ),
+    (("clipping_quantile",), lambda x: x is None or 0 < x < 1, "above 0 and below 1"),
+    (("feature_scale",), lambda x: 0 < x < math.inf, "a finite number above 0"),
+    (("learning_rate",), lambda x: x is None or 0 < x < math.inf, "a finite number above 0"),
+    (("test_fraction", "validation_fraction", "momentum"), lambda x: 0 <= x < 1, "at least 0 and below 1"),
+]
+
+_EXCLUSIVE = [
+    ("epochs", "steps"),
+    ("epochs", "phases"),
+    ("steps", "phases"),
+    ("batch_size", "phases"),
+    ("target_epsilon", "noise_multiplier"),
+]
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "pydoc": {"batch_size": 256, "epochs": 10.0, "max_length": 64, "micro_batch_size": 64},
+    "data": {"batch_size": None, "epochs": 10.0, "optimizer": "auto", "learning_rate": None},
+}
+"""Defaults of a task other than digits; tuned on validation splits only. None: see fitting.py."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dp-bert": {
+        "objective": "masked",
+        "clipping_fn": "abadi",
+        "max_grad_norm": 3.2429e-3,
+        "batch_size": None,
+        "steps": 400,
+        "optimizer": "dp-bert",
+        "learning_rate": 6.0902e-4,
+        "weight_decay": 1.0,
+        "lr_schedule": "quadratic",
+    },
+}
+"""Settings that --recipe brings: the numbers of dpshard.recipes, which imports torch. The batches fit the data."""

@@ -1,0 +1,87 @@
+"""The model as --shard says: whole, replicated, or in shards; and its optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dpshard.applications.cli import zero
+from dpshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model that is ready for training."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    """The optimizer that steps in the end, for schedulers and checkpoints."""
+    step: Callable[[], None]
+    """Take a step, and drop the gradients."""
+    weights: Callable[[], dict[str, Any]]
+    """The whole parameters and buffers, on rank 0; called by all ranks."""
+    parameters: int
+    """How many numbers are trained."""
+
+
+def shard(
+    model: nn.Module, how: str, device: torch.device, make_optimizer: Callable[[nn.Module], Optimizer]
+) -> Sharded:
+    """`model`, which is the same on all ranks, wrapped for training on all of them.
+
+    Raises ConfigurationError if the number of ranks does not suit `how`.
+    """
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if how.startswith("deepspeed"):
+        engine = zero.wrap(model, int(how[-1]), device, make_optimizer(model))
+        return Sharded(engine, engine.optimizer.optimizer, engine.step, lambda: zero.weights(model), count)
+    model = _wrapped(model, how, device)
+    optimizer = make_optimizer(model)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return Sharded(model, optimizer, step, lambda: get_model_state_dict(model, options=options), count)
+
+
+def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
+    if how == "none":
+        return model
+    if how == "ddp":
+        return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device.index])
+    world = dist.get_world_size()
+    if how == "fsdp2":
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device.type, _replicas(world), mesh_dim_names=("replicate", "shard"))
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):  # the blocks of a transformer
+            for block in module:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _replicas(world: int) -> tuple[int, int]:
+    """Replicas, and shards of each: a replica a machine, or two on one machine."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    replicas = world // local if world > local else 2
+    if world % replicas:
+        raise ConfigurationError(
+            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world}. Take a "
+            f"multiple of {replicas}, or --shard fsdp2."
+        )
+    return replicas, world // replicas

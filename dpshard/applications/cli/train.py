@@ -1,0 +1,166 @@
+"""`dpshard train`."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpshard.applications.cli import console, launch
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
+from dpshard.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from dpshard.backends.ranks import Ranks
+
+
+@with_options
+def command(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings, named like the options below (which override it).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to make. [dim]\\[default: runs/TASK-DATE-TIME][/]")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Run folder to go on with; all settings but --shard and --nproc stay."),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Train a model with differential privacy; without any option, a classifier of handwritten digits.
+
+    The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report with the accuracy
+    and the exact privacy guarantee. Ctrl-C saves and stops; --resume goes on, also after a crash, at no further cost.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if resume is None:
+        settings, folder = resolve(read_yaml(config) if config else {}, given), None
+    elif given.keys() - set(MAY_CHANGE) or config or out:
+        raise ConfigurationError(
+            f"--resume takes all settings but {' and '.join(MAY_CHANGE)} from the run folder: leave the other options "
+            f"out."
+        )
+    else:
+        folder = RunFolder.open(resume)
+        settings = resumed(folder.settings(), given)
+        if folder.report.exists():
+            console.out.print(f"The run has finished already: its report is {folder.report}.")
+            return
+    if settings.shard.startswith("deepspeed"):
+        from dpshard.applications.cli import zero
+
+        zero.require_deepspeed()
+    if settings.shard != "none" and not launch.joined():
+        raise typer.Exit(_start(settings, folder, out))
+    _train(settings, folder, out)
+
+
+def resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
+    """The settings of a run with what may change about it."""
+    if given.get("shard") == "none":
+        given = {"nproc": None} | given
+    return replace(settings, **given)
+
+
+def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> int:
+    """Have other processes do the work; their exit code."""
+    count = processes(settings)
+    if folder is not None:
+        return launch.start(
+            count, ["train", "--resume", str(folder.path), "--shard", settings.shard, "--nproc", str(count)]
+        )
+    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
+        config = Path(scratch) / "settings.yaml"
+        config.write_text(replace(settings, nproc=count).to_yaml(), "utf-8")
+        return launch.start(count, ["train", "--config", str(config), *(["--out", str(out)] if out else [])])
+
+
+def processes(settings: TrainSettings) -> int:
+    """How many processes share the work: as many as were asked for, or one for each GPU."""
+    import torch
+
+    if settings.nproc is not None:
+        return settings.nproc
+    return max(1, torch.cuda.device_count()) if settings.device in ("auto", "cuda") else 1
+
+
+def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> None:
+    """Start a run, or go on with that in `folder`, up to its report."""
+    with console.out.status("loading and calibrating the noise ..."):
+        from dpshard.applications.cli import training, world
+
+    device = training.pick_device(settings.device)
+    with world.joined(str(device)) as ranks:
+        _check_ranks(settings, ranks.size)
+        _work(replace(settings, device=str(device)), folder, out, ranks)
+
+
+def _check_ranks(settings: TrainSettings, count: int) -> None:
+    if count > 1 and settings.shard == "none":
+        raise ConfigurationError(f"{count} processes are running: say how they share the model, as --shard fsdp2 does.")
+    if settings.nproc not in (None, count):
+        raise ConfigurationError(f"nproc={settings.nproc}, but {count} processes are running: leave --nproc out.")
+
+
+def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
+    with console.out.status("loading and calibrating the noise ..."):
+        from dpshard.accounting import rounded_up
+        from dpshard.applications.cli import data, final_report, training
+
+        samples = data.load(settings)
+        run = training.Run.prepare(settings, samples, ranks)
+        settings = run.settings
+        before = run.score(samples.test)
+    resumed = folder is not None
+    folder = ranks.on_first(lambda: folder or RunFolder.create(out, settings))
+    with ExitStack() as stack:
+        ranks.on_first(lambda: stack.enter_context(folder.locked()))
+        checkpoints = run.checkpointer(folder)
+        if not resumed:
+            checkpoints.save()  # a run that is killed early goes on with the same secret
+        elif not checkpoints.load():
+            raise CheckpointError(
+                f"There is no checkpoint in {folder.checkpoints}: the run was stopped before its first one, or they "
+                f"were removed. Start a new run, whose epsilon adds to what this one may have spent."
+            )
+        engine = run.engine
+        verb = f"Resuming after step {engine.step} of" if resumed else "Training for"
+        where = f"{run.device.type}" if ranks.alone else f"{ranks.size} x {run.device.type}, {settings.shard}"
+        console.out.print(
+            f"{verb} {engine.steps} steps on {engine.mechanism.sample_size} samples ({where}): "
+            f"sigma = {engine.noise_multiplier:.4g}, run folder {folder.path}"
+        )
+        if not run.train(folder, checkpoints, console.out):
+            console.out.print(
+                f"Stopped after step {engine.step} of {engine.steps}, epsilon = {rounded_up(engine.epsilon())} is "
+                f"spent. Go on with: dpshard train --resume {folder.path}"
+            )
+            raise typer.Exit(console.INTERRUPTED)
+        with console.out.status("scoring the test split, drawing plots ..."):
+            weights, scores = run.sharded.weights(), {"before": before, "after": run.score(samples.test)}
+            result = final_report.collect(run, scores)
+            ranks.on_first(lambda: _conclude(folder, weights, result))
+        final_report.show(console.out, folder, result)
+
+
+def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]) -> None:
+    import torch
+
+    from dpshard.applications.cli import final_report, plots
+
+    content = io.BytesIO()
+    torch.save(weights, content)
+    write_atomically(folder.model, content.getvalue())
+    try:
+        plots.draw(folder)
+    except ConfigurationError as error:  # no matplotlib; a trained model is not lost for that
+        warnings.warn(str(error), stacklevel=2)
+    final_report.write(folder, result)  # last: a run that has its report has finished

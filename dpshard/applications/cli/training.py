@@ -1,0 +1,256 @@
+"""A training run: data, model, engine and optimizer put together, so that it can be stopped anywhere and go on.
+
+[Note: Bit for bit]
+A step is a function of the state at its start. Batch and noise are keyed by the run secret and the step; what PyTorch
+draws in the forward pass (dropout) is seeded by the run's seed, the step and the micro-batch. So no generator has a
+history that a checkpoint would have to carry, and a resumed run repeats the steps after its checkpoint exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import BatchSampler, DataLoader
+
+from dpshard import Checkpointer, PrivacyEngine
+from dpshard.applications.cli import fitting, models, own_model, sharding
+from dpshard.applications.cli.data import IGNORED, Data, Kind, size
+from dpshard.applications.cli.progress import TrainingProgress
+from dpshard.applications.cli.run_folder import RunFolder
+from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
+from dpshard.applications.cli.sharding import Sharded
+from dpshard.backends.ranks import Ranks
+from dpshard.errors import CheckpointError, ConfigurationError
+from dpshard.recipes import DP_BERT, warmup_quadratic_decay
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy [B] of every sample on its own: logits [B, C], y [B], or logits [B, T, C], y [B, T].
+
+    A text's loss is the mean over its own tokens. Dividing by the tokens of the micro-batch instead would make every
+    sample's gradient depend on the others' lengths.
+    """
+    if y.dim() == 1:
+        return F.cross_entropy(logits, y, reduction="none")
+    losses_BT = F.cross_entropy(logits.mT, y, reduction="none", ignore_index=IGNORED)
+    return losses_BT.sum(1) / (y != IGNORED).sum(1).clamp(min=1)
+
+
+@dataclass
+class Run:
+    """Everything that one run works with."""
+
+    settings: TrainSettings
+    data: Data
+    device: torch.device
+    sharded: Sharded
+    engine: PrivacyEngine
+    scheduler: LambdaLR
+    ranks: Ranks
+
+    @classmethod
+    def prepare(cls, settings: TrainSettings, data: Data, ranks: Ranks) -> Run:
+        """A run before its first step, with settings that fit the data."""
+        settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+        torch.manual_seed(settings.seed)
+        model = models.build(settings.model, data, settings).to(device)
+        own_model.require_equal(model, settings.model, ranks)
+        sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
+        engine = PrivacyEngine(sharded.model, sample_size=size(data.train), **settings.mechanism())
+        scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
+        return cls(settings, data, device, sharded, engine, scheduler, ranks)
+
+    def checkpointer(self, folder: RunFolder) -> Checkpointer:
+        """Saves and resumes this run in `folder`."""
+        settings = _Unchanged(folder, self.settings)
+        return Checkpointer(
+            folder.checkpoints, self.engine, self.sharded.optimizer, scheduler=self.scheduler, settings=settings
+        )
+
+    def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
+        """Take the steps that are left; False if a signal stopped the run before its end."""
+        engine, settings = self.engine, self.settings
+        score_every = math.ceil(engine.steps / settings.evaluations)
+        with blocked_signals():  # for good in the worker processes, which start here
+            batches = engine.batches(self.data.train, settings.micro_batch_size, num_workers=settings.num_workers)
+        progress = TrainingProgress(console, engine, score_every)
+        with self._metrics_file(folder) as append, stop_requests() as stops, progress:
+            started = time.perf_counter()
+            for logical_batch in batches:
+                row = {"step": logical_batch.step + 1, "learning_rate": self.scheduler.get_last_lr()[0]}
+                row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
+                row["samples_per_second"] = row["realised_batch_size"] / (time.perf_counter() - started)
+                last = engine.step == engine.steps
+                if engine.step % score_every == 0 or last:
+                    row["epsilon"] = engine.epsilon()
+                    row |= {f"validation_{name}": score for name, score in self.score(self.data.validation).items()}
+                append(row)
+                progress.update(row)
+                stop = any(self.ranks.gather(bool(stops)))  # a signal may reach ranks at different steps
+                if engine.step % settings.checkpoint_every == 0 or last or stop:
+                    checkpoints.save()
+                if stop:
+                    return last
+                started = time.perf_counter()
+        return True
+
+    def _metrics_file(self, folder: RunFolder) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
+        if self.ranks.first:
+            return folder.append_metrics(after_step=self.engine.step)
+        return nullcontext(lambda row: None)
+
+    def take_step(self, logical_batch: Any) -> float:
+        """One logical batch, one optimizer step; the mean loss over its samples (NaN if none has a finite one)."""
+        model = self.sharded.model
+        model.train()
+        for x, y in logical_batch:
+            key = (self.settings.seed, logical_batch.step, logical_batch.position, *self._number)
+            torch.manual_seed(draw_seed(*key))
+            losses_B = sample_losses(model(x.to(self.device)), y.to(self.device))
+            losses_B.mean().backward()
+            self.engine.record_loss(losses_B)
+        self.sharded.step()
+        self.scheduler.step()
+        return self.engine.metrics().get("loss", math.nan)
+
+    @property
+    def _number(self) -> tuple[int, ...]:
+        return () if self.ranks.first else (self.ranks.rank,)  # other samples, other dropout
+
+    def score(self, split: Any) -> dict[str, float]:
+        """Loss and accuracy per sample of a held-out split, or loss and perplexity per token; {} if it is empty."""
+        if size(split) == 0:
+            return {}
+        model = self.sharded.model
+        model.eval()
+        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
+        loss, right, count = 0.0, 0, 0
+        with torch.no_grad():
+            for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
+                logits, y = model(x.to(self.device)).flatten(0, -2), y.to(self.device).flatten()
+                if counts:
+                    loss += float(F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED))
+                    right += int((logits.argmax(1) == y).sum())
+                    count += int((y != IGNORED).sum())
+        loss, right, count = (sum(values) for values in zip(*self.ranks.gather((loss, right, count)), strict=True))
+        scores = {"loss": loss / max(1, count), "accuracy": right / max(1, count)}
+        if self.data.kind is Kind.LANGUAGE:
+            scores["perplexity"] = float(torch.tensor(scores["loss"]).exp())
+        return scores
+
+
+def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:
+    """This rank's share of the batches, and which of them count: all ranks run the model equally often."""
+    batches = list(BatchSampler(range(samples), batch_size, drop_last=False))
+    numbers = range(ranks.rank, math.ceil(len(batches) / ranks.size) * ranks.size, ranks.size)
+    return [batches[i % len(batches)] for i in numbers], [i < len(batches) for i in numbers]
+
+
+@dataclass(frozen=True)
+class _Unchanged:
+    """Keeps the settings of a run with its checkpoints, and refuses others."""
+
+    folder: RunFolder
+    settings: TrainSettings
+
+    def state_dict(self) -> dict[str, Any]:
+        """What may not change."""
+        return {name: value for name, value in asdict(self.settings).items() if name not in MAY_CHANGE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise CheckpointError if anything has changed."""
+        own = self.state_dict()
+        changed = sorted(key for key in own.keys() | state_dict.keys() if own.get(key) != state_dict.get(key))
+        if changed:
+            raise CheckpointError(
+                f"The checkpoints in {self.folder.path} belong to a run with other settings "
+                f"({', '.join(changed)}): restore {self.folder.config.name}, or start a new run."
+            )
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
+    """The optimizer of the settings, over the trainable parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lr, decay = settings.learning_rate, settings.weight_decay
+    assert lr is not None  # see fitting
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
+    if settings.optimizer == "dp-bert":
+        return replace(DP_BERT, learning_rate=lr, weight_decay=decay).optimizer(parameters)
+    adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return adam(parameters, lr, weight_decay=decay)
+
+
+def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) -> LambdaLR:
+    """The learning rate of the settings over a run of `steps` steps."""
+    if settings.lr_schedule == "quadratic":
+        return warmup_quadratic_decay(optimizer, warmup_steps=3 * steps // 8, steps=steps)
+    # A cosine from 1 to 0, or 1 throughout.
+    depth = 0.5 if settings.lr_schedule == "cosine" else 0.0
+    return LambdaLR(optimizer, lambda step: 1 - depth * (1 - math.cos(math.pi * step / steps)))
+
+
+def pick_device(name: str) -> torch.device:
+    """The device `name`; a GPU, if there is one, for "auto"."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"device={name!r} cannot be used here: {error}") from error
+
+
+def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
+    """The device of the settings; of several ranks, each has a GPU of its own."""
+    device = pick_device(settings.device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and not ranks.alone else device
+
+
+def draw_seed(*key: int) -> int:
+    """A seed for what PyTorch draws under `key`; see [Note: Bit for bit]."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, so that a step is finished and saved; a second signal acts as ever."""
+    received: list[int] = []
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, handlers[number])
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Processes that start within never see Ctrl-C, which a terminal sends to all, so that a step can be finished."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

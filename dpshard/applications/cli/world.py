@@ -1,0 +1,114 @@
+"""A rank of a sharded run: joining the others, leaving them, and which of them may speak."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from dpshard.applications.cli import console, launch
+from dpshard.backends.ranks import Ranks
+from dpshard.errors import ConfigurationError, DpshardError
+
+_LOST = re.compile(
+    r"[Cc]onnection (closed|reset)|Broken pipe|[Ss]ocket|remote process exited|NCCL|timed? ?out", re.DOTALL
+)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """All ranks of the run, or this process alone. After a run of several ranks, this process ends.
+
+    Rank 0 alone prints. An error is printed once, by the rank on which it happened first.
+    """
+    if not launch.joined():
+        yield Ranks()
+        return
+    _live_no_longer_than_the_launcher()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    console.out.quiet = rank > 0
+    store: Any = None
+    code = 0
+    try:
+        store = _store(rank, size)
+        kinds = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+        if kinds != "gloo":
+            _take_gpu()
+        dist.init_process_group(kinds, store=dist.PrefixStore("train", store), rank=rank, world_size=size)
+        # torch 2.13 has renamed a collective; its older versions, which are supported too, know the old name alone.
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
+        with console.warnings_only_if(rank == 0):
+            yield Ranks()
+        dist.barrier()
+    except typer.Exit as end:
+        code = end.exit_code
+    except KeyboardInterrupt:
+        code = console.INTERRUPTED
+    except BaseException as error:  # noqa: BLE001
+        code = _report(error, store, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the threads of a process group may outlive it, and abort an orderly exit
+
+
+def local_rank() -> int | None:
+    """Number of this rank on its machine; None in a run of one process."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if launch.joined() else None
+
+
+def _store(rank: int, size: int) -> Any:
+    if launch.STORE in os.environ:
+        return dist.FileStore(os.environ[launch.STORE], size)
+    return next(dist.rendezvous("env://", rank, size))[0]
+
+
+def _take_gpu() -> None:
+    count, own = torch.cuda.device_count(), local_rank() or 0
+    if own >= count:
+        raise ConfigurationError(
+            f"Rank {own} of this machine has no GPU: there are {count}. Take --nproc {count}, or --device cpu."
+        )
+    torch.cuda.set_device(own)
+
+
+def _report(error: BaseException, store: Any, rank: int) -> int:
+    code = console.USER_ERROR if isinstance(error, DpshardError) else 1
+    lost = _LOST.search(str(error)) is not None
+    if lost and launch.STORE in os.environ:
+        return launch.LOST  # the launcher, or the rank that is gone, says why
+    try:
+        first = store is None or int(store.compare_set("error", "", str(rank))) == rank
+    except (RuntimeError, ValueError):
+        first = True  # rank 0, which held the store, is gone
+    if first:
+        where = f"rank {rank}: " if rank else ""
+        if isinstance(error, DpshardError):
+            console.print_error(f"{where}{error}")
+        elif lost:
+            console.print_error(f"{where}lost the connection to another rank: {error}")
+        else:
+            traceback.print_exception(error)
+            console.print_error(f"{where}{type(error).__name__}: {error}")
+    return code
+
+
+def _live_no_longer_than_the_launcher() -> None:
+    descriptor = os.environ.get(launch.LIFELINE)
+    if descriptor is None:
+        return
+
+    def wait() -> None:
+        os.read(int(descriptor), 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,83 @@
+"""A plan in words: what fits, what stands in the way, and the ways out."""
+
+from __future__ import annotations
+
+from dpshard.applications.planner.estimates import GIB, Estimate, Plan
+from dpshard.applications.planner.meter import RECORDS
+
+HEAVY = 0.2
+"""Records above this share of the peak are worth a word."""
+
+
+def advise(plan: Plan) -> list[str]:
+    """Sentences for people, the most important first."""
+    ordinary, *private = plan.estimates
+    return [
+        *_what_fits(plan, private),
+        *_records(plan, private),
+        *_extra_traffic(ordinary, private),
+        *_extra_work(ordinary, private),
+    ]
+
+
+def _what_fits(plan: Plan, private: list[Estimate]) -> list[str]:
+    if plan.gpu_memory is None:
+        return []
+    where = f"{plan.gpu_memory / GIB:g} GiB at a micro-batch of {plan.micro_batch}"
+    fitting = [e for e in private if e.peak <= plan.gpu_memory]
+    too_large = [e for e in private if e.peak > plan.gpu_memory]
+    said = []
+    if fitting:
+        said.append(f"Fits {where}: {'; '.join(_named(e) for e in fitting)}.")
+    if too_large:
+        said.append(f"Does not fit {where}: {'; '.join(_named(e) for e in too_large)}.")
+    if not fitting and plan.estimates[0].peak > plan.gpu_memory:
+        said.append("Ordinary training does not fit either: take more ranks, checkpointing, or a smaller micro-batch.")
+    return said
+
+
+def _named(estimate: Estimate) -> str:
+    return f"{estimate.label} ({estimate.peak / GIB:.1f} GiB)"
+
+
+def _records(plan: Plan, private: list[Estimate]) -> list[str]:
+    heavy = [e for e in private if e.parts[RECORDS] > HEAVY * e.peak]
+    said = []
+    for estimate in heavy:
+        size = estimate.parts[RECORDS] / GIB
+        line = (
+            f"{estimate.label}: its records are {size:.1f} GiB, {size / plan.micro_batch:.1f} GiB a sample. They are "
+            f"the input and the output gradient of every layer, and wait until the last norm of their group is in"
+        )
+        end = "; activation checkpointing does not shrink them." if plan.setup.checkpointing else "."
+        said.append(line + end)
+    lighter = sorted((e for e in private if e not in heavy), key=lambda e: e.peak)
+    if heavy:
+        ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
+        if plan.micro_batch > 1:
+            ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
+        stays = (heavy[0].peak - heavy[0].parts[RECORDS]) / GIB
+        ways.append(f"{heavy[0].label} with offload_records=True ({stays:.1f} GiB, the records in the host's memory)")
+        said.append(f"Ways out: {'; '.join(ways)}.")
+    return said
+
+
+def _extra_traffic(ordinary: Estimate, private: list[Estimate]) -> list[str]:
+    extras: dict[str, list[str]] = {}
+    for estimate in private:
+        differences = []
+        for key in sorted(estimate.traffic.keys() | ordinary.traffic.keys()):
+            mine, theirs = estimate.traffic.get(key), ordinary.traffic.get(key)
+            calls = (mine.calls if mine else 0) - (theirs.calls if theirs else 0)
+            nbytes = (mine.nbytes if mine else 0) - (theirs.nbytes if theirs else 0)
+            if calls or nbytes:
+                differences.append(f"{calls:+d} {key[0]} ({nbytes:+,} bytes of {key[1]})")
+        extras.setdefault(", ".join(differences) or "nothing", []).append(estimate.label)
+    return [f"Sent beyond ordinary training: {extra} [{'; '.join(labels)}]." for extra, labels in extras.items()]
+
+
+def _extra_work(ordinary: Estimate, private: list[Estimate]) -> list[str]:
+    if not private or not ordinary.flops:
+        return []
+    more = "; ".join(f"{e.label} {100 * (e.flops / ordinary.flops - 1):+.1f}%" for e in private)
+    return [f"FLOPs beyond ordinary training: {more}."]

@@ -1,0 +1,155 @@
+"""A plan: estimates of ordinary and private steps side by side, and the largest micro-batches that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dpshard.applications.planner.meter import Traffic
+from dpshard.applications.planner.simulation import Clipping, Setup, simulated
+from dpshard.config import check_positive, is_count
+from dpshard.errors import ConfigurationError
+
+GIB = 2**30
+
+DEFAULT_CLIPPINGS = (
+    Clipping("all-layer"),
+    Clipping("all-layer", "mixed-ghost"),
+    Clipping("block-wise"),
+    Clipping("layer-wise"),
+)
+"""What is compared unless something else is asked for."""
+
+LARGEST = 2**16
+"""Micro-batches above this are not looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One step of one rank; bytes are those of tensors, without what an allocator or a library adds."""
+
+    clipping: Clipping | None
+    """None: ordinary training."""
+    flops: int
+    """Floating-point operations of matrix products, convolutions and attention; a multiplication and an addition are
+    two."""
+    traffic: dict[tuple[str, str], Traffic]
+    """Collectives by (kind, dtype)."""
+    parts: dict[str, int]
+    """Bytes at the moment at which memory peaks, by part."""
+    largest_micro_batch: int | None = None
+    """The largest micro-batch that fits the GPU; 0 if not even one sample does, None if it was not asked for."""
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
+        if self.clipping is None:
+            return "not private"
+        passes = "one pass" if self.clipping.passes == 1 else "two passes"
+        mode = "" if self.clipping.mode in ("auto", "mixed-ghost") else f" ({self.clipping.mode})"
+        return f"{self.clipping.style}, {passes}{mode}"
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+    def sent(self, kind: str) -> Traffic:
+        """The collectives of one kind, whatever their dtype."""
+        found = [traffic for (name, _), traffic in self.traffic.items() if name == kind]
+        return Traffic(sum(t.calls for t in found), sum(t.nbytes for t in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `dpshard plan` answers."""
+
+    setup: Setup
+    micro_batch: int
+    """Samples of a rank in one forward."""
+    parameters: int
+    gpu_memory: int | None
+    """Bytes of a GPU."""
+    estimates: tuple[Estimate, ...]
+    """The first one is ordinary training."""
+
+    @property
+    def model_states(self) -> dict[str, float]:
+        """Bytes a rank of parameters, gradients and Adam's states under mixed precision, by stage of ZeRO.
+
+        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023 Sec. 2.2.2.
+        """
+        return zero_model_states(self.parameters, self.setup.ranks)
+
+
+def zero_model_states(parameters: int, ranks: int) -> dict[str, float]:
+    """See Plan.model_states."""
+    return {
+        "stage 0 (DDP)": 16.0 * parameters,
+        "stage 1": (4 + 12 / ranks) * parameters,
+        "stage 2": (2 + 14 / ranks) * parameters,
+        "stage 3 (FSDP)": 16 / ranks * parameters,
+    }
+
+
+def make_plan(
+    setup: Setup,
+    *,
+    micro_batch: int = 1,
+    clippings: Sequence[Clipping] = DEFAULT_CLIPPINGS,
+    gpu_memory: float | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Count a step of ordinary training, and one for each of `clippings`, on one rank of `setup`.
+
+    With `gpu_memory` (GiB) the largest micro-batch that fits is found for each. `report` is told what is counted.
+    Raises ConfigurationError for an unknown model, an impossible mesh, or within a process group.
+    """
+    for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
+        if not is_count(value):
+            raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
+    if setup.ranks < 2:
+        raise ConfigurationError(f"ranks={setup.ranks}: a plan is for at least 2 ranks.")
+    limit = None
+    if gpu_memory is not None:
+        check_positive("gpu_memory", gpu_memory)
+        limit = round(gpu_memory * GIB)
+    estimates = []
+    report("building the model")
+    with simulated(setup) as simulation:
+        for clipping in (None, *clippings):
+            empty = Estimate(clipping, 0, {}, {})
+            report(f"{empty.label}, micro-batch {micro_batch}")
+            counts = simulation.count(clipping, micro_batch)
+            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts())
+            if limit is not None:
+
+                def peak(batch: int, clipping: Clipping | None = clipping, label: str = found.label) -> int:
+                    report(f"{label}, micro-batch {batch}")
+                    return simulation.count(clipping, batch).peak
+
+                largest = largest_micro_batch(peak, limit, (micro_batch, found.peak))
+                found = Estimate(clipping, found.flops, found.traffic, found.parts, largest)
+            estimates.append(found)
+        parameters = simulation.elements
+    return Plan(setup, micro_batch, parameters, limit, tuple(estimates))
+
+
+def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
+    """The largest B with peak(B) <= limit, for a growing `peak` of which one value (B, peak) is known; 0 if none.
+
+    Peaks are all but linear in B, so the line through the last two values points to the answer, mostly in a few counts.
+    """
+    points = [known]
+    fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])
+    while exceeds - fits > 1:
+        if len(points) == 1:
+            guess = 2 * fits or exceeds // 2
+        else:
+            (first, low), (last, high) = sorted(points[-2:])
+            slope = (high - low) / (last - first)
+            guess = int(last + (limit - high) / slope) if slope > 0 else 8 * fits
+        guess = min(max(guess, fits + 1), exceeds - 1, 8 * fits or exceeds)
+        points.append((guess, peak(guess)))
+        fits, exceeds = (guess, exceeds) if points[-1][1] <= limit else (fits, guess)
+    return fits

@@ -1,0 +1,216 @@
+"""What a step on fake tensors costs: collectives, floating-point operations, and live memory by part.
+
+[Note: Fake tensors and their values]
+A fake tensor has a shape and a dtype, and no values. Where the step asks for one (whether a stale gradient holds
+anything, whether a norm is infinite), `UnreadValues` answers for it: no to every question, zero for every number. This
+is the only place where such an answer exists. It answers for fake tensors alone, so nothing here can weaken a check of
+a training.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dpshard.applications.flops import FORMULAS
+
+PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
+ACTIVATIONS, RECORDS = "activations", "records"
+PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
+"""What memory is spent on.
+
+parameters: shards, and what is gathered of them; optimizer: its states; gradients: those of parameters, whole and
+sharded, with the buffers in which they are reduced; records: what book-keeping holds back from one layer's backward
+for the clipped sum; activations: all the rest, that is what is saved for backward, and temporary tensors.
+"""
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
+
+_KINDS = {
+    "all-gather": ("allgather", "all_gather"),
+    "reduce-scatter": ("reduce_scatter",),
+    "all-reduce": ("allreduce", "all_reduce"),
+    "broadcast": ("broadcast",),
+}
+
+
+class UnreadValues(TorchDispatchMode):
+    """Answers where a value of a fake tensor is asked for; see [Note: Fake tensors and their values]."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; reading a value gives False, or 0."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The collectives of one kind and dtype in a step of one rank."""
+
+    calls: int
+    nbytes: int
+    """Sum over calls of the size of the whole tensor: gathered, not yet scattered, or reduced."""
+
+
+@dataclass(slots=True)
+class _Storage:
+    nbytes: int
+    part: str
+    recorded: int | None = None
+    """When it became a record."""
+    reference: weakref.ref[Any] | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one step cost."""
+
+    flops: int = 0
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Collectives by kind and dtype."""
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    peak: int = 0
+    at_peak: list[_Storage] = field(default_factory=list)
+    time_of_peak: int = 0
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Collectives by (kind, dtype)."""
+        return {key: Traffic(self.calls[key], self.nbytes[key]) for key in sorted(self.calls)}
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part at the moment at which memory peaked."""
+        found: dict[str, int] = dict.fromkeys(PARTS, 0)
+        for storage in self.at_peak:
+            was_record = storage.recorded is not None and storage.recorded <= self.time_of_peak
+            found[RECORDS if was_record else storage.part] += storage.nbytes
+        return found
+
+
+class Meter(TorchDispatchMode):
+    """Counts what runs on the tensors of one fake mode; enter it before the model is built."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self.counts = Counts()
+        self._live: dict[int, _Storage] = {}
+        self._total = 0
+        self._time = 0
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.counts = Counts()
+        self._note_peak()
+
+    def label(self, tensors: Iterable[Any], part: str) -> None:
+        """Say what tensors are; those that become records are what they were until now."""
+        for x in tensors:
+            local = x._local_tensor if isinstance(x, DTensor) else x
+            if not self._is_ours(local):
+                continue
+            storage = self._find(local.untyped_storage(), part)
+            if part != RECORDS:
+                storage.part = part
+            elif storage.recorded is None and storage.part == ACTIVATIONS:
+                storage.recorded = self._time
+
+    # --- dispatch -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._time += 1
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(func, args, result)
+        formula = FORMULAS.get(func._overloadpacket)
+        outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
+        # What DTensor runs to learn how it shards is of another fake mode, and of global shape.
+        if formula is not None and outputs:
+            self.counts.flops += formula(*args, **kwargs, out_val=result)
+        for x in outputs:
+            self._find(x.untyped_storage(), ACTIVATIONS)
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self.label(kwargs["out"], PARAMETERS)
+        elif func is torch.ops.fsdp.chunk_cat.default:
+            self.label([*args[0], kwargs["out"]] if args else [*kwargs["tensors"], kwargs["out"]], GRADIENTS)
+        return result
+
+    def _count_collective(self, func: Any, args: Any, result: Any) -> None:
+        name = func._schema.name.partition("::")[2].lstrip("_")
+        kind = next((kind for kind, prefixes in _KINDS.items() if name.startswith(prefixes)), None)
+        if kind is None:
+            return  # waits and barriers
+        # In and out, each a tensor or a list of them: the whole is the larger one.
+        sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
+        tensors = [x for side in sides for x in side]
+        key = (kind, str(tensors[0].dtype).removeprefix("torch."))
+        self.counts.calls[key] += 1
+        self.counts.nbytes[key] += max(sum(x.numel() * x.element_size() for x in side) for side in sides)
+        self.label(tensors, PARAMETERS if kind == "all-gather" else GRADIENTS)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Meter:
+        # FSDP frees and allocates gathered parameters by resizing their storage, which no dispatch mode sees.
+        self._resize = torch.UntypedStorage.resize_
+        meter, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            known = meter._live.get(storage._cdata)
+            if known is not None:
+                meter._total += nbytes - known.nbytes
+                known.nbytes = nbytes
+                meter._note_peak()
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def _is_ours(self, x: Any) -> bool:
+        return isinstance(x, FakeTensor) and x.fake_mode is self.fake
+
+    def _find(self, storage: torch.UntypedStorage, part: str) -> _Storage:
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None and known.reference is not None and known.reference() is not None:
+            return known
+        if known is not None:
+            self._forget(key, known)
+        new = _Storage(storage.nbytes(), part)
+        new.reference = weakref.ref(storage, lambda _: self._forget(key, new))
+        self._live[key] = new
+        self._total += new.nbytes
+        self._note_peak()
+        return new
+
+    def _forget(self, key: int, storage: _Storage) -> None:
+        if self._live.get(key) is storage:
+            del self._live[key]
+            self._total -= storage.nbytes
+
+    def _note_peak(self) -> None:
+        if self._total > self.counts.peak:
+            self.counts.peak, self.counts.time_of_peak = self._total, self._time
+            self.counts.at_peak = list(self._live.values())

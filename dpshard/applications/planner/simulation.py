@@ -1,0 +1,290 @@
+"""The real training step of one of many ranks, private or not, on fake tensors, with collectives that send nothing.
+
+[Note: What is real]
+Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are the ones that train; tensors
+have no values, and collectives no other side. What is counted is a step like any but the first one, which also makes
+the optimizer's states and lets the engine find out which dimensions carry samples. Two things are left out: the
+verification at start-up, which needs values, and the drawing of noise, whose blocks of 2**20 elements are neither
+memory nor matrix products to speak of.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import Dataset
+
+from dpshard.applications.planner.meter import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts, Meter, UnreadValues
+from dpshard.applications.planner.models import Subject, Transformer, build
+from dpshard.clipping.tape import Tape, Use
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError
+from dpshard.interception.batch_dims import Layout
+
+Sharding = Literal["ddp", "zero2", "fsdp2", "hsdp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Where and how a model is to be trained, private or not."""
+
+    model: str | Transformer
+    """Name of a preset, hf:NAME_OR_PATH, or the shape of a transformer."""
+    ranks: int
+    """Number of GPUs."""
+    shard: Sharding = "fsdp2"
+    """ddp: nothing is sharded; zero2: parameters stay gathered from forward to backward; fsdp2: all is sharded
+    (ZeRO-3); hsdp: all is sharded within a node, and replicated over nodes."""
+    node: int = 8
+    """Ranks of a node: the shards of hsdp."""
+    micro_batches: int = 1
+    """Forward and backward passes a step."""
+    seq: int | None = None
+    """Tokens (pixels along a side) of a sample; None: the default of the model."""
+    checkpointing: bool = False
+    """Whether activations are computed again in backward, block by block."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of parameters in forward and backward; they are stored, reduced and updated in float32."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """A clipping style and how its norms are computed; see PrivacyEngine."""
+
+    style: str
+    mode: str = "auto"
+
+    @property
+    def passes(self) -> int:
+        """Backward passes."""
+        return 2 if self.mode in ("mixed-ghost", "ghost", "fast-gradient") else 1
+
+
+@contextmanager
+def simulated(setup: Setup) -> Iterator[Simulation]:
+    """A simulation of one rank; ConfigurationError if a process group exists, or the mesh does not divide the ranks."""
+    if dist.is_initialized():
+        raise ConfigurationError("A plan needs a process of its own: torch.distributed is initialised already.")
+    if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
+        raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each; {setup.ranks} ranks are not.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no noise, and that batches of this run are no samples
+            yield Simulation(setup, fake, Meter(fake))
+    finally:
+        dist.destroy_process_group()
+
+
+class Simulation:
+    """One rank with its sharded model and optimizer, on which steps are counted."""
+
+    def __init__(self, setup: Setup, fake: FakeTensorMode, meter: Meter) -> None:
+        self.setup, self.fake, self.meter = setup, fake, meter
+        self._stepped = False  # whether the optimizer has its states
+        self._layouts: dict[Any, Layout] = {}  # found by the first engine, and the same for all
+        mesh = self._mesh()
+        with fake, UnreadValues(), meter:
+            self.subject = self._build()
+            self.elements = sum(p.numel() for p in self.subject.model.parameters())
+            self.model = self._shard(self.subject, mesh)
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            # Fused: no temporary copies, and no number that is read.
+            kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
+            self.optimizer = kind(parameters, lr=1e-3, fused=True)
+            meter.label(self.model.parameters(), PARAMETERS)
+
+    def _build(self) -> Subject:
+        setup = self.setup
+        if isinstance(setup.model, Transformer):
+            return setup.model.build(seq=setup.seq, checkpointing=setup.checkpointing)
+        return build(setup.model, seq=setup.seq, checkpointing=setup.checkpointing)
+
+    def _mesh(self) -> Any:
+        setup = self.setup
+        if setup.shard == "ddp":
+            return None
+        if setup.shard == "hsdp":
+            return init_device_mesh(
+                "cpu", (setup.ranks // setup.node, setup.node), mesh_dim_names=("replicate", "shard")
+            )
+        return init_device_mesh("cpu", (setup.ranks,), mesh_dim_names=("shard",))
+
+    def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
+        if self.setup.shard == "ddp":
+            return _distributed_data_parallel(subject.model)
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if self.setup.precision == "bf16"
+            else MixedPrecisionPolicy()
+        )
+        for unit in (*subject.blocks, subject.model):
+            # None: blocks are freed after their forward, the root is kept for the backward that follows at once.
+            kept = False if self.setup.shard == "zero2" else None
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
+        return subject.model
+
+    def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
+        """What a step costs; without `clipping`, that of ordinary training."""
+        if clipping is None:
+            with self.fake, UnreadValues(), self.meter:
+                for _ in range(1 if self._stepped else 2):
+                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch)
+            return self.meter.counts
+        rows = micro_batch * self.setup.ranks * self.setup.micro_batches
+        engine = _Engine(
+            self.model,
+            self.meter,
+            self._layouts,
+            # Every row is in every batch, so that all ranks have exactly the micro-batches that were asked for.
+            batch_size=rows,
+            sample_size=rows,
+            steps=2,
+            noise_multiplier=0.0,
+            target_delta=1e-12,
+            accountant="rdp",
+            clipping_style=clipping.style,
+            clipping_mode=clipping.mode,
+            verify=False,
+        )
+        try:
+            with self.fake, UnreadValues(), self.meter:
+                for logical_batch in engine.batches(_Rows(rows), micro_batch):
+                    before = self._stepped, len(self._layouts)
+                    self._step(logical_batch, micro_batch)
+                    if before == (True, len(self._layouts)):
+                        break  # nothing was found out or made for the first time
+        finally:
+            engine.detach()
+        return self.meter.counts
+
+    def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
+        inputs, targets = self.subject.inputs(micro_batch)
+        # Whatever earlier steps have left behind in reference cycles would be counted until Python happens to find it.
+        gc.collect()
+        self.meter.restart()
+        for _ in logical_batch:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
+                loss = self.subject.loss(self.model(**inputs), targets)
+            loss.backward()
+            del loss
+        self.meter.label([p.grad for p in self.model.parameters()], GRADIENTS)
+        self.optimizer.step()
+        states = [x for state in self.optimizer.state.values() for x in state.values()]
+        self.meter.label([x for x in states if isinstance(x, Tensor)], OPTIMIZER)
+        self.optimizer.zero_grad()
+        self._stepped = True
+
+    def _autocast(self) -> bool:
+        # Parameters of DDP are whole and in float32; under FSDP the policy has cast them.
+        return self.setup.shard == "ddp" and self.setup.precision == "bf16"
+
+
+class _Engine(PrivacyEngine):
+    """The engine, with its records labelled, and the layouts of calls shared with others of the same model."""
+
+    def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._interception.layouts = layouts
+        open_tape = self._collector.open_tape
+
+        def labelled(batch_size: int, module: nn.Module) -> Tape:
+            return _labelled(open_tape(batch_size, module), meter)
+
+        self._collector.open_tape = labelled
+
+
+def _labelled(tape: Tape, meter: Meter) -> Tape:
+    """A tape that tells the meter what its records are."""
+    arrive = tape.arrive
+
+    def labelled(use: Use, tensors: Any) -> None:
+        arrive(use, tensors)
+        names = {name for source in use.sources for name in source.roots}
+        for group in tape.groups.values():
+            for name in names & group.entries.keys():
+                for _, record in group.entries[name]:
+                    fields = (getattr(record, field) for field in type(record).__slots__)
+                    meter.label([x for x in fields if isinstance(x, Tensor)], RECORDS)
+
+    tape.arrive = labelled
+    return tape
+
+
+class _MicroBatches:
+    """The micro-batches of a step of ordinary training: DDP reduces in the last one."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        self.model, self.count = model, count
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.count):
+            last = i == self.count - 1
+            held = isinstance(self.model, DistributedDataParallel) and not last
+            with self.model.no_sync() if held else nullcontext():  # type: ignore[operator]
+                yield i
+
+
+def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """DDP for fake tensors: its reducer is C++, which must neither read them nor wait for a collective on them."""
+    ddp = _UnhookedDDP(model, init_sync=False)
+
+    def reduce(group, bucket):  # DDP reads annotations, and would not understand postponed ones
+        # What the reducer does by itself: the mean over ranks.
+        total = bucket.buffer().div_(dist.get_world_size())
+        dist.all_reduce(total)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(total)
+        return done
+
+    ddp.register_comm_hook(None, reduce)
+    ddp.reducer = _Reducer(ddp.reducer)  # type: ignore[assignment]
+    return ddp
+
+
+class _UnhookedDDP(DistributedDataParallel):
+    """DDP that does not report its hook, which computes what the reducer would have computed."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+class _Reducer:
+    """DDP's reducer with the buckets that it starts with; to rebuild them it would broadcast their composition."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+class _Rows(Dataset[int]):
+    """As many rows as it says, of nothing: the inputs are made in the step."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> int:
+        return index

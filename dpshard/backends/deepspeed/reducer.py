@@ -1,0 +1,185 @@
+"""Sums clipped sums over ranks, straight into the fragments that each rank will step on.
+
+[Note: Why DeepSpeed does not reduce]
+DeepSpeed takes gradients from parameters, rounds them to the parameter's dtype (bf16), averages them over ranks,
+divides by the accumulation steps, and re-applies a stale one where a parameter was not used (stage 3). Each of
+these would change what was clipped. So clipped sums never become gradients of parameters: they are summed here, in
+float32 or better, bucket by bucket and beside the backward pass, and DeepSpeed's optimizer first sees them with their
+noise. Where something fails, DeepSpeed's own gradient is zero, and nothing raw is ever stepped on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpshard.backends.collectives import reduce_scatter
+from dpshard.backends.deepspeed.partitions import ZeroLayout
+from dpshard.errors import LogicalBatchError
+
+BUCKET = 2**25
+"""Elements that are reduced at once (128 MiB in float32); a larger parameter is a bucket of its own."""
+
+_IN_FLIGHT = 2
+"""Buckets that may be under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a clipped sum looks like, whole."""
+
+    numel: int
+    dtype: torch.dtype
+    """In which it is summed and noised: float64 for float64 parameters, else float32."""
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    names: list[str]
+    result: Tensor
+    kept: Tensor  # the input of the collective, which must outlive it
+    work: dist.Work
+
+
+class Reducer:
+    """The running sums of one logical batch over micro-batches and ranks."""
+
+    def __init__(
+        self, layout: ZeroLayout, shapes: Mapping[str, Shape], group: dist.ProcessGroup, *, late: bool
+    ) -> None:
+        self.layout, self.shapes, self.group = layout, shapes, group
+        self.late = late
+        """Whether sums stay on this rank, whole, until `complete`: one reduction a logical batch, for more memory."""
+        self.passes = 0
+        """Backward passes that have ended. All ranks must come to the same number."""
+        self._buckets = _buckets(shapes)
+        self._next = 0  # the first bucket that was not reduced in this round
+        self._sums: dict[str, Tensor] = {}
+        self._arrived: set[str] = set()
+        self._held: dict[str, Tensor] = {}
+        self._flights: deque[_Flight] = deque()
+        self._totals: dict[int, Tensor] = {}
+
+    def put(self, name: str, clipped_sum: Tensor | None) -> None:
+        """Take the clipped sum of a parameter over this rank's samples; None for one that no sample has used."""
+        if name in self._arrived:
+            raise LogicalBatchError(f"{name} was summed twice in one backward pass: a sample would count twice.")
+        self._arrived.add(name)
+        if clipped_sum is not None:
+            self._add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
+        # Buckets go in one fixed order, or ranks that use different layers would add up different parameters.
+        while not self.late and self._next < len(self._buckets):
+            if not self._arrived.issuperset(self._buckets[self._next]):
+                break
+            self._launch()
+
+    def finish(self) -> None:
+        """End a backward pass: reduce what is left, with zeros for parameters that had no sum, and wait for it."""
+        self._arrived.clear()
+        self.passes += 1
+        if not self.late:
+            self._reduce()
+            return
+        for name in list(self._sums):
+            self._add(self._held, name, self._sums.pop(name))
+
+    def complete(self) -> None:
+        """End a logical batch: reduce what was held back."""
+        if self.late:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        while self._next < len(self._buckets):
+            self._launch()
+        while self._flights:
+            self._land()
+        self._next = 0
+
+    def abandon(self) -> None:
+        """Forget what a backward pass that failed has left behind; buckets that were under way still arrive."""
+        while self._flights:
+            self._land()
+        self._sums.clear()
+        self._arrived.clear()
+        self._next = 0
+
+    def clear(self) -> None:
+        """Forget everything, also what earlier micro-batches have summed."""
+        self.abandon()
+        self._held.clear()
+        self._totals.clear()
+
+    def take(self) -> dict[int, Tensor]:
+        """The summed fragments, laid out as the masters, by id of the master; the next sums begin at zero."""
+        for name in self.shapes:
+            self.fragment(name)  # a master that nothing was added to has a sum of zeros
+        totals, self._totals = self._totals, {}
+        return totals
+
+    def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
+        """This rank's fragment of a running sum (or of what `take` returned), a view [length]."""
+        totals = self._totals if totals is None else totals
+        place, shape = self.layout.fragments[name], self.shapes[name]
+        if id(place.master) not in totals:
+            totals[id(place.master)] = torch.zeros(place.master.shape, dtype=shape.dtype, device=shape.device)
+        return totals[id(place.master)][place.offset : place.offset + place.length]
+
+    @staticmethod
+    def _add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
+        sums[name] = sums[name] + x if name in sums else x
+
+    def _whole(self, name: str) -> Tensor:
+        total = (self._held if self.late else self._sums).pop(name, None)
+        shape = self.shapes[name]
+        return torch.zeros(shape.numel, dtype=shape.dtype, device=shape.device) if total is None else total
+
+    def _launch(self) -> None:
+        names, chunks = self._buckets[self._next], self.layout.chunks
+        self._next += 1
+        if chunks is None:
+            # A rank's partition ends anywhere in a bucket, so a reduce-scatter would be mostly padding.
+            full = result = torch.cat([self._whole(name) for name in names])
+            work = dist.all_reduce(full, group=self.group, async_op=True)
+        else:
+            ranks = dist.get_world_size(self.group)
+            rows = []
+            for name in names:
+                row = self._whole(name)
+                padding = ranks * chunks[name] - row.numel()
+                rows.append(torch.nn.functional.pad(row, (0, padding)).view(ranks, chunks[name]))
+            full = torch.cat(rows, 1).contiguous()
+            result = full.new_empty(full.shape[1])
+            work = reduce_scatter(result, full.view(-1), group=self.group, async_op=True)
+        assert work is not None
+        self._flights.append(_Flight(names, result, full, work))
+        while len(self._flights) > _IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        flight, chunks = self._flights.popleft(), self.layout.chunks
+        flight.work.wait()
+        offset = 0
+        for name in flight.names:
+            place = self.layout.fragments[name]
+            start = offset + (place.start if chunks is None else 0)
+            self.fragment(name).add_(flight.result[start : start + place.length])
+            offset += self.shapes[name].numel if chunks is None else chunks[name]
+
+
+def _buckets(shapes: Mapping[str, Shape], size: int = BUCKET) -> list[list[str]]:
+    """Names in reverse order, roughly that of backward, in runs of one dtype and of about `size` elements."""
+    buckets: list[list[str]] = []
+    elements, kind = size, None
+    for name, shape in reversed(list(shapes.items())):
+        if elements + shape.numel > size or (shape.dtype, shape.device) != kind:
+            buckets.append([])
+            elements, kind = 0, (shape.dtype, shape.device)
+        buckets[-1].append(name)
+        elements += shape.numel
+    return buckets

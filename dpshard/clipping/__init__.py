@@ -1,0 +1,11 @@
+"""From per-sample norms to clip coefficients and clipped sums.
+
+`functions.py`: clipping functions. `groups.py`: clipping styles. `thresholds.py`: fixed and adaptive thresholds.
+`autograd_nodes.py`: the nodes that collect records in backward. `tape.py`: the records of some samples, and the groups.
+`two_pass.py`: modes with two backward passes. `metrics.py`: figures of a logical batch, not private.
+May import `records`, `rules`, `noise` and below. Users import the clipping functions from here. Begin with `tape.py`.
+"""
+
+from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, ClippingFunction, GlobalClipping
+
+__all__ = ["AbadiClipping", "AutomaticClipping", "ClippingFunction", "GlobalClipping"]

@@ -1,0 +1,160 @@
+"""Clipping thresholds: fixed ones, or ones that follow a quantile of the gradient norms, which is charged.
+
+[Note: Counts within the same noise]
+To follow a quantile, each group tells how many samples of the batch it left unclipped: the sum of b - 1/2 over the
+samples, b = 1 or 0, which one sample changes by 1/2. (b = 1 also for a sample that the group has no gradient of:
+whether a group runs may depend on the others.) The counts are released together with the clipped sums, as one Gaussian
+mechanism. Divided by the deviations of their noises, s for the sums (sensitivity S = sqrt(sum R_m^2)) and t for the M
+counts (sensitivity sqrt(M) / 2), one sample changes the whole by
+
+    (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
+
+if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So a step is the release that it would be with fixed
+thresholds, of noise multiplier sigma, whatever the sampling; the sums pay with a little more noise. Thresholds are
+computed from released counts alone, so everybody may see them, and the next step may depend on them (adaptive
+composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; of several groups, He et al. 2022, arXiv:2212.01539.
+
+[Note: Noise of one history]
+A step that is replayed draws the same normals. On other ranks, or where kernels do not always round alike, a sample at
+its threshold may be counted otherwise; all later thresholds then differ, and with them the deviation of the noise.
+Whoever saw the same normals times two numbers could solve for them, and subtract them. So the noise of a step is keyed
+by all counts before it, too: it is the same after the same history alone, and independent after any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpshard.clipping.functions import sensitivity
+from dpshard.clipping.metrics import BatchMetrics
+from dpshard.clipping.tape import Clipper
+from dpshard.config import check_positive, is_number
+from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
+from dpshard.noise.keyed import KeyedGaussian
+from dpshard.randomness import derive_key
+
+FARTHEST = 1e12
+"""Largest ratio of a threshold to where it began, or of that to the threshold: keeps runaways within the floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantileTracking:
+    """Each group's threshold follows a quantile of its gradient norms; see [Note: Counts within the same noise].
+
+    After a step R <- R exp(-learning_rate (f - quantile)), where f, within [0, 1], is the noisy share of samples with
+    norms up to R: the count over the expected batch size, which is public.
+    """
+
+    quantile: float = 0.5
+    """Share of the samples that shall not be clipped, in (0, 1)."""
+    learning_rate: float = 0.2
+    """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
+    budget_share: float = 0.01
+    """Share of the privacy budget (of 1 / sigma^2) that the counts take, in (0, 1): 0.01 adds 0.5% to the noise of the
+    gradient, and gives f a standard deviation of 5 sigma sqrt(groups) / (batch size)."""
+
+    def __post_init__(self) -> None:
+        for name in ("quantile", "budget_share"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value < 1):
+                raise ConfigurationError(f"{name}={value!r}: it must be above 0 and below 1.")
+        check_positive("learning_rate", self.learning_rate)
+
+
+class Thresholds:
+    """Those of a clipper's groups, which stay as they are."""
+
+    def __init__(self, clipper: Clipper) -> None:
+        self._clipper = clipper
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The thresholds R_m of the next step, one a group."""
+        return tuple(group.threshold for group in self._clipper.groups)
+
+    def gradient_noise(self, sigma: float) -> float:
+        """Standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
+        return sigma * sensitivity(self._clipper.groups)
+
+    def noise_secret(self, secret: bytes) -> bytes:
+        """Under which the noise of the next step is drawn in a run with `secret`."""
+        return secret
+
+    def refuse_own_loop(self) -> None:
+        """Raise LogicalBatchError if they cannot be used in a loop that feeds its own batches."""
+
+    def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
+        """A step was released: `metrics` are those of all ranks, `batch_size` the expected size, `noise` the step's."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint needs to know; None if nothing moves."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what `state_dict` gave; CheckpointError if it is something else."""
+
+
+class TrackedThresholds(Thresholds):
+    """Those of a clipper's groups, which follow a quantile."""
+
+    def __init__(self, clipper: Clipper, tracking: QuantileTracking) -> None:
+        super().__init__(clipper)
+        self._tracking = tracking
+        self._first = self.values
+        self._history = ""  # digest of all counts so far, before their noise: whole numbers, so equal on all ranks
+
+    def gradient_noise(self, sigma: float) -> float:
+        """See Thresholds."""
+        return super().gradient_noise(sigma / math.sqrt(1 - self._tracking.budget_share))
+
+    def count_noise(self, sigma: float) -> float:
+        """Standard deviation of the noise on the count of each group."""
+        return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
+
+    def noise_secret(self, secret: bytes) -> bytes:
+        """See Thresholds, and [Note: Noise of one history]."""
+        return derive_key(secret, "clipping counts so far", self._history)
+
+    def refuse_own_loop(self) -> None:
+        """See Thresholds."""
+        # A sample whose backward failed, and was repeated, would be counted twice, and nobody would know.
+        raise LogicalBatchError(
+            "adaptive_thresholds count samples, so each must come once: iterate over engine.batches(dataset, "
+            "micro_batch_size), which sees to it, rather than over batches of your own."
+        )
+
+    def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
+        """See Thresholds."""
+        tracking, labels = self._tracking, [group.label for group in self._clipper.groups]
+        counts_M = metrics.unclipped_excess(labels)
+        self._history = hashlib.sha256(f"{self._history} {counts_M.tolist()}".encode()).hexdigest()
+        # A secret of its own: no name of a parameter leads to this noise. Drawn on the CPU, so equal on all ranks.
+        noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
+        noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
+        moved = []
+        for first, old, count in zip(self._first, self.values, counts_M.tolist(), strict=True):
+            unclipped = min(max(0.5 + count / batch_size, 0.0), 1.0)
+            new = old * math.exp(-tracking.learning_rate * (unclipped - tracking.quantile))
+            moved.append(min(max(new, first / FARTHEST), first * FARTHEST))
+        self._clipper.set_thresholds(moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The thresholds of the next step, and what its noise depends on: a resumed run continues bit for bit."""
+        return {"values": list(self.values), "history": self._history}
+
+    def load_state_dict(self, state: Any) -> None:
+        """See Thresholds."""
+        values: Any = state.get("values") if isinstance(state, dict) else None
+        history: Any = state.get("history") if isinstance(state, dict) else None
+        sound = isinstance(values, Sequence) and len(values) == len(self._first) and isinstance(history, str)
+        if not sound or not all(is_number(value) and 0 < value < math.inf for value in values):
+            raise CheckpointError(
+                f"The checkpoint has no clipping thresholds of the {len(self._first)} groups ({state!r}), so steps "
+                f"would be released again with other ones. Resume from another checkpoint."
+            )
+        self._clipper.set_thresholds(values)
+        self._history = history

@@ -1,0 +1,71 @@
+"""Two backward passes through the model for one of the loss: norms first, then clipped sums, with no records kept.
+
+[Note: Two passes]
+The output of the model is cut off from its inner graph. When the user's `loss.backward()` reaches the cut, the inner
+graph runs twice with the same output gradient: up to the anchors' tokens for the norms, where records are measured and
+dropped; then to the parameters, where records are weighted with the known factors and dropped. The factors act on the
+records, so the loss is never re-weighted and may be anything. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpshard.clipping.tape import Pass, Tape
+from dpshard.errors import REENTRANT, LogicalBatchError, UnsupportedParameterError
+
+
+class _Cut(torch.autograd.Function):
+    """Outputs -> the same, detached; backward: both passes through the inner graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, inner: list[Tensor], trigger: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.inner = tape, inner
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inner)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        tape, inner = ctx.tape, ctx.inner
+        if inner is None:
+            raise LogicalBatchError("Backward reached this forward twice: call it once, on the sum of all losses.")
+        reached = [(x, g) for x, g in zip(inner, gradients, strict=True) if g is not None]
+        tensors, seeds = [x for x, _ in reached], [g for _, g in reached]
+        tokens = tape.tokens()
+        if reached and tokens:
+            with torch.enable_grad():
+                tape.current = Pass.NORMS
+                try:
+                    torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
+                except RuntimeError as error:
+                    if "use_reentrant" in str(error):
+                        raise UnsupportedParameterError(REENTRANT) from error
+                    raise
+                with torch.no_grad():
+                    tape.between_passes()
+                idle = tape.idle()
+                torch.autograd.backward([*tensors, *idle], [*seeds, *(torch.zeros_like(token) for token in idle)])
+        ctx.inner = None
+        return None, None, None
+
+
+def through_two_passes(forward: Callable[..., Any], args: Any, kwargs: Any, tape: Tape) -> Any:
+    """Run `forward`, and cut its output off so that backward runs its graph twice."""
+    if tape.forwards > 1:
+        raise LogicalBatchError(
+            "The model was called twice for the samples of one micro-batch; with two backward passes each call would "
+            'be clipped by itself. Choose a clipping_mode of one pass: "auto", "bk", "bk-mixed-ghost", "bk-mixed-opt".'
+        )
+    leaves, tree = pytree.tree_flatten(forward(*args, **kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if places:
+        trigger = torch.zeros(0, requires_grad=True)
+        cut = _Cut.apply(tape, [leaves[i] for i in places], trigger)
+        for i, x in zip(places, cut, strict=True):
+            leaves[i] = x
+    return pytree.tree_unflatten(leaves, tree)

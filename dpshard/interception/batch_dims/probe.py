@@ -1,0 +1,270 @@
+"""The two runs of a model that are compared, on batches of two sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpshard.errors import BatchLayoutError
+from dpshard.interception.batch_dims.axes import (
+    PASS_THROUGH,
+    CallKey,
+    CallLayout,
+    Layout,
+    call_key,
+    describe,
+    merge,
+    rows_key,
+)
+from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
+from dpshard.interception.determinism import Undropped
+from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
+from dpshard.rules import COMPOSITES
+from dpshard.rules.call import BatchAxis, Source
+from dpshard.rules.parameter_views import derive
+from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+
+
+@dataclass(slots=True)
+class _Shapes:
+    func: Function
+    inputs: list[torch.Size]
+    outputs: list[torch.Size]
+
+
+class _Compared(Undropped):
+    """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
+
+    permuting = False  # the first samples of both runs are to be the same
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def off_course(self, tensors: list[Tensor]) -> bool:
+        """Whether a call on these tensors follows from what the data has picked."""
+        return any(x in self._off for x in tensors)
+
+    def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
+        """Count a call, or note that its outputs are off the course as well."""
+        outputs = outputs_of(result)
+        if not off and _counts(result):
+            self.count += 1
+        if (off and func is not PAD) or picks(func, args):  # padded, all samples are there again, whatever was packed
+            # What is written into on the common course stays on it; experts add their rows so.
+            kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
+            if kept is None or self.off_course([kept]):
+                for x in outputs:
+                    self._off[x] = True
+
+
+def _counts(result: Any) -> bool:
+    """Whether a call is more than a question (a shape, a dtype, a number), which a loop may ask at any time."""
+    return result is None or bool(outputs_of(result))
+
+
+class _FirstRun(_Compared):
+    """Notes the shapes of every call; and, where asked to, the values of its tensors."""
+
+    def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.calls: list[_Shapes] = []
+        self.wanted = wanted
+        self.values: dict[int, list[Tensor]] = {}
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call and note it."""
+        if Quiet.on or func in COMPOSITES:
+            return super().__torch_function__(func, types, args, kwargs)
+        func, args = canonical(func, args)
+        inputs = list(tensors_of((args, kwargs or {})))
+        shapes, off = [x.shape for x in inputs], self.off_course(inputs)
+        wanted = not off and self.count in self.wanted
+        values = [x.detach().clone() for x in inputs] if wanted else []
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not off and _counts(result):
+            outputs = outputs_of(result)
+            self.calls.append(_Shapes(func, shapes, [x.shape for x in outputs]))
+            if wanted:
+                self.values[self.count] = values + [x.detach().clone() for x in outputs]
+        self.note_course(func, args, result, off=off)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Where on the common course a tensor was made, and which dimension of it carries the samples."""
+
+    position: int
+    seen_at: int
+    axis: BatchAxis | None
+    flattened: bool
+
+
+class _SecondRun(_Compared):
+    """Compares every call with that of the first run, and notes the layout of those that use parameters."""
+
+    def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
+        super().__init__()
+        self.first, self.sizes, self.sources = first, sizes, dict(sources)
+        self.layout: Layout = {}
+        self.doubts: dict[int, list[Doubt]] = {}
+        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.apart = False
+        """Whether a call had other arguments than in the first run, such as one for each sample, in any order."""
+        self.routing = Routing(sizes[1], self._holds_samples)
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call and note its layout."""
+        if Quiet.on or func in COMPOSITES:
+            return super().__torch_function__(func, types, args, kwargs)
+        func, args = canonical(func, args)
+        kwargs = kwargs or {}
+        tensors = list(tensors_of((args, kwargs)))
+        position, off = self.count, self.off_course(tensors)
+        # What the model computes under its own no_grad is a constant, as it is in training.
+        differentiable = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
+        uses = differentiable and any(x in self.sources for x in tensors)
+        inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
+        result = super().__torch_function__(func, types, args, kwargs)
+        outputs = outputs_of(result)
+        self.note_course(func, args, result, off=off)
+        if uses and _counts(result):
+            key = call_key(func, tensors, self.sources)
+            before = None if off else self._before(position, func, tensors, outputs)
+            axes = [
+                None if x in self.sources else self._input(key, position, place, before, x, value)
+                for place, (x, value) in enumerate(zip(tensors, inputs, strict=True))
+            ]
+            lost = any(self._is_lost(x, off=off) for x in tensors if x not in self.sources)
+            self.routing.follow(func, args, kwargs, result)
+            output = self._output(key, position, len(axes), before, outputs[0]) if outputs else None
+            found = CallLayout(axes, output, lost)
+            merge(self.layout, {key: found})
+            if found.derives:
+                for i, out in enumerate(outputs):
+                    if out.is_floating_point() and out not in self.sources:
+                        self.sources[out] = derive(func, args, kwargs, self.sources, i, out)
+        else:
+            self.routing.follow(func, args, kwargs, result)
+        if not off:
+            self._note_made(position, func, tensors, outputs)
+            self.apart |= _counts(result) and self._at(position, func, tensors, outputs) is None
+        if func is PACK and self.apart:
+            self.routing.lose(outputs)
+        return result
+
+    def _note_made(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        before = self._at(position, func, inputs, outputs)
+        for i, x in enumerate(outputs):
+            if before is not None and x not in self.sources:
+                old = before.outputs[i]
+                grown = [d for d in range(x.dim()) if len(old) == x.dim() and old[d] != x.shape[d]]
+                fits = len(grown) == 1 and old[grown[0]] * self.sizes[1] == x.shape[grown[0]] * self.sizes[0]
+                axis = BatchAxis(grown[0]) if fits else None
+                flattened = fits and old[grown[0]] != self.sizes[0]
+                self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
+
+    def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
+        """Evidence for a route that starts, or ends, at `x`; it is kept in the layout, for the training's forwards."""
+        made = self.made.get(x)
+        if made is None:
+            return False
+        holds = made.axis is not None and made.axis.dim == dim and not (dim and made.flattened)
+        merge(self.layout, {rows_key(x, dim): CallLayout([BatchAxis(dim) if holds else None], None)})
+        if read and holds and made.flattened:
+            doubt = Doubt(ROWS, 0, 0, x.detach().clone(), made.seen_at)
+            self.doubts.setdefault(made.position, []).append(doubt)
+        return holds
+
+    def _is_lost(self, x: Tensor, *, off: bool) -> bool:
+        if self.routing.lost(x):
+            return True
+        known = x in self.made or self.routing.samples(x) is not None or isinstance(x, torch.nn.Parameter)
+        return off and not known and x.dim() > 0
+
+    def _input(
+        self, key: CallKey, position: int, place: int, before: _Shapes | None, x: Tensor, value: Tensor
+    ) -> BatchAxis | None:
+        if self.routing.samples(x) is not None:
+            return BatchAxis(0, routed=True)
+        if self._is_lost(x, off=before is None):
+            return None
+        if before is not None:
+            return self._axis(key, position, place, before.inputs[place], value)
+        made = self.made.get(x)
+        if made is None or made.axis is None:
+            return None
+        if made.flattened:
+            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at)
+            self.doubts.setdefault(made.position, []).append(doubt)
+        return made.axis
+
+    def _output(self, key: CallKey, position: int, place: int, before: _Shapes | None, x: Tensor) -> BatchAxis | None:
+        if self.routing.samples(x) is not None:
+            return BatchAxis(0, routed=True)
+        if before is None or self.routing.lost(x):
+            return None
+        return self._axis(key, position, place, before.outputs[0], x)
+
+    def _at(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes | None:
+        if position < len(self.first):
+            before = self.first[position]
+            if before.func == func and len(before.inputs) == len(inputs) and len(before.outputs) == len(outputs):
+                return before
+        return None
+
+    def _before(self, position: int, func: Function, inputs: list[Tensor], outputs: list[Tensor]) -> _Shapes:
+        before = self._at(position, func, inputs, outputs)
+        if before is not None:
+            return before
+        raise BatchLayoutError(
+            f"The model runs other functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
+            f"{function_name(func)}), so it cannot be told which dimension carries the samples. "
+            f"Remove control flow that depends on the batch size, such as a Python loop over samples."
+        )
+
+    def _axis(self, key: CallKey, position: int, place: int, old: torch.Size, x: Tensor) -> BatchAxis | None:
+        first, second = self.sizes
+        if len(old) != x.dim():
+            raise BatchLayoutError(f"{describe(key)}: the rank of a tensor depends on the batch size.")
+        grown = [d for d in range(x.dim()) if old[d] != x.shape[d]]
+        if not grown:
+            return None
+        dim = grown[0]
+        if len(grown) > 1 or old[dim] * second != x.shape[dim] * first or old[dim] % first:
+            raise BatchLayoutError(
+                f"{describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
+                f"{second}: samples of one micro-batch meet each other before the parameter is used, so no "
+                f"per-sample gradient exists."
+            )
+        if old[dim] != first:
+            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach(), place))
+        return BatchAxis(dim)
+
+
+def find_layout(
+    run: Callable[[int], Any], sources: Callable[[], dict[Tensor, Source]], sizes: tuple[int, int] = (2, 3)
+) -> Layout:
+    """Layouts of all calls that use `sources()`; `run(n)` runs the model on the first n samples of a batch.
+
+    Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
+    """
+    first = _FirstRun()
+    with first:
+        run(sizes[0])
+    second = _SecondRun(first.calls, sizes, sources())  # sharded parameters exist once the first run has gathered them
+    with second:
+        run(sizes[1])
+    if second.doubts:
+        valued = _FirstRun(frozenset(second.doubts))
+        with valued:
+            run(sizes[0])
+        settle(second.layout, second.doubts, valued.values, sizes)
+    return second.layout

@@ -1,0 +1,113 @@
+"""The order of rows that are flattened into the batch: a sample's side by side ([B, k]), or one batch apart ([k, B]).
+
+Shapes do not tell the two apart. Values do: the first samples of both runs are the same, and so are their rows, if they
+are looked for where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dpshard.errors import BatchLayoutError
+from dpshard.interception.batch_dims.axes import CallKey, Layout, describe
+
+ROWS: CallKey = ("an index along dimension 0",)
+"""Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
+
+_SAME = 0.1
+"""How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A flattened batch dimension whose order only values can tell."""
+
+    key: CallKey
+    place: int
+    """Of the tensor in the layout of that call: among inputs, the output last."""
+    dim: int
+    value: Tensor
+    """The tensor in the second run."""
+    seen_at: int
+    """Its place in the call of the first run, which may be another: the one that made it."""
+
+
+def settle(
+    layout: Layout, doubts: dict[int, list[Doubt]], values: dict[int, list[Tensor]], sizes: tuple[int, int]
+) -> None:
+    """Write into `layout` in which order flattened dimensions hold their rows.
+
+    `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
+    `sizes` are the numbers of samples of the two runs.
+    """
+    settled: dict[tuple[CallKey, int], bool] = {}
+    undecided: list[Doubt] = []
+    for position, here in doubts.items():
+        for doubt in here:
+            order = _is_sample_major(doubt, values[position][doubt.seen_at], sizes)
+            if order is None:
+                undecided.append(doubt)
+            elif settled.setdefault((doubt.key, doubt.place), order) != order:
+                raise BatchLayoutError(
+                    f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
+                    f"module of its own for each of the two."
+                )
+    for doubt in undecided:
+        settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
+    for (key, place), order in settled.items():
+        if not order:
+            found = layout[key]
+            axis = found.inputs[place] if place < len(found.inputs) else found.output
+            assert axis is not None
+            axis = replace(axis, sample_major=False)
+            if place < len(found.inputs):
+                found.inputs[place] = axis
+            else:
+                found.output = axis
+
+
+def _is_sample_major(doubt: Doubt, old: Tensor, sizes: tuple[int, int]) -> bool | None:
+    """Whether the rows of a sample lie side by side; None if values do not tell."""
+    (first, second), new = sizes, doubt.value
+    k = old.shape[doubt.dim] // first
+    error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
+    for order in (True, False):
+        sides = []
+        for x, size in ((old, first), (new, second)):
+            rows = x.unflatten(doubt.dim, (size, k) if order else (k, size))
+            sides.append(rows.narrow(doubt.dim + (not order), 0, first).double())
+        error[order] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
+    if min(error.values()) > _SAME * scale:
+        raise BatchLayoutError(
+            f"{describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
+            f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
+            f"nor one batch apart ([k, B]). Put the samples first before you flatten."
+        )
+    if max(error.values()) <= 2 * min(error.values()):
+        return None
+    if error[False] < error[True] and doubt.key == ROWS:
+        raise BatchLayoutError(
+            f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
+            f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
+        )
+    return error[True] < error[False]
+
+
+def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], bool], layout: Layout, second: int) -> bool:
+    """The order of rows that are all alike: that of other calls of the kind, or of other arguments."""
+    orders = [order for (key, _), order in settled.items() if key == doubt.key]
+    if (doubt.key, doubt.place) in settled:
+        return settled[doubt.key, doubt.place]
+    if isinstance(doubt.value, FakeTensor):
+        return all(orders)  # it has no values, and nothing is trained with it: a plan counts what a step costs
+    if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
+        raise BatchLayoutError(
+            f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "
+            f"{tuple(doubt.value.shape)} for {second} samples, so it cannot be told whether its dimension "
+            f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
+            f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
+        )
+    return all(orders)

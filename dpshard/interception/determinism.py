@@ -1,0 +1,78 @@
+"""Runs of a model that compare: dropout is off, random draws are constant, and composites are looked into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpshard.rules import COMPOSITES
+from dpshard.rules.torch_functions import Function, Quiet
+
+_DROPOUT = {
+    **dict.fromkeys(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), "training"
+    ),
+    **{
+        getattr(torch, name): "train"
+        for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+        for name in (kind, f"{kind}_")
+    },
+}
+"""Dropout functions, and what they call the argument that switches them."""
+
+# Not 0, which would hide noise that is scaled by other samples, or the branch that a random draw decides.
+_FILLS = {"bernoulli": 1, "bernoulli_": 1, "rand": 0.25, "rand_like": 0.25, "uniform_": 0.25}
+_FILLS |= {"randn": 1, "randn_like": 1, "normal": 1, "normal_": 1, "exponential_": 1, "log_normal_": 1, "cauchy_": 1}
+_RANDOM = {
+    getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
+}
+"""Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
+
+_ORDERS = (torch.argsort, Tensor.argsort)
+"""What makes a permutation of random draws."""
+
+
+def _any_order(order: Tensor, x: Tensor) -> Tensor:
+    """The `order` of the elements of `x` [N]; rotated if all are equal, as random draws are here."""
+    alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
+    return order.roll(1) if alike else order
+
+
+def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call with its dropout switched off."""
+    if func in _DROPOUT:
+        return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
+    if func is F.scaled_dot_product_attention:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    return args, kwargs
+
+
+class Undropped(TorchFunctionMode):
+    """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
+
+    permuting = True
+    """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look into composites, and run everything but random draws as it is."""
+        kwargs = kwargs or {}
+        if Quiet.on:
+            return func(*args, **kwargs)
+        if func is torch.randperm:
+            return func(*args, **kwargs).sort().values.roll(int(self.permuting))
+        if func in _RANDOM:
+            return func(*args, **kwargs).fill_(_RANDOM[func])
+        if func in _ORDERS and self.permuting and not kwargs.get("stable"):
+            return _any_order(func(*args, **kwargs), args[0])
+        args, kwargs = _without_dropout(func, args, kwargs)
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        return func(*args, **kwargs)

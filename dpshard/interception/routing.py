@@ -1,0 +1,332 @@
+"""Whose row is it: rows that the data picks, or sends to experts, keep the number of their sample.
+
+[Note: Routed rows]
+`x[token_ids]` has as many rows as the data says, in an order that the data says: its shape tells nothing. So it is
+followed by its values. A route starts where a tensor of all samples' rows is indexed along dimension 0; it goes on
+through functions of which row n of the output is made of row n of the input alone; and it ends where the rows are added
+to rows of their own samples, or where they lie in the order of the samples again (an index that undoes the first) and
+meet any other function. Rows that meet one in another order are lost: the parameter that they meet next is refused.
+
+[Note: Packed sequences]
+Packing makes rows of [B, T, ...] or [T, B, ...]: those of step 0 of all samples, then those of step 1 of all that last
+so long. So row (t, b) is of the sample of row b, sorted by length or not, and padding brings the rows back into columns
+that belong to one sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1; out of order they
+may be permuted, packed, or read one step at a time, and are as good as lost to anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpshard.rules.elementwise import ELEMENTWISE
+from dpshard.rules.routed import GROUPED
+from dpshard.rules.torch_functions import Function, functions_named, outputs_of, tensors_of
+
+PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
+"""Functions whose number of output rows depends on the values of the data."""
+
+ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
+"""Functions that write rows into their first argument, at numbers that they are given."""
+
+_SELECTING = functions_named(["index_select"])
+_CUTTING = functions_named(["split", "split_with_sizes", "chunk"])
+_JOINING = functions_named(["cat", "concat", "concatenate"])
+_TRANSPOSING = functions_named(["transpose", "swapaxes", "swapdims"])
+
+PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
+
+# What follows are the functions that `_by_row` knows, by how it must look at their arguments.
+_ACTIVATIONS = (
+    "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
+    "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
+    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as dropout "
+    "alpha_dropout"
+)
+_COMPARISONS = "masked_fill masked_fill_ __neg__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
+_ELEMENTWISE = (
+    ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
+)
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
+_MAPPING_FIRST = frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding}) | GROUPED
+"""Functions that map every row of their first argument alike."""
+_MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
+_VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
+_ALONG = {
+    **dict.fromkeys(functions_named(["chunk", "split", "split_with_sizes", "tensor_split", "norm"]), 2),
+    **dict.fromkeys(
+        functions_named(
+            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin".split(), (F, torch, Tensor)
+        ),
+        1,
+    ),
+}
+"""Functions along a dimension, and at which place they take it."""
+
+
+def picks(func: Function, args: Any) -> bool:
+    """Whether values of the data decide how many rows `func` returns."""
+    if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
+        return True
+    index = args[1] if func is Tensor.__getitem__ else ()
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _row_numbers(index: Any) -> Tensor | None:
+    """The rows [N] that an index picks along dimension 0; None if it does anything else."""
+    first, *others = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i in others if isinstance(i, Tensor)]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return None
+    if first.dtype in (torch.bool, torch.uint8):
+        return None if tensors else first.nonzero()[:, 0]
+    beside = all(i.dim() == 0 or (i.dim() == 1 and len(i) in (1, len(first))) for i in tensors)
+    masks = any(i.dtype in (torch.bool, torch.uint8) for i in tensors)
+    return first if first.dim() == 1 and beside and not masks else None
+
+
+def _numbers_in(index: Any) -> Any:
+    """A list or array that indexes a tensor, as a tensor; anything else as it is."""
+    numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
+    return torch.as_tensor(index) if numbers else index
+
+
+def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor] | None:
+    """What `func` picks rows or columns of, along which of dimensions 0 and 1, and their numbers [N]."""
+    if func is Tensor.__getitem__:
+        x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
+        if len(index) == 2 and isinstance(index[0], slice) and index[0] == slice(None):
+            dim, rows = 1, index[1]
+        else:
+            rows = _row_numbers(index)
+    elif func in _SELECTING:
+        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
+    else:
+        return None
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
+        return None
+    return (x, dim, rows) if dim in (0, 1) else None
+
+
+class Routing:
+    """Follows routed rows through one forward."""
+
+    def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, int, bool], bool]) -> None:
+        """`holds_samples(x, dim, read)`: whether evidence says that dimension 0 or 1 of `x` holds all samples.
+
+        `read`: rows are read from it, so that their order counts, rather than added to it.
+        """
+        self.batch_size = batch_size
+        self.holds_samples = holds_samples
+        # Weak: what a forward has dropped is not kept alive.
+        self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # The sample of each column, along dimension 1, and whether they are in order.
+        self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._idle = True
+
+    def samples(self, x: Tensor) -> Tensor | None:
+        """The sample of every row of `x`, int64 [N]; None if its rows were not routed."""
+        return None if self._idle else self._samples.get(x)
+
+    def lost(self, x: Tensor) -> bool:
+        """Whether nobody can tell any more which sample a row of `x` belongs to."""
+        if self._idle or x.dim() == 0:
+            return False
+        return x in self._lost or (x in self._columns and not self._columns[x][1])
+
+    def in_order(self, sample_N: Tensor) -> bool:
+        """Whether the rows lie as if they had never been routed: every sample has equally many, one after the other."""
+        return len(sample_N) % self.batch_size == 0 and torch.equal(sample_N, self._numbers(sample_N))
+
+    def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
+        """Note where the rows of the arguments of a call have gone."""
+        starts = func is Tensor.__getitem__ or func in _SELECTING or func is PAD
+        if self._idle and not (starts or picks(func, args)):
+            return
+        with torch.no_grad():
+            self._follow(func, args, kwargs, result)
+
+    def _follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
+        outputs, indexed = outputs_of(result), _indexed(func, args, kwargs)
+        if func is PACK:
+            self._pack(args, kwargs, *outputs)
+            return
+        if func is PAD:
+            self._pad(args, kwargs, *outputs)
+            return
+        if indexed is not None:
+            x, dim, rows = indexed
+            sample_N = self._of(x, dim, read=True)
+            if sample_N is not None:
+                self._put(outputs, sample_N[rows.to(sample_N.device)], dim)
+                return
+        if func in _TRANSPOSING and args[0].dim() > 1 and sorted(d % args[0].dim() for d in args[1:]) == [0, 1]:
+            self._transpose(args[0], *outputs)
+            return
+        moved = self._moved(func, args, kwargs)
+        if moved is not None:
+            for x, sample_N in zip(outputs, moved, strict=True):
+                self._put([x], sample_N)
+            return
+        tensors = list(tensors_of((args, kwargs)))
+        routed = [x for x in tensors if self.samples(x) is not None]
+        lost = picks(func, args) or any(self.lost(x) for x in tensors)
+        if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):
+            return  # a number moves no rows
+        if func in ADDING or func is Tensor.__setitem__:
+            if lost or routed:
+                self._add(func, args, kwargs, outputs or [args[0]])
+        elif lost:
+            self.lose(outputs)
+        elif routed:
+            sample_N = self.agreed(routed)
+            if sample_N is not None and _by_row(func, args, kwargs, tensors, routed, outputs, len(sample_N)):
+                self._put(outputs, sample_N)
+            elif sample_N is None or not self.in_order(sample_N):
+                self.lose(outputs)
+
+    def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
+        """Row b of step t belongs to the sample of row b: see [Note: Packed sequences]."""
+        sample_B = self._of(args[0], 0 if _argument(args, kwargs, 2, "batch_first") else 1, read=True)
+        self.lose([batch_sizes])
+        if sample_B is None:
+            self.lose([data])
+        else:
+            self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
+
+    def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
+        """Columns of one sample each; rows that were not packed so are lost."""
+        sample_N, sizes = self.samples(args[0]), _argument(args, kwargs, 1, "batch_sizes").tolist()
+        if sample_N is not None:
+            sample_B = sample_N[: sizes[0]]
+            if torch.equal(sample_N, torch.cat([sample_B[:rows] for rows in sizes])):
+                self._put([padded], sample_B, 0 if _argument(args, kwargs, 2, "batch_first") else 1)
+                self._put([lengths], sample_B)
+                return
+        self.lose([padded, lengths])
+
+    def _transpose(self, x: Tensor, output: Tensor) -> None:
+        """Rows become columns, and columns rows; what is neither stays what it is."""
+        rows, columns = self.samples(x), self._along_columns(x)
+        if rows is not None or columns is not None:
+            self._put([output], columns if rows is None else rows, 0 if rows is None else 1)
+        elif self.lost(x):
+            self.lose([output])
+
+    def _moved(self, func: Function, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
+        if func in _JOINING:
+            parts = [self.samples(x) for x in _argument(args, kwargs, 0, "tensors")]
+            along_rows = _argument(args, kwargs, 1, "dim") in (0, None)
+            known = [part for part in parts if part is not None]
+            return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
+        sample_N = self.samples(args[0]) if args and isinstance(args[0], Tensor) else None
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            columns = self._along_columns(args[0])
+            if columns is not None and len(index) == 1 and type(index[0]) is int:
+                return [columns]
+            plain = all(type(i) is int or isinstance(i, slice) or i is Ellipsis for i in index)
+            if sample_N is not None and plain and isinstance(index[0], slice):
+                return [sample_N[index[0]]]
+        elif sample_N is not None and func in _CUTTING and _argument(args, kwargs, 2, "dim") in (0, None):
+            return list(func(sample_N, *args[1:], **kwargs))
+        return None
+
+    def agreed(self, routed: list[Tensor]) -> Tensor | None:
+        """The samples of the rows of all tensors of `routed`, if they are the same."""
+        first, *others = (self._samples[x] for x in routed)
+        return first if all(other is first or torch.equal(first, other) for other in others) else None
+
+    def _add(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        """Rows come home where every one is added to a row of its own sample."""
+        if func is Tensor.__setitem__:
+            base, rows, source = args[0], _row_numbers(args[1]), args[2]
+        else:
+            along_rows = _argument(args, kwargs, 1, "dim") == 0
+            base, rows, source = args[0], _argument(args, kwargs, 2, "index"), _argument(args, kwargs, 3, "source")
+            rows = rows if along_rows else None
+        home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
+        own = self.samples(source) if isinstance(source, Tensor) else None
+        if home is None or own is None or rows is None or not torch.equal(home[rows], own):
+            self.lose(outputs)
+        else:
+            self._put(outputs, self.samples(base))
+
+    def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
+        """The samples along dimension `dim` of `x`; None if it holds none there, or nobody can tell."""
+        if x in self._lost:
+            return None
+        rows, columns = self.samples(x), self._along_columns(x)
+        if rows is not None or columns is not None:
+            return columns if dim else rows
+        whole = x.dim() > dim and x.shape[dim] > 0 and x.shape[dim] % self.batch_size == 0
+        return self._numbers(x, dim) if self.holds_samples(x, dim, read) and whole else None
+
+    def _along_columns(self, x: Tensor) -> Tensor | None:
+        return self._columns[x][0] if x in self._columns else None
+
+    def _numbers(self, x: Tensor, dim: int = 0) -> Tensor:
+        rows = x.shape[dim]
+        return torch.arange(rows, device=x.device) // max(1, rows // self.batch_size)
+
+    def _put(self, outputs: list[Tensor], sample_N: Tensor | None, dim: int = 0) -> None:
+        for x in outputs:
+            for known in (self._lost, self._samples, self._columns):
+                known.pop(x, None)
+            if sample_N is not None:
+                sample_N = sample_N.to(x.device)
+                if dim == 0:
+                    self._samples[x] = sample_N
+                else:
+                    self._columns[x] = (sample_N, self.in_order(sample_N))
+                self._idle = False
+
+    def lose(self, outputs: list[Tensor]) -> None:
+        """Note that nobody can tell any more which sample a row of these belongs to."""
+        for x in outputs:
+            self._samples.pop(x, None)
+            self._columns.pop(x, None)
+            self._lost[x] = True
+            self._idle = False
+
+
+def _by_row(
+    func: Function, args: Any, kwargs: Any, tensors: list[Tensor], routed: list[Tensor], outputs: list[Tensor], N: int
+) -> bool:
+    """Whether row n of every output is made of row n of the `routed` inputs, and of what has no rows, alone."""
+    if not outputs or any(x.dim() == 0 or len(x) != N for x in outputs):
+        return False
+    alone = len(routed) == 1 and args and args[0] is routed[0]
+    if func in _MAPPING_FIRST:
+        return bool(alone)
+    if func in _MATMUL:
+        return (len(routed) == len(tensors) > 1 and args[0].dim() > 2) or bool(alone and args[0].dim() == 2)
+    if func in _ELEMENTWISE:
+        rank = outputs[0].dim()
+        followed = {id(x) for x in routed}
+        return all(x.dim() == rank if id(x) in followed else x.dim() < rank or len(x) == 1 for x in tensors)
+    if func in _VIEWS:
+        return bool(alone)
+    if func in _ALONG:
+        dims = _argument(args, kwargs, _ALONG[func], "dim")
+        dims = (dims,) if isinstance(dims, int) else dims
+        rank = max(routed[0].dim(), outputs[0].dim())
+        return len(routed) == len(tensors) and bool(dims) and all(d % rank != 0 for d in dims)
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        whole = (index[0] is Ellipsis and len(index) <= args[0].dim()) or index[0] == slice(None)
+        return bool(alone and whole) and not any(isinstance(i, Tensor) for i in index) and None not in index
+    return False

@@ -1,0 +1,105 @@
+"""Per-sample gradients of convolutions on a CPU: see [Note: Native code], and convolution.c for how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dpshard.kernels.native.library import has_tiles, library, team
+
+_MIN_CHANNELS = 8
+"""Output channels of a group: they are worked on by 16, of which most would be missing."""
+
+_MAX_POSITIONS = 2**16
+"""Of all images of a sample: their output gradients are packed at once."""
+
+
+def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
+    """Whether compiled code makes the per-sample gradients of a kernel, with so many output channels in a group."""
+    return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
+
+
+# Operators of torch, so that fake tensors pass through them and their products are counted.
+
+
+@torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
+def per_sample_gradients_(
+    gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B]; all float32.
+
+    `images` are the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], in at most three
+    dimensions; G groups have P / G channels each; see `takes_convolution`.
+    """
+    return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
+
+
+@torch.library.custom_op("dpshard::convolution_norms", mutates_args=())
+def gradient_norm_sq(
+    shape: Sequence[int],
+    images: Sequence[Tensor],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_`, which are written nowhere."""
+    return _call(None, shape, images, stride, padding, dilation)
+
+
+def _call(
+    gradients: Tensor | None,
+    shape: Sequence[int],
+    images: Sequence[Tensor],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    compiled, (input, gradient) = library(), images
+    given = [input, gradient] if gradients is None else [input, gradient, gradients]
+    if compiled is None or any(x.dtype != torch.float32 for x in given):
+        raise ValueError(f"No gradients of convolutions of {input.dtype} and {gradient.dtype} here.")
+    if min(x.numel() for x in given) == 0:
+        if gradients is not None:
+            gradients.zero_()
+        return input.new_zeros(len(input))
+    input, gradient, norm_sq = input.contiguous(), gradient.contiguous(), input.new_empty(len(input))
+    (B, k, channels), (P, C, *kernel) = input.shape[:3], shape
+    G, missing = channels // C, 3 - len(kernel)
+    ends = [s * (n - 1) + d * (m - 1) for n, m, s, d in zip(gradient.shape[3:], kernel, stride, dilation, strict=True)]
+    fits = all(end < n + 2 * p for end, n, p in zip(ends, input.shape[3:], padding, strict=True))
+    if not fits or gradient.shape[:3] != (B, k, P) or channels != G * C or P % G:
+        raise ValueError(f"A kernel {[*shape]} has no gradient of {[*input.shape]} and {[*gradient.shape]}.")
+    if gradients is not None and not (gradients.is_contiguous() and len(gradients) == B):
+        raise ValueError(f"The gradients {[*gradients.shape]} of {B} samples must be contiguous.")
+    spatial = (gradient.shape[3:], kernel, stride, dilation, input.shape[3:])
+    sizes = [B, k, G, P // G, C, *(n for three in spatial for n in ([1] * missing + list(three)))]
+    sizes += [0] * missing + [*padding]
+    compiled.convolution_gradients(
+        input.data_ptr(),
+        gradient.data_ptr(),
+        None if gradients is None else gradients.data_ptr(),
+        norm_sq.data_ptr(),
+        sizes,
+        team(),
+    )
+    return norm_sq
+
+
+per_sample_gradients_.register_fake(lambda gradients, images, *_: images[0].new_empty(len(gradients)))
+gradient_norm_sq.register_fake(lambda shape, images, *_: images[0].new_empty(len(images[0])))
+
+
+@register_flop_formula(torch.ops.dpshard.convolution_gradients_)
+def _flops_of_gradients(gradients: Any, images: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_norms(gradients[1:], images)
+
+
+@register_flop_formula(torch.ops.dpshard.convolution_norms)
+def _flops_of_norms(shape: Any, images: Any, *_: Any, **__: Any) -> int:
+    input, gradient = images
+    return 2 * input[0] * math.prod(shape) * math.prod((gradient[1], *gradient[3:]))

@@ -1,0 +1,56 @@
+"""Norms by Gram matrices on a CPU: see [Note: Native code], and gram.c for how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dpshard.kernels.native.library import has_tiles, library, team
+
+_TILE = 8, 16
+"""Positions on the sides of a tile with AVX-512; with AVX2 it has half as many rows, and a few products fewer are made.
+Of a Gram matrix, columns of tiles are made from the diagonal on."""
+
+
+def takes_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code takes ghost norms of rows and columns of `dtype` there."""
+    return has_tiles(device, dtype)
+
+
+def ghost_flops(T: int, R: int, C: int) -> int:
+    """FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
+    height, width = _TILE
+    n, below = -(-T // width), -(-T // height) * height
+    return n * (2 * below - width * (n - 1)) * width * (R + C)
+
+
+# An operator of torch, so that fake tensors pass through it and its products are counted.
+@torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
+def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
+    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and no less than they may have lost.
+
+    What squares that underflow may hide is added, and none is below `relative_floor` (sum_t |rows_t| |cols_t|)^2.
+    Rows [B, G, T, R] and cols [B, G, T, C] of any strides, float32; see `takes_ghost_norm`.
+    """
+    compiled = library()
+    if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
+        raise ValueError(f"No ghost norm of {rows.dtype} {[*rows.shape]} and {cols.dtype} {[*cols.shape]} here.")
+    sizes = (*rows.shape, cols.shape[3])
+    if 0 in sizes:
+        return rows.new_zeros(len(rows))
+    norm_sq = rows.new_empty(len(rows))
+    x, y = (rows.data_ptr(), rows.stride()), (cols.data_ptr(), cols.stride())
+    compiled.ghost_norms(x, y, sizes, relative_floor, norm_sq.data_ptr(), team())
+    return norm_sq
+
+
+floored_ghost_norm_sq.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))
+
+
+@register_flop_formula(torch.ops.dpshard.ghost_norms)
+def _flops(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
+    B, G, T, R = rows
+    return B * G * ghost_flops(T, R, cols[3])

@@ -1,0 +1,218 @@
+"""The compiled library: where it is, how it is called, whether it can be trusted, and the threads that it runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpshard.kernels.native import reference
+
+_INTERFACE = 3
+"""Version of the signatures below; see dpshard_interface() in library.c."""
+
+_POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
+_SIZES = ctypes.POINTER(_SIZE)
+_Strides, _ProductSizes, _ConvolutionSizes, _NormalizationSizes = _SIZE * 4, _SIZE * 5, _SIZE * 23, _SIZE * 4
+_TEAM = (_POINTER, ctypes.c_uint)
+_SIGNATURES = {
+    "dpshard_normals": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLAG)),
+    "dpshard_release": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _REAL, _REAL, _FLAG, _FLAG)),
+    "dpshard_has_tiles": (_FLAG, ()),
+    "dpshard_ghost_norms": (_FLAG, (*_TEAM, _POINTER, _SIZES, _POINTER, _SIZES, _SIZES, _REAL, _POINTER)),
+    "dpshard_normalization_gradients": (
+        None,
+        (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES, _REAL, _FLAG),
+    ),
+    "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
+}
+"""What functions return and take."""
+
+Team = tuple[int | None, int]
+"""Address of what runs a function on several threads, None for this one alone; and their number."""
+
+Vectors = tuple[int, Sequence[int]]
+"""Address and strides, in elements, of float32 vectors [B, G, T, n]."""
+
+
+@functools.cache
+def library() -> Library | None:
+    """What was built with the package; None if nothing was, or if DPSHARD_NATIVE=0 switches it off."""
+    if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
+        return None
+    found = find_spec("dpshard.kernels.native._native")
+    return None if found is None or found.origin is None else load(found.origin)
+
+
+def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code takes ghost norms, and gradients of convolutions, of tensors of `dtype` there."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    compiled = library()
+    return compiled is not None and compiled.has_tiles
+
+
+def is_built() -> bool:
+    """Whether compiled code serves in this process."""
+    return library() is not None
+
+
+def load(path: str) -> Library | None:
+    """The library at `path`; None, with a warning, if it is not one that these functions call, or computes wrongly."""
+    try:
+        loaded = Library(path)
+        loaded.try_out()
+    except (OSError, AttributeError, ArithmeticError) as error:
+        warnings.warn(
+            f"{path} cannot be used ({error}), so numpy and torch do its work, more slowly. "
+            f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def team() -> Team:
+    """The threads of torch, if they can be had."""
+    return _gomp_parallel(), torch.get_num_threads()
+
+
+@functools.cache
+def _gomp_parallel() -> int | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function else None
+
+
+class Library:
+    """The compiled functions of this folder, unchecked. The library is at `path`.
+
+    Raises OSError if there is none, and AttributeError if it is another one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._c = ctypes.CDLL(path)
+        if self._c.dpshard_interface() != _INTERFACE:
+            raise AttributeError("it was built from another version's source")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._c, name)
+            function.restype, function.argtypes = result, arguments
+        self.has_tiles = bool(self._c.dpshard_has_tiles())
+        """Whether the processor has the registers for `ghost_norms` and `convolution_gradients`."""
+
+    def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
+        """See normals.box_muller."""
+        units, _, n = words.shape
+        stride = words.strides[0] // words.itemsize
+        self._c.dpshard_normals(*team, words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
+
+    def release_(self, x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float, team: Team) -> None:
+        """See normals.release_."""
+        n, wide = len(x), (_wide(x), _wide(noise))
+        self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
+
+    def ghost_norms(
+        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
+    ) -> None:
+        """See gram.floored_ghost_norm_sq; `sizes` are B, G, T, R, C, all positive; `norms` is the address of [B]."""
+        (x, of_x), (y, of_y) = rows, cols
+        strides = _Strides(*of_x), _Strides(*of_y)
+        all_sizes = _ProductSizes(*sizes)
+        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], all_sizes, relative_floor, norms):
+            raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
+
+    def convolution_gradients(
+        self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
+    ) -> None:
+        """See convolution.per_sample_gradients_: addresses, that of `kernels` if they are asked for, and sizes."""
+        if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
+            raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
+
+    def normalization_gradients(
+        self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
+    ) -> None:
+        """See normalization_gradients of normalization.py, and of normalization.c."""
+        self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
+
+    def try_out(self) -> None:
+        """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
+        for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
+            self._try_noise(kind, noise_kind)
+        self._try_normalization()
+        if self.has_tiles:
+            self._try_norms()
+            self._try_convolution()
+
+    def _try_noise(self, kind: Any, noise_kind: Any) -> None:
+        n, rows, std, divisor = 100, 3 if noise_kind == np.float32 else 4, 3.0, 7.0
+        words = (np.arange(rows * n, dtype=np.int64) * 2654435761 % 2**32).astype(np.uint32).view(np.int32)
+        noise, expected_noise = np.empty((2, 1, 2, n), noise_kind)
+        x = np.linspace(-1, 1, 2 * n, dtype=kind)
+        expected = x.copy()
+        self.normals(words.reshape(1, rows, n), noise, _ALONE)
+        self.release_(x, noise.reshape(-1), std, divisor, _ALONE)
+        reference.box_muller(words.reshape(1, rows, n), expected_noise, np.empty((rows, 1, n), noise_kind))
+        reference.release_(expected, expected_noise.reshape(-1), std, divisor)
+        if not np.allclose(x, expected, rtol=0, atol=1e-5):
+            raise ArithmeticError("it draws noise wrongly")
+
+    def _try_normalization(self) -> None:
+        B, K, N = 2, 6, 2100  # more than a chunk
+        for groups, shape, centered in ((3, (B, K, N), True), (0, (B, N, K), True), (0, (B, K, N), False)):
+            x, gradient = _scattered(*shape, 1)[..., 0], _scattered(*shape)[::-1].copy()
+            made, room = np.empty((2, B, shape[1 if groups else 2]), np.float32), np.empty((2, B, shape[2]), np.float32)
+            sizes = (B, groups, N, K) if groups else (B, 0, *shape[1:])
+            addresses = [array.ctypes.data for array in (x, gradient, made, room)]
+            self.normalization_gradients(addresses, sizes, 1e-2, centered, _ALONE)
+            expected = reference.normalization_gradients(x, gradient, groups, 1e-2, centered)
+            if not np.allclose(made, expected, rtol=0, atol=1e-4 * abs(expected).max()):
+                raise ArithmeticError("it differentiates normalisations wrongly")
+
+    def _try_norms(self) -> None:
+        B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
+        rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
+        # The last ones are of rows whose squares underflow, beside large columns, and the reverse.
+        for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
+            x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
+            vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]
+            self.ghost_norms(vectors[0], vectors[1], sizes, floor, norm_sq.ctypes.data, _ALONE)
+            if not np.allclose(norm_sq, reference.floored_ghost_norm_sq(x, y, floor), rtol=1e-4):
+                raise ArithmeticError("it takes norms wrongly")
+
+    def _try_convolution(self) -> None:
+        B, k, G, R, C = 2, 2, 2, 17, 3  # two blocks of channels
+        positions, kernel, stride, dilation, padding = (2, 3, 200), (2, 2, 3), (2, 1, 3), (2, 1, 3), (1, 1, 0)
+        space = (3, 2, 604)  # padded, the last window meets the last element
+        input, gradient = _scattered(B, k, G, C, *space), _scattered(B, k, G, R, *positions)
+        kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
+        sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)
+        x, g, to, out = (array.ctypes.data for array in (input, gradient, kernels, norms))
+        self.convolution_gradients(x, g, to, out, sizes, _ALONE)
+        padded = np.pad(input, [(0, 0)] * 4 + [(p, p) for p in padding])
+        expected = reference.convolution_gradients(padded, gradient, kernel, stride, dilation)
+        right = np.allclose(kernels, expected, rtol=0, atol=1e-4 * abs(expected).max())
+        if not right or not np.allclose(norms, np.square(expected).sum((1, 2, 3, 4, 5, 6)), rtol=1e-4):
+            raise ArithmeticError("it differentiates convolutions wrongly")
+
+
+def _scattered(*shape: int) -> NDArray[np.float32]:
+    """Numbers that look random, between -1 and 1."""
+    n = int(np.prod(shape))
+    return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
+
+
+_ALONE: Team = (None, 1)
+
+
+def _wide(x: NDArray[Any]) -> bool:
+    return x.dtype == np.float64

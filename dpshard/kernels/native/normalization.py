@@ -1,0 +1,40 @@
+"""Per-sample gradients of normalisation layers on a CPU: see [Note: Native code], and normalization.c for how."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpshard.kernels.native.library import library, team
+
+
+def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled code makes the gradients of weights and biases from an input of `dtype` there."""
+    return device.type == "cpu" and dtype == torch.float32 and library() is not None
+
+
+# An operator of torch, so that fake tensors pass through it.
+@torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
+def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
+    """Per-sample gradients [2, B, K] of the weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
+
+    `x` and the `gradient` of y are float32, [B, K, N] with `groups` of K / groups rows that are normalised together, or
+    [B, N, K] with rows that are, each alone, if `groups` is 0. If not `centered`, 0 takes the place of the mean.
+    """
+    compiled, shape = library(), x.shape
+    fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)
+    if compiled is None or not x.dtype == gradient.dtype == torch.float32 or not fits:
+        raise ValueError(f"No gradients of a normalisation of {x.dtype} {[*shape]} in {groups} groups here.")
+    (B, K, N) = shape if groups else (shape[0], shape[2], shape[1])
+    if 0 in shape:
+        return x.new_zeros(2, B, K)
+    x, gradient = x.contiguous(), gradient.contiguous()
+    made, room = x.new_empty(2, B, K), x.new_empty(0 if groups else 2 * B * K)
+    addresses = x.data_ptr(), gradient.data_ptr(), made.data_ptr(), room.data_ptr()
+    compiled.normalization_gradients(addresses, (B, groups, N, K), eps, centered, team())
+    return made
+
+
+normalization_gradients.register_fake(
+    lambda x, gradient, groups, eps, centered: x.new_empty(2, x.shape[0], x.shape[1 if groups else 2])
+)

@@ -1,0 +1,45 @@
+"""Noise by the element, added in one pass; what it is, philox.py says. Needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpshard.kernels.philox import HALF
+
+
+@triton.jit(do_not_specialize=["start", "n"])
+def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr):
+    """(x + std * noise) / divisor of 2 HALF elements, and the sum of their squares before."""
+    pid = tl.program_id(0)
+    origin = (pid.to(tl.int64) + start // (2 * HALF)) * (2 * HALF)
+    seed = tl.load(seeds + (origin // BLOCK - start // BLOCK))
+    counter = (origin % BLOCK // 2).to(tl.int32) + tl.arange(0, HALF)
+    first, second, third, _ = tl.randint4x(seed, counter)
+    fine = (second & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32
+    uniform = ((first & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + fine) * 2.0**-31
+    radius = tl.sqrt_rn(-2.0 * tl.log(uniform))
+    angle = third.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09  # pi 2^-31
+    at = origin - start + tl.arange(0, HALF)
+    square = tl.zeros((HALF,), dtype=tl.float32)
+    for half in tl.static_range(2):
+        here = (at >= 0) & (at < n)
+        old = tl.load(x + at, mask=here, other=0.0)
+        square += old * old
+        if half == 0:
+            noise = radius * tl.cos(angle)
+        else:
+            noise = radius * tl.sin(angle)
+        tl.store(x + at, tl.div_rn(old + std * noise, divisor), mask=here)
+        at += HALF
+    tl.store(squares + pid, tl.sum(square, 0))
+
+
+def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+    """Launch; see operators.release_."""
+    tiles = -(-(start + len(x)) // (2 * HALF)) - start // (2 * HALF)
+    squares = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    _release[(tiles,)](x, seeds, squares, start, len(x), std, divisor, BLOCK=block, HALF=HALF)
+    return squares.double().sum()

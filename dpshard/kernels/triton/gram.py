@@ -1,0 +1,114 @@
+"""The ghost norm, tile by tile of two symmetric Gram matrices of which nothing is ever stored.
+
+Every program takes one tile of both matrices, of blocks of positions i >= j, multiplies the two, and writes the sum;
+off the diagonal it counts twice. Needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpshard.kernels.triton.common import factor_of_dot
+from dpshard.kernels.triton.dispatch import ghost_tile, triangle
+
+_CHUNK = 1024
+"""Products that tensor cores sum up, each addition losing up to the last bit; sums of chunks are rounded as usual."""
+
+
+@triton.jit
+def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr):
+    """Inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    left = x + i[:, None] * stride_t
+    right = x + j[:, None] * stride_t
+    for first in range(0, n, CHUNK):
+        part = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for start in range(first, min(first + CHUNK, n), STEP):
+            at = start + tl.arange(0, STEP)
+            offset = at.to(tl.int64)[None, :] * stride_n
+            a = tl.load(left + offset, mask=(i < T)[:, None] & (at < n)[None, :], other=0.0)
+            b = tl.load(right + offset, mask=(j < T)[:, None] & (at < n)[None, :], other=0.0)
+            part = tl.dot(factor_of_dot(a), tl.trans(factor_of_dot(b)), part)
+        total += part
+    return total
+
+
+@triton.jit
+def _ghost_norm_sq(
+    rows,
+    cols,
+    products,
+    scales,
+    G,
+    T,
+    R,
+    C,
+    tiles,
+    rows_b,
+    rows_g,
+    rows_t,
+    rows_r,
+    cols_b,
+    cols_g,
+    cols_t,
+    cols_c,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sum of one tile of the product of both Gram matrices, and of the roots of its diagonal, of one sample and group.
+
+    The triangle of tiles is cut and laid into a rectangle: a short line (0-based `short`) and a long one side by side.
+    """
+    pid = tl.program_id(0)
+    width = tiles + 1 - tiles % 2
+    pairs = tiles * (tiles + 1) // 2
+    line = (pid % pairs) // width
+    at = (pid % pairs) % width
+    short = line - tiles % 2
+    i = tl.where(at <= short, short, tiles - 1 - line)
+    j = tl.where(at <= short, at, at - short - 1)
+    sample = (pid // pairs).to(tl.int64)
+    b = sample // G
+    g = sample % G
+    t = i.to(tl.int64) * TILE + tl.arange(0, TILE)
+    s = j.to(tl.int64) * TILE + tl.arange(0, TILE)
+    gram_rows = _gram_tile(rows + b * rows_b + g * rows_g, t, s, R, T, rows_t, rows_r, TILE, STEP, CHUNK)
+    gram_cols = _gram_tile(cols + b * cols_b + g * cols_g, t, s, C, T, cols_t, cols_c, TILE, STEP, CHUNK)
+    product = gram_rows * gram_cols
+    times = tl.where(i == j, 1.0, 2.0)
+    tl.store(products + pid, tl.sum(product) * times)
+    if i == j:
+        diagonal = tl.sum(tl.where(t[:, None] == s[None, :], product, 0.0), 1)
+        tl.store(scales + sample * tiles + i, tl.sum(tl.sqrt(diagonal), 0))
+
+
+def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch; see operators.ghost_norm_sq."""
+    (B, G, T, R), C = rows.shape, cols.shape[3]
+    TILE = ghost_tile(B * G, T)
+    tiles, pairs = -(-T // TILE), triangle(T, TILE)
+    products = torch.empty(B * G * pairs, dtype=torch.float32, device=rows.device)
+    scales = torch.empty(B * G * tiles, dtype=torch.float32, device=rows.device)
+    _ghost_norm_sq[(B * G * pairs,)](
+        rows,
+        cols,
+        products,
+        scales,
+        G,
+        T,
+        R,
+        C,
+        tiles,
+        *rows.stride(),
+        *cols.stride(),
+        TILE=TILE,
+        STEP=min(128, 4096 // TILE),
+        CHUNK=_CHUNK,
+        num_warps=8 if TILE == 128 else 4,
+        num_stages=3,
+    )
+    return products.view(B, -1).sum(1), scales.view(B, -1).sum(1)

@@ -1,0 +1,92 @@
+"""The kernels as operators of torch, so that fake tensors pass through them and their products are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dpshard.kernels.triton.dispatch import ghost_tile, triangle
+
+
+@torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
+def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], both float32.
+
+    Rows [B, G, T, R] and cols [B, G, T, C] of any strides, in one half-precision dtype; see `take`.
+    """
+    from dpshard.kernels.triton import gram  # it needs Triton
+
+    with torch.cuda.device_of(rows):  # where Triton launches
+        return gram.ghost_norm_sq(rows, cols)
+
+
+@torch.library.custom_op("dpshard::gradient_norm_sq", mutates_args=())
+def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
+    """Squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups: the gradients stay in the registers."""
+    from dpshard.kernels.triton import product
+
+    with torch.cuda.device_of(rows):
+        return product.squares(rows, cols, keep=False)[0]
+
+
+@torch.library.custom_op("dpshard::per_sample", mutates_args=())
+def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients sum_t rows_t (x) cols_t [B, G, R, C], and their squared norms [B] in the same pass, both float32."""
+    from dpshard.kernels.triton import product
+
+    with torch.cuda.device_of(rows):
+        squares, gradients = product.squares(rows, cols, keep=True)
+    return gradients, squares
+
+
+@torch.library.custom_op("dpshard::weighted_sum", mutates_args=())
+def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
+    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
+    from dpshard.kernels.triton import product
+
+    with torch.cuda.device_of(rows):
+        return product.weighted_sum(rows, cols, factors)
+
+
+def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+    """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; returns |x|^2 before, [], float64.
+
+    Noise is that of philox.py: x holds the elements [start, start + n) of a tensor of which every `block` elements
+    (a multiple of 2 * philox.HALF) are a stream of their own, and `seeds` (int64) are those of the streams that meet x.
+    """
+    from dpshard.kernels.triton import gaussian
+
+    with torch.cuda.device_of(x):
+        return gaussian.release_(x, seeds, block, start, std, divisor)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), dtype=torch.float32)
+
+
+def _gradients(rows: Tensor, cols: Tensor, *samples: int) -> Tensor:
+    return rows.new_empty(*samples, rows.shape[1], rows.shape[3], cols.shape[3], dtype=torch.float32)
+
+
+ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows), _norms(rows)))
+gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
+per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
+weighted_sum.register_fake(lambda rows, cols, factors: _gradients(rows, cols))
+
+_ops = torch.ops.dpshard
+
+
+@register_flop_formula(_ops.ghost_norm_sq)
+def _ghost_flops(rows: Any, cols: Any, **_: Any) -> int:
+    (B, G, T, R), C = rows, cols[3]
+    tile = ghost_tile(B * G, T)
+    return 2 * B * G * triangle(T, tile) * tile * tile * (R + C)
+
+
+@register_flop_formula([_ops.gradient_norm_sq, _ops.per_sample, _ops.weighted_sum])
+def _product_flops(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
+    B, G, T, R = rows
+    return 2 * B * G * T * R * cols[3]

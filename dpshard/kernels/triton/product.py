@@ -1,0 +1,189 @@
+"""Tiles of the gradients sum_t rows_t (x) cols_t of one sample: their squares, themselves, or their weighted sum.
+
+Needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpshard.kernels.triton.common import factor_of_dot
+from dpshard.kernels.triton.dispatch import gradient_tile
+
+_STEP = 32
+"""Positions that a program reads at once: three steps of two tiles fit into the shared memory of any GPU."""
+
+
+@triton.jit
+def _gradient_tile(
+    rows,
+    cols,
+    r,
+    c,
+    T,
+    R,
+    C,
+    rows_t,
+    rows_r,
+    cols_t,
+    cols_c,
+    R_TILE: tl.constexpr,
+    C_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
+    total = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
+    for start in range(0, T, STEP):
+        t = start + tl.arange(0, STEP)
+        here = (t < T)[:, None]
+        at = t.to(tl.int64)[:, None]
+        a = tl.load(rows + at * rows_t + r[None, :] * rows_r, mask=here & (r < R)[None, :], other=0.0)
+        b = tl.load(cols + at * cols_t + c[None, :] * cols_c, mask=here & (c < C)[None, :], other=0.0)
+        total = tl.dot(tl.trans(factor_of_dot(a)), factor_of_dot(b), total)
+    return total
+
+
+@triton.jit
+def _squares(
+    rows,
+    cols,
+    gradients,
+    squares,
+    G,
+    T,
+    R,
+    C,
+    rows_b,
+    rows_g,
+    rows_t,
+    rows_r,
+    cols_b,
+    cols_g,
+    cols_t,
+    cols_c,
+    KEEP: tl.constexpr,
+    R_TILE: tl.constexpr,
+    C_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Sum of squares of one tile of the gradient of one sample and group, which is written to `gradients` if `KEEP`."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(C, C_TILE)
+    tiles = tl.cdiv(R, R_TILE) * across
+    sample = (pid // tiles).to(tl.int64)
+    b = sample // G
+    g = sample % G
+    r = (pid % tiles // across).to(tl.int64) * R_TILE + tl.arange(0, R_TILE)
+    c = (pid % tiles % across).to(tl.int64) * C_TILE + tl.arange(0, C_TILE)
+    x = rows + b * rows_b + g * rows_g
+    y = cols + b * cols_b + g * cols_g
+    tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
+    # Over both dimensions at once: one after the other, Triton 3.7 fails to compile for capability 10.0.
+    tl.store(squares + pid, tl.sum(tile * tile))
+    if KEEP:
+        place = gradients + sample * R * C + r[:, None] * C + c[None, :]
+        tl.store(place, tile, mask=(r < R)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def _weighted_sum(
+    rows,
+    cols,
+    factors,
+    total,
+    B,
+    T,
+    R,
+    C,
+    rows_b,
+    rows_g,
+    rows_t,
+    rows_r,
+    cols_b,
+    cols_g,
+    cols_t,
+    cols_c,
+    R_TILE: tl.constexpr,
+    C_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One tile of the weighted sum over samples, of one group.
+
+    The factor meets the float32 sum of a sample: on half-precision rows it would be rounded to half precision.
+    """
+    pid = tl.program_id(0)
+    across = tl.cdiv(C, C_TILE)
+    tiles = tl.cdiv(R, R_TILE) * across
+    g = (pid // tiles).to(tl.int64)
+    r = (pid % tiles // across).to(tl.int64) * R_TILE + tl.arange(0, R_TILE)
+    c = (pid % tiles % across).to(tl.int64) * C_TILE + tl.arange(0, C_TILE)
+    x = rows + g * rows_g
+    y = cols + g * cols_g
+    out = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
+    for b in range(B):
+        tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
+        out += tile * tl.load(factors + b)
+        x += rows_b
+        y += cols_b
+    place = total + g * R * C + r[:, None] * C + c[None, :]
+    tl.store(place, out, mask=(r < R)[:, None] & (c < C)[None, :])
+
+
+def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Launch; squared norms [B], and the gradients [B, G, R, C] if they are kept, else an empty tensor."""
+    (B, G, T, R), C = rows.shape, cols.shape[3]
+    R_TILE, C_TILE = gradient_tile(B * G, R, C)
+    tiles = triton.cdiv(R, R_TILE) * triton.cdiv(C, C_TILE)
+    sums = torch.empty(B * G * tiles, dtype=torch.float32, device=rows.device)
+    gradients = torch.empty((B, G, R, C) if keep else 0, dtype=torch.float32, device=rows.device)
+    _squares[(B * G * tiles,)](
+        rows,
+        cols,
+        gradients,
+        sums,
+        G,
+        T,
+        R,
+        C,
+        *rows.stride(),
+        *cols.stride(),
+        KEEP=keep,
+        R_TILE=R_TILE,
+        C_TILE=C_TILE,
+        STEP=_STEP,
+        num_warps=_warps(R_TILE, C_TILE),
+        num_stages=3,
+    )
+    return sums.view(B, -1).sum(1), gradients
+
+
+def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
+    """Launch; see operators.weighted_sum."""
+    (B, G, T, R), C = rows.shape, cols.shape[3]
+    R_TILE, C_TILE = gradient_tile(G, R, C)
+    total = torch.empty(G, R, C, dtype=torch.float32, device=rows.device)
+    _weighted_sum[(G * triton.cdiv(R, R_TILE) * triton.cdiv(C, C_TILE),)](
+        rows,
+        cols,
+        factors.contiguous(),
+        total,
+        B,
+        T,
+        R,
+        C,
+        *rows.stride(),
+        *cols.stride(),
+        R_TILE=R_TILE,
+        C_TILE=C_TILE,
+        STEP=_STEP,
+        num_warps=_warps(R_TILE, C_TILE),
+        num_stages=3,
+    )
+    return total
+
+
+def _warps(R_TILE: int, C_TILE: int) -> int:
+    return 8 if R_TILE * C_TILE > 64 * 64 else 4

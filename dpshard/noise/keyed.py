@@ -1,0 +1,338 @@
+"""Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element, whoever holds it.
+
+[Note: Noise by the global element]
+A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements, and block k has a key of its own:
+derive_key(secret, "noise", step, name, k). A rank adds the range of elements that it holds and draws the blocks that
+meet it, no others. By construction then
+- shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
+- the noisy update is the same on 1, 2 or 256 ranks;
+- a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
+The last holds on one kind of device: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
+Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (The last bits of a
+logarithm or a cosine may differ with and without compiled code (native/), with and without Triton, between two GPUs,
+and between two CPUs without compiled code.)
+
+[Note: Secure noise]
+Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
+of the least significant bits for differential privacy"; Jin et al. 2022, "Are we there yet? Timing and floating-point
+attacks on differential privacy systems", arXiv:2112.05307, who do it to Box and Muller's method and to DP-SGD. Holohan
+and Braghin 2021, "Secure random sampling in differential privacy", arXiv:2107.10138, make the noise a sum of n
+independent normals over sqrt(n): it has the same distribution, but to find out whether a float can be such a sum one
+has to search the random bits of all n, of which the cost grows exponentially with n. (The cosine and the sine of one
+draw must not be two of them: their sum is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each
+under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
+what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
+protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
+
+[Note: Noise on a grid]
+`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step
+g = std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. What comes out is on
+the grid, every point of which every other sum reaches, too. Rounding it to the dtype of the sum is post-processing.
+- Rounding may move sums apart. x / g and the integer for it differ by 1/2 and by the rounding of the quotient to a
+  double, which is at most 2^-6 below LIMIT = 2^48. So the integers of two sums, in each of the d elements, are apart by
+  their distance and ROUNDING = 1 + 2^-5 steps at most, all together by R / g + ROUNDING sqrt(d). The accountant is told
+  so ([Note: The price of a grid] in accounting/releases.py). Cutting x / g off beyond LIMIT brings none farther apart.
+- Integers are added as doubles, which hold all up to 2^53; noise beyond is 2^29 standard deviations long.
+- The quotient is made on the CPU by numpy, which divides; GPUs multiply by a reciprocal.
+- What a NaN in a sum makes is a NaN, as with Gaussian noise: nothing hides it.
+- Since candidates are rejected, how many random bits an integer takes is random. So a block is cut into pieces, each
+  under a key of its own and always drawn whole: short ones first, since most parameters are short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpshard.errors import ConfigurationError
+from dpshard.kernels import native, philox, triton
+from dpshard.noise.discrete_gaussian import LOG2_STD, DiscreteGaussian
+from dpshard.randomness import RandomSource, derive_key, first_normals
+
+BLOCK = 2**20
+"""Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+
+HEAD = 2**11
+"""Elements at the beginning of a block that have a key of their own: noise for the heads of many parameters, most of
+which are no longer, is drawn at once. Part of the meaning of a run secret."""
+
+SUMMANDS = 4
+"""Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
+
+LIMIT = 2.0**48
+"""Steps of the grid at which sums are cut off; see [Note: Noise on a grid]."""
+
+SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
+"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the
+meaning of a run secret."""
+
+_TOGETHER = 32
+"""Heads of which noise is drawn at once."""
+
+_LEAST_STD = 2.0 ** (LOG2_STD - 1022)
+
+_NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank holds of a sum of the shape of a parameter."""
+
+    name: str
+    """Of the parameter."""
+    local: Tensor
+    """Of any shape and strides, float32 or float64; its noise has its dtype."""
+    start: int = 0
+    """Read row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
+
+    def check(self) -> None:
+        """Raise ConfigurationError if no noise can be added."""
+        if self.local.dtype not in _NUMPY_DTYPE:
+            raise ConfigurationError(
+                f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "
+                f"guarantee. Accumulate the clipped sum in float32 and add the noise there."
+            )
+        if type(self.local) is not Tensor and hasattr(self.local, "to_local"):
+            raise ConfigurationError(
+                f"{self.name}: noise is added to the local shard: pass target.to_local(), and its start."
+            )
+        if self.start < 0:
+            raise ConfigurationError(f"{self.name}: start={self.start} is the first element of the shard, at least 0.")
+
+
+@dataclass(frozen=True)
+class KeyedGaussian:
+    """Gaussian noise of a run; see [Note: Noise by the global element]."""
+
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+    secure: bool = False
+    """Draw on the CPU for every device, as [Note: Secure noise] says."""
+
+    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+        """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
+
+        Returns the L2 norm of all shards as they were, [], float64, on the device of the first.
+        Raises ConfigurationError for a tensor of half precision, a sharded one, or a std that is negative or not
+        finite; no shard is changed then.
+        """
+        if not math.isfinite(std) or std < 0:
+            raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
+        for shard in shards:
+            shard.check()
+        dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
+        pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
+        if not pairs:
+            return torch.zeros((), dtype=torch.float64)
+        here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
+        there = [pair for pair in pairs if std > 0 and not self._draws_on_cpu(pair[1].device)]
+        norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
+        for shard, flat in zip(shards, dense, strict=True):
+            if not shard.local.is_contiguous():
+                shard.local.detach().copy_(flat.view(shard.local.shape))
+        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+        return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
+
+    def _release_here_(
+        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    ) -> Sequence[Tensor]:
+        """`release_` of shards whose noise the CPU draws, or that get none, flat; the norms of parts of them."""
+        blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
+        if not blocks:
+            return []
+        norms = torch._foreach_norm([block.part for block in blocks])
+        if std > 0:
+            for batch in self._batches(blocks):
+                for piece, noise in self._noise(batch, step):
+                    self._privatize(piece, noise, std, divisor)
+        else:
+            torch._foreach_div_([flat for _, flat in pairs], divisor)
+        return norms
+
+    def _release_there_(
+        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    ) -> Sequence[Tensor]:
+        """`release_` of shards, flat, whose own device draws the noise by the element; their norms."""
+        seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
+        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
+        copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
+        norms, at = [], 0
+        for (shard, flat), of_one in zip(pairs, seeds, strict=True):
+            own = copies[flat.device][at : at + len(of_one)]
+            at += len(of_one)
+            by_kernel = flat.dtype == torch.float32 and triton.run_on(flat.device)
+            release_ = triton.release_ if by_kernel else philox.release_
+            norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
+        return norms
+
+    def _seed(self, block: _Block, step: int) -> int:
+        """The first 64 bits of the block's key, with a sign, as int64 holds them."""
+        return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
+
+    def _key(self, block: _Block, step: int) -> bytes:
+        return derive_key(self.secret, "noise", step, block.name, block.number)
+
+    def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
+        """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
+        self.release_([Shard(name, target, start)], step=step, std=std)
+        return target
+
+    def sample(
+        self,
+        step: int,
+        name: str,
+        start: int,
+        stop: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Standard normal noise [stop - start] of the elements [start, stop) of parameter `name` at `step`."""
+        if stop < start:
+            raise ConfigurationError(f"{name}: a range of elements [{start}, {stop}) ends before it begins.")
+        return self.add_(
+            torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
+        )
+
+    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
+        """The heads of blocks, several of one dtype at once, for each alone would be mostly overhead; and the rests."""
+        batches: list[list[_Block]] = []
+        heads: dict[torch.dtype, list[_Block]] = {}
+        for block in blocks:
+            first, rest = block.cut_at(HEAD)
+            if first is not None:
+                batch = heads.setdefault(first.part.dtype, [])
+                batch.append(first)
+                if len(batch) == _TOGETHER:
+                    batches.append(heads.pop(first.part.dtype))
+            if rest is not None:
+                batches.append([rest])
+        return [*batches, *heads.values()]
+
+    def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
+        """Turn `piece` into (piece + std * noise) / divisor, a sum with wider noise rounded once. Spoils `noise`."""
+        if piece.device.type == "cpu":
+            native.release_(piece.numpy(), noise, std, divisor)
+        else:
+            piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
+
+    def _draws_on_cpu(self, device: torch.device) -> bool:
+        return self.secure or device.type == "cpu"
+
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+        """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
+        keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
+        if batch[0].lo < HEAD:
+            rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
+            for block, row in zip(batch, rows, strict=True):
+                yield block.part, row[block.lo : block.lo + block.part.numel()]
+            return
+        (block,), key, at = batch, derive_key(keys[0], "rest"), HEAD
+        n = block.lo + block.part.numel() - HEAD  # nothing is drawn past the end of the part
+        for normals in _sums(key, n) if self.secure else RandomSource(key).normals(n, dtype):
+            skipped = max(0, block.lo - at)
+            if skipped < len(normals):
+                noise, start = normals[skipped:], at + skipped - block.lo
+                yield block.part[start : start + len(noise)], noise
+            at += len(normals)
+
+
+@dataclass(frozen=True)
+class KeyedDiscreteGaussian(KeyedGaussian):
+    """Discrete Gaussian noise of a run, for sums that are rounded to its grid; see [Note: Noise on a grid].
+
+    It is drawn on the CPU for every device, of the cryptographic stream, whatever `secure` says.
+    """
+
+    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+        """See KeyedGaussian; x is rounded to the grid. ConfigurationError for a std whose grid no double can hold."""
+        if 0 < std < _LEAST_STD:
+            raise ConfigurationError(
+                f"std={std!r} of the noise is so small that its grid, of steps 2^-{LOG2_STD} times as long, is none of "
+                f"normal doubles. Scale the loss and max_grad_norm up."
+            )
+        return super().release_(shards, step=step, std=std, divisor=divisor)
+
+    def _draws_on_cpu(self, device: torch.device) -> bool:
+        return True  # no device draws it by the element
+
+    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
+        return [[block] for block in blocks]
+
+    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+        (block,) = batch
+        key, end = self._key(block, step), block.lo + block.part.numel()
+        start, stop = 0, SHORTEST_PIECE
+        while start < end:
+            if stop > block.lo:
+                integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
+                first = max(start, block.lo)
+                yield block.part[first - block.lo : stop - block.lo], integers[first - start : end - start]
+            start, stop = stop, stop + min(stop, LONGEST_PIECE)
+
+    def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
+        grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
+        with np.errstate(over="ignore"):  # what is infinite is cut off
+            steps = total / grid
+        np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
+        steps += noise
+        steps *= grid
+        piece.copy_(torch.from_numpy(steps)).div_(divisor)
+
+
+def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
+    """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
+    return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
+
+
+def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArray[np.float64]]:
+    for first, *others in zip(*sources, strict=True):
+        for other in others:
+            first += other
+        first *= SUMMANDS**-0.5
+        yield first
+
+
+def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
+    """`first_normals`, of float64, each a sum of SUMMANDS independent ones."""
+    sources = (first_normals(summands, HEAD, np.float64) for summands in zip(*map(_summands, keys), strict=True))
+    return _summed(sources)
+
+
+def _summands(key: bytes) -> list[bytes]:
+    return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+class _Block(NamedTuple):
+    """The part of a shard that lies in one block of its parameter."""
+
+    name: str
+    number: int
+    lo: int
+    """Where in the block the part begins."""
+    part: Tensor
+
+    def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:
+        """What lies before the position `at` of the block, and from there on; None for nothing."""
+        n = at - self.lo
+        if n >= self.part.numel():
+            return self, None
+        if n <= 0:
+            return None, self
+        return self._replace(part=self.part[:n]), self._replace(lo=at, part=self.part[n:])
+
+
+def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:
+    """The blocks that meet `shard`, of which `flat` holds the elements in order, one at least."""
+    start, stop = shard.start, shard.start + flat.numel()
+    for number in range(start // BLOCK, -(-stop // BLOCK)):
+        origin = number * BLOCK
+        lo, hi = max(start, origin), min(stop, origin + BLOCK)
+        part = flat if (lo, hi) == (start, stop) else flat[lo - start : hi - start]
+        yield _Block(shard.name, number, lo - origin, part)

@@ -1,0 +1,26 @@
+"""Records: what is known, sample by sample, about the gradient of one parameter after one use of it."""
+
+from dpshard.records.convolution import Convolution
+from dpshard.records.gather import Gather
+from dpshard.records.measure import measure
+from dpshard.records.numerics import wide, wide_dtype
+from dpshard.records.offload import fetched, offloaded
+from dpshard.records.outer_product import OuterProduct
+from dpshard.records.per_sample import Bundle, PerSample
+from dpshard.records.record import Record
+from dpshard.records.routed_product import RoutedProduct
+
+__all__ = [
+    "Bundle",
+    "Convolution",
+    "Gather",
+    "OuterProduct",
+    "PerSample",
+    "Record",
+    "RoutedProduct",
+    "fetched",
+    "measure",
+    "offloaded",
+    "wide",
+    "wide_dtype",
+]

@@ -1,0 +1,193 @@
+"""Records of convolutions: input and output gradient as they are; windows are made only where a norm needs them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.kernels import native
+from dpshard.records import memory
+from dpshard.records.cost import ProductSize
+from dpshard.records.numerics import blank, gram, norms, wide, wide_dtype
+from dpshard.records.outer_product import OuterProduct, floored, floored_gram
+from dpshard.records.per_sample import PerSample
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Gradient of a kernel [P, C / groups, *kernel]: at every position that of the output times the input's window."""
+
+    input: Tensor
+    """[B, k, C, *space], k images a sample"""
+    gradient: Tensor
+    """[B, k, P, *positions]"""
+    shape: torch.Size
+    """Shape of the kernel."""
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def size(self) -> ProductSize:
+        """What costs depend on."""
+        (B, k, P), G = self.gradient.shape[:3], self.groups
+        T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
+        pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
+        kernel = self.shape[2:].numel()
+        dtype, device = wide_dtype(self.gradient), self.input.device
+        # Windows side by side, as of patches, are only moved.
+        alike = self.input.dtype == self.gradient.dtype
+        tiles = alike and self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
+
+    @property
+    def _windows_are_apart(self) -> bool:
+        """Whether windows lie side by side, as of patches: to gather them they are only moved."""
+        return self.stride == self.shape[2:]
+
+    def is_whole(self) -> bool:
+        """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
+        sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
+        positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
+        return positions == tuple(self.gradient.shape[3:])
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B]."""
+        size = self.size
+        if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
+            return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
+        if not size.tiles:
+            return self.instantiated()[1]
+        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()).sqrt())
+
+    def _ghost_norm_sq(self) -> Tensor:
+        rows_BGTR = wide(self._rows())
+        product = self._gram_of_windows().mul_(gram(rows_BGTR))
+        scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
+        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._overlap)
+
+    def _gram_of_windows(self) -> Tensor:
+        """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
+        (B, k), G = self.input.shape[:2], self.groups
+        padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
+        space, positions = padded.shape[3:], self.gradient.shape[3:]
+        # [B, k, C, *space] -> [B, G, C / G, k * space]
+        x = padded.unflatten(2, (G, -1)).movedim(1, 3).flatten(3)
+        of_pixels = gram(x.mT).view(B, G, k, *space, k, *space)
+        total = of_pixels.new_zeros(())
+        for place in itertools.product(*(range(n) for n in self.shape[2:])):
+            seen = tuple(
+                slice(d * at, d * at + s * (n - 1) + 1, s)
+                for at, n, s, d in zip(place, positions, self.stride, self.dilation, strict=True)
+            )
+            total = total + of_pixels[(slice(None), slice(None), slice(None), *seen, slice(None), *seen)]
+        T = k * positions.numel()
+        return total.reshape(B, G, T, T)
+
+    def _rows(self) -> Tensor:
+        """The output gradients as rows of a product, [B, G, T, R]."""
+        return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
+
+    def instantiated(self) -> tuple[Tensor, Tensor]:
+        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        gradient, norm_sq = self._made()
+        return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
+
+    def _floored(self, norm_B: Tensor) -> Tensor:
+        return floored(norm_B, self.gradient, self.input, self._overlap)
+
+    @property
+    def _overlap(self) -> float:
+        """How many times that of the input the norm of all windows may be."""
+        # An element of the input is in at most so many windows as the kernel has elements.
+        return self.shape[2:].numel() ** 0.5
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        return self._made()[0]
+
+    def _made(self) -> tuple[Tensor, Tensor | None]:
+        """Per-sample gradients [B, *shape], and their squared norms [B] if they came with them."""
+        if self.input.device.type != "cpu" or self._windows_are_apart:
+            # Many small kernels would wait for one another.
+            return self.outer().per_sample(), None
+        total = memory.empty((len(self.input), *self.shape), self.input, wide_dtype(self.gradient))
+        if self.size.tiles:
+            return total, native.per_sample_gradients_(total, self._images(), *self._steps())
+        # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
+        # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
+        # system if that does not fit into the cache.
+        samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
+        for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
+            input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
+            part.copy_(self._summed(input, gradient, samples=len(part)).view(part.shape))
+        return total, None
+
+    def _images(self) -> tuple[Tensor, Tensor]:
+        return wide(self.input), wide(self.gradient)
+
+    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return self.stride, self.padding, self.dilation
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
+        if self.size.is_long:
+            # Sums as long round otherwise in the ordinary gradient: what was measured is what is clipped.
+            return PerSample(self.per_sample()).clipped_sum(factor_B)
+        gradient = wide(self.gradient)
+        weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+        return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
+
+    def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
+        """The gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
+        kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # its shape alone counts
+        *_, total, _ = torch.ops.aten.convolution_backward(
+            gradient,
+            input,
+            kernel,
+            None,
+            *self._steps(),
+            False,
+            [0] * len(self.stride),
+            samples * self.groups,
+            [False, True, False],
+        )
+        return total
+
+    def outer(self) -> OuterProduct:
+        """The same as rows and columns, with the windows of all positions."""
+        rank, G = len(self.stride), self.groups
+        seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
+        for dim, positions in enumerate(self.gradient.shape[3:], start=2):
+            seen = seen.narrow(dim, 0, positions)
+        # [N, C, *positions, *kernel] -> [N, G, positions, C / G * kernel]
+        cols = seen.unflatten(1, (G, -1)).flatten(3, 2 + rank).transpose(2, 3).flatten(3)
+        cols = cols.unflatten(0, (-1, self.input.shape[1])).transpose(1, 2).flatten(2, 3)
+        return OuterProduct(self._rows(), cols, self.shape)
+
+    def without(self, dead_B: Tensor) -> Convolution:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, input=blank(self.input, dead_B), gradient=blank(self.gradient, dead_B))
+
+
+_AT_ONCE = 4 * 2**20
+"""Bytes of inputs, output gradients and per-sample gradients that are worked on at once."""
+
+
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """The windows that a kernel sees in x [N, C, *space], a view if nothing is padded: [N, C, *positions, *kernel]."""
+    x = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
+    return x

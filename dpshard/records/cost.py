@@ -1,0 +1,154 @@
+"""The cheapest exact norm of a product of rows and columns: by Gram matrices, or of the gradient itself.
+
+[Note: What a norm costs]
+Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the clipped sum takes:
+
+    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs, in
+                      blocks of positions, or as native/gram.py counts them
+    instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers, unless they stay in registers
+    instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
+
+Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
+that time. A large gradient that waits for the norms of other layers has left the cache before it is summed. The columns
+of a convolution are windows of its input, and to gather a window is charged four times that. Small images with many
+channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
+matrix of all pixels holds them, without any window.
+
+The choice depends on sizes, dtype, device and on which compiled code is there, never on the clock: a run that is
+resumed in the same place must round as it did. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory instead:
+ghost where 2 T^2 <= R C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dpshard.kernels import native
+from dpshard.kernels.triton import ghost_tile, takes_ghost_norm
+from dpshard.records.numerics import relative_floor
+
+_KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
+"""Per-sample gradients are kept if they take at most so many times the memory of the record. The first number holds if
+they must wait for the norms of other layers, the second if they are summed at once."""
+
+_CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
+"""Bytes that stay in the cache of a CPU between being written and being read: at once, or after other layers."""
+
+_TENSOR_CORES = 8
+"""How much faster than torch's float32 products those of kernels are: half precision, on tensor cores. Peaks differ by
+15 (A100: 312 to 19.5 TFLOPS); kernels are not expected to reach theirs. Not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSize:
+    """The sizes of a product of rows [B, G, T, R] and columns [B, G, T, C]."""
+
+    B: int
+    G: int
+    T: int
+    R: int
+    C: int
+    dtype: torch.dtype
+    """In which norms and sums are taken."""
+    device: torch.device
+    nbytes: int
+    """Memory of rows and columns."""
+    pixels: int = 0
+    """Of a convolution: elements of one channel of the padded input; 0 if the columns are no windows."""
+    kernel: int = 1
+    """Of a convolution: elements of one channel of a window."""
+    kernels: bool = False
+    """Whether Triton kernels take the product; see [Note: Kernels] in dpshard.kernels.triton."""
+    tiles: bool = False
+    """Whether native code takes the gradients of a convolution; see [Note: Native code] in dpshard.kernels.native."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of the per-sample gradients."""
+        return self.B * self.G * self.R * self.C * self.dtype.itemsize
+
+    def may_be_kept(self, *, closing: bool) -> bool:
+        """Whether there is memory for the per-sample gradients; `closing`, if they are summed at once.
+
+        At a micro-batch of 1 the per-sample gradients of all layers are as large as the model, that of one is its sum.
+        """
+        times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
+        return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
+
+    @property
+    def is_long(self) -> bool:
+        """Whether gram_floor is above half the squared norm of orthogonal gradients: T > 4,096 in float32."""
+        return relative_floor(self.dtype) * self.T > 0.5
+
+    def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
+        """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
+
+        It does so at once if `closing`, and else after other layers, when only a small gradient is still in the cache.
+
+        One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing.
+        """
+        if self.is_long:
+            return True
+        if kept and self.B == 1:
+            return True
+        if self.T == 1:
+            return False
+        if kept:
+            return self._flops_a_number(waits=not closing) * self.R * self.C < min(self._ghost(), self._dropped())
+        return self._dropped() < self._ghost()
+
+    def _dropped(self) -> int:
+        """The norm by a gradient that nobody keeps; kernels and native code do not even write it."""
+        product = 2 * self.T * self.R * self.C
+        if self.kernels:
+            return product // _TENSOR_CORES
+        return product if self.tiles else product + self._flops_a_number() * self.R * self.C
+
+    def _ghost(self) -> int:
+        if self.kernels and takes_ghost_norm(self.B * self.G, self.T):
+            tile = ghost_tile(self.B * self.G, self.T)
+            n = -(-self.T // tile)
+            return n * (n + 1) * tile * tile * (self.R + self.C) // _TENSOR_CORES
+        if not self.pixels:
+            return ghost_flops(self.T, self.R, self.C, self.device, self.dtype)
+        return self._by_pixels() if self.gram_by_pixels else self._by_windows()
+
+    @property
+    def gram_by_pixels(self) -> bool:
+        """Whether the Gram matrix of the windows is best made of that of all pixels, which may take no more memory."""
+        return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
+
+    def _by_pixels(self) -> int:
+        positions = self.T * self.T
+        products = 2 * positions * self.R + 2 * self.pixels**2 * self.C // self.kernel
+        return products + self._flops_a_number() * self.kernel * positions
+
+    def _by_windows(self) -> int:
+        unfolding = 4 * self._flops_a_number() * self.T * self.C
+        return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
+
+    def _flops_a_number(self, *, waits: bool = False) -> int:
+        """FLOPs in the time in which a number is written and read twice, the second time late if it `waits`."""
+        return self._flops_a_byte(waits) * self.dtype.itemsize
+
+    def _flops_a_byte(self, waits: bool) -> int:
+        """The same for a byte."""
+        if self.device.type != "cpu":
+            return 60
+        cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
+        return 18 if cached else 45  # measured on server CPUs, float32
+
+
+def blocks(T: int, device: torch.device) -> int:
+    """Into how many blocks of positions Gram matrices are cut: products of small blocks are slow, above all on GPUs."""
+    return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
+
+
+def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
+    """FLOPs of the ghost norm of one sample: a block meets itself and those before it, the others by symmetry."""
+    if native.takes_ghost_norm(device, dtype):
+        return native.ghost_flops(T, R, C)
+    n = blocks(T, device)
+    return T * T * (R + C) * (n + 1) // n

@@ -1,0 +1,58 @@
+"""Records of a table of which rows were read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.records.numerics import blank, sum_floor, wide
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Gradient of a parameter seen as a table [V, C], of which row ids_it was read at position t of sample i."""
+
+    ids: Tensor
+    """[B, T], int64; a negative id was no read (padding_idx)"""
+    values: Tensor
+    """[B, T, C]: gradient of what was read"""
+    shape: torch.Size
+    """Shape of the parameter; its elements in order are those of [V, C]."""
+
+    def read(self) -> Tensor:
+        """The values, zero where nothing was read."""
+        return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B]: sorted by id, values of equal ids add up before the square; no T x T, no [B, V, C]."""
+        values = self.read()
+        ids, order = self.ids.sort(dim=1)
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        run_BT = starts.cumsum(1) - 1
+        values = values.gather(1, order[:, :, None].expand_as(values))
+        runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
+        floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
+        return torch.maximum(torch.linalg.vector_norm(runs, dim=(1, 2)), floor).square()
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        values = self.read()
+        B, _, C = values.shape
+        out = values.new_zeros(B, self.shape.numel() // C, C)
+        out.scatter_add_(1, self.ids.clamp(min=0)[:, :, None].expand_as(values), values)
+        return out.view(B, *self.shape)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]."""
+        values = self.read() * factor_B.to(wide(self.values).dtype)[:, None, None]
+        C = values.shape[2]
+        out = values.new_zeros(self.shape.numel() // C, C)
+        return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
+
+    def without(self, dead_B: Tensor) -> Gather:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, values=blank(self.values, dead_B))

@@ -1,0 +1,119 @@
+"""Norms of a parameter that is used several times: of the sum of its records, with every cross term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.records.convolution import Convolution
+from dpshard.records.cost import ProductSize
+from dpshard.records.gather import Gather
+from dpshard.records.numerics import flat, gram_floor, hidden_by_underflow, norms, wide
+from dpshard.records.outer_product import OuterProduct
+from dpshard.records.per_sample import PerSample
+from dpshard.records.record import Record
+from dpshard.records.routed_product import RoutedProduct
+
+
+def join(records: Sequence[Record]) -> list[Record]:
+    """The same gradient from at most one record of each kind."""
+    if len(records) == 1:
+        return list(records)
+    kinds: dict[object, list[Record]] = {}
+    for record in (r.outer() if isinstance(r, Convolution) else r for r in records):
+        kinds.setdefault(_kind(record), []).append(record)
+    return [_join(kind) if len(kind) > 1 else kind[0] for kind in kinds.values()]
+
+
+def _kind(record: Record) -> object:
+    """What records share that join: a grouped and a plain product of one weight, say, have different [G, R, C]."""
+    if isinstance(record, OuterProduct):
+        return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
+    if isinstance(record, RoutedProduct):
+        return RoutedProduct, record.rows.shape[1], record.cols.shape[1]
+    return record.values.shape[2] if isinstance(record, Gather) else PerSample
+
+
+def _join(kind: Sequence[Record]) -> Record:
+    first = kind[0]
+    if isinstance(first, OuterProduct):
+        outer = [r for r in kind if isinstance(r, OuterProduct)]
+        return replace(first, rows=torch.cat([r.rows for r in outer], 2), cols=torch.cat([r.cols for r in outer], 2))
+    if isinstance(first, Gather):
+        gathers = [r for r in kind if isinstance(r, Gather)]
+        ids, values = torch.cat([r.ids for r in gathers], 1), torch.cat([r.values for r in gathers], 1)
+        return replace(first, ids=ids, values=values)
+    if isinstance(first, RoutedProduct):
+        routed = [r for r in kind if isinstance(r, RoutedProduct)]
+        parts = {name: torch.cat([getattr(r, name) for r in routed]) for name in ("rows", "cols", "sample", "group")}
+        return replace(first, **parts)
+    return PerSample(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
+
+
+def measure(
+    records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
+) -> tuple[Tensor, list[Record]]:
+    """Squared norm [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
+
+    With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
+    cheapest method keeps it if it does not take much more memory than the record. At a micro-batch of 1 the per-sample
+    gradients of a model are as large as the model: they are kept if they are used at once, since their group is
+    `closing`.
+    """
+    joined = join(records)
+    if len(joined) == 1:
+        (record,) = joined
+        if keep and isinstance(record, OuterProduct | Convolution) and _keeps(record.size, method, closing):
+            gradient, norm_sq = record.instantiated()
+            return norm_sq, [PerSample(gradient)]
+        return record.norm_sq(method), joined
+    squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
+    total = squares
+    for i, first in enumerate(joined):
+        for second in joined[i + 1 :]:
+            total = total + 2 * inner(first, second)
+    # abs: a sum of cross terms may be infinite and negative.
+    scale = sum((_scale(r) for r in joined[1:]), _scale(joined[0]))
+    return torch.maximum(total.abs(), gram_floor(torch.maximum(scale.square(), squares))), joined
+
+
+def _scale(record: Record) -> Tensor:
+    """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
+    if isinstance(record, OuterProduct):
+        terms = torch.linalg.vector_norm(wide(record.rows), dim=3) * torch.linalg.vector_norm(wide(record.cols), dim=3)
+        return terms.sum((1, 2)) + hidden_by_underflow(record.rows, record.cols)
+    if isinstance(record, Gather):
+        return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
+    return norms(record.per_sample())
+
+
+def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
+    if method is NormMethod.CHEAPEST:
+        return size.may_be_kept(closing=closing) and size.instantiates(kept=True, closing=closing)
+    return method is NormMethod.INSTANTIATE
+
+
+def inner(first: Record, second: Record) -> Tensor:
+    """Inner products [B] of the per-sample gradients of two records of one parameter."""
+    if isinstance(first, Gather) and isinstance(second, OuterProduct):
+        first, second = second, first
+    if (
+        isinstance(first, OuterProduct)
+        and isinstance(second, Gather)
+        and first.rows.shape[1] == 1
+        and first.cols.shape[3] == second.values.shape[2]
+    ):
+        return _inner_outer_gather(first, second)
+    return (flat(first.per_sample()) * flat(second.per_sample())).sum(1)
+
+
+def _inner_outer_gather(outer: OuterProduct, gather: Gather) -> Tensor:
+    """<sum_t r_t (x) c_t, gather> = sum_{t,t'} r_t[id_t'] <c_t, v_t'>: a tied embedding and head, never a [V, C]."""
+    rows_BTV, cols_BTC, values_BTC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
+    ids = gather.ids.clamp(min=0)
+    picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
+    return (picked_BTt * (cols_BTC @ values_BTC.mT)).sum((1, 2))

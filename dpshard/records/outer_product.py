@@ -1,0 +1,139 @@
+"""Records of products of rows and columns: linear maps."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.kernels import native, triton
+from dpshard.records import memory
+from dpshard.records.cost import ProductSize, blocks
+from dpshard.records.numerics import (
+    blank,
+    gram,
+    gram_floor,
+    hidden_by_underflow,
+    norms,
+    relative_floor,
+    upper_norms,
+    wide,
+    wide_dtype,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterProduct:
+    """Gradient sum_t rows_t (x) cols_t of a weight [G, R, C], viewed as `shape`; G = 1 but for grouped convolutions."""
+
+    rows: Tensor
+    """[B, G, T, R]"""
+    cols: Tensor
+    """[B, G, T, C]"""
+    shape: torch.Size
+    """Shape of the parameter; its elements in order are those of [G, R, C]."""
+
+    @property
+    def size(self) -> ProductSize:
+        """What costs depend on."""
+        (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
+        nbytes = self.rows.nbytes + self.cols.nbytes
+        dtype, device = wide_dtype(self.rows), self.rows.device
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.take(self.rows, self.cols))
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B], by the Gram matrices or by the gradient itself."""
+        if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
+            if triton.take(self.rows, self.cols):
+                return floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt(), self.rows, self.cols)
+            return self.instantiated()[1]
+        B, G, T, _ = self.rows.shape
+        if triton.take(self.rows, self.cols) and triton.takes_ghost_norm(B * G, T):
+            norm_sq, scale = triton.ghost_norm_sq(self.rows, self.cols)
+            return floored_gram(norm_sq, scale, self.rows, self.cols)
+        rows, cols = wide(self.rows), wide(self.cols)
+        if T == 1:
+            norm_BG = upper_norms(rows.flatten(0, 1)) * upper_norms(cols.flatten(0, 1))
+            return norm_BG.view(B, G).square().sum(1)
+        if native.takes_ghost_norm(rows.device, rows.dtype):
+            return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
+        return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
+
+    def instantiated(self) -> tuple[Tensor, Tensor]:
+        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        if triton.take(self.rows, self.cols):
+            gradient, norm_sq = triton.per_sample(self.rows, self.cols)
+            return gradient.view(-1, *self.shape), floored(norm_sq.sqrt(), self.rows, self.cols)
+        gradient = self.per_sample()
+        return gradient, floored(norms(gradient), self.rows, self.cols)
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        if triton.take(self.rows, self.cols):
+            return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
+        (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
+        rows, cols = wide(self.rows).flatten(0, 1), wide(self.cols).flatten(0, 1)
+        gradient = memory.empty((B * G, R, C), rows, rows.dtype)
+        return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        if triton.take(self.rows, self.cols):
+            return triton.weighted_sum(self.rows, self.cols, factor_B.float()).view(self.shape)
+        rows, cols = wide(self.rows), wide(self.cols)
+        # The cheaper side takes the factors.
+        if rows.numel() <= cols.numel():
+            rows = rows * factor_B.to(rows.dtype)[:, None, None, None]
+        else:
+            cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
+        rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
+        return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
+
+    def without(self, dead_B: Tensor) -> OuterProduct:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
+
+
+def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+    """`norm_sq` [B], of Gram matrices of `rows` and `cols` [B, ...], and no less than it may have lost.
+
+    `scale` [B] is what its rounding is relative to; see `hidden_by_underflow` for `overlap`.
+    """
+    # abs: a sum of products may be infinite and negative.
+    norm_B = norm_sq.abs().sqrt() + hidden_by_underflow(rows, cols, overlap)
+    return torch.maximum(norm_B.square(), gram_floor(scale.square()))
+
+
+def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+    """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
+
+    See `hidden_by_underflow` for `overlap`.
+    """
+    # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
+    rounding = relative_floor(wide_dtype(rows)) * overlap
+    return torch.maximum(norm_B, upper_norms(rows) * rounding * upper_norms(cols)).square()
+
+
+def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
+
+    Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
+    of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
+    """
+    B, G, T, _ = rows.shape
+    rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)
+    size = max(1, -(-T // blocks(T, rows.device)))
+    terms, scales = [], []
+    for start in range(0, max(1, T), size):
+        stop = min(T, start + size)
+        product = gram(cols[:, :stop], start).mul_(gram(rows[:, :stop], start))
+        scales.append(product.diagonal(start, 1, 2).sqrt())
+        if start:
+            product[..., :start].mul_(2)
+        terms.append(product.sum((1, 2)))
+    norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
+    return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)

@@ -1,0 +1,78 @@
+"""Records that hold the per-sample gradients themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.records.numerics import blank, flat, norms, wide
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """Per-sample gradients [B, *shape] of a parameter of shape [*shape]."""
+
+    gradient: Tensor
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B], float32 or float64."""
+        return norms(self.gradient).square()
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        return wide(self.gradient)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]."""
+        rows = flat(self.gradient)
+        return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
+
+    def without(self, dead_B: Tensor) -> PerSample:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return PerSample(blank(self.gradient, dead_B))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what is done to it costs more in calls than in arithmetic."""
+        return self.gradient.shape[1:].numel() <= _SMALL
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Small per-sample gradients of several parameters, which are measured and summed as one."""
+
+    rows: Tensor
+    """[B, elements of all parameters]"""
+    shapes: Mapping[str, torch.Size]
+    """Shapes of the parameters, by name, in order."""
+
+    @classmethod
+    def of(cls, records: Mapping[str, PerSample]) -> Bundle:
+        """The gradients of some parameters, by name."""
+        rows = [flat(record.gradient) for record in records.values()]
+        shapes = {name: record.gradient.shape[1:] for name, record in records.items()}
+        return cls(rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes)
+
+    def norm_sq(self) -> Tensor:
+        """Squared norms [B] over all parameters."""
+        return norms(self.rows).square()
+
+    def clipped_sums(self, factor_B: Tensor) -> dict[str, Tensor]:
+        """sum_i factor_i * gradient_i of every parameter, by name."""
+        total = factor_B.to(self.rows.dtype) @ self.rows
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        # Not views: each becomes a gradient of its own.
+        parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def without(self, dead_B: Tensor) -> Bundle:
+        """The gradients with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        return Bundle(blank(self.rows, dead_B), self.shapes)
+
+
+_SMALL = 2**12
+"""Elements of a small gradient, of one sample."""

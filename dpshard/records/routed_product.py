@@ -1,0 +1,80 @@
+"""Records of a weight that met the rows of all samples in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.records.numerics import blank, wide
+from dpshard.records.outer_product import OuterProduct
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedProduct:
+    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C], over the rows n that the data sent to group_n.
+
+    The rows of all samples lie side by side in any order, as experts see them; sample_n is whose row it is.
+    """
+
+    rows: Tensor
+    """[N, R]"""
+    cols: Tensor
+    """[N, C]"""
+    sample: Tensor
+    """[N], int64, in 0..B-1"""
+    group: Tensor
+    """[N], int64; rows whose group is not in 0..G-1 met no weight"""
+    batch_size: int
+    """B"""
+    shape: torch.Size
+    """Shape of the parameter; its elements in order are those of [G, R, C]."""
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.shape.numel() // (self.rows.shape[1] * self.cols.shape[1])
+
+    def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
+        """The K distinct values of `key` [N], and a product [R, C] of the rows of each, padded with zeros."""
+        met = (self.group >= 0) & (self.group < self.groups)
+        key, rows, cols = key[met], rows[met], wide(self.cols[met])
+        order = key.argsort(stable=True)
+        keys, place, counts = torch.unique_consecutive(key[order], return_inverse=True, return_counts=True)
+        longest = int(counts.max()) if len(counts) else 0
+        within = torch.arange(len(order), device=key.device) - (counts.cumsum(0) - counts)[place]
+
+        def padded(x: Tensor) -> Tensor:
+            out = x.new_zeros(len(keys), 1, longest, x.shape[1])
+            out[place, 0, within] = x[order]
+            return out
+
+        return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
+
+    def norm_sq(self, method: NormMethod) -> Tensor:
+        """Squared norms [B]: groups are different elements of the weight, so theirs add up."""
+        keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
+        norm_sq = product.norm_sq(method)
+        return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
+
+    def per_sample(self) -> Tensor:
+        """Per-sample gradients [B, *shape]."""
+        return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
+
+    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+        """sum_i factor_i * gradient_i, [*shape]."""
+        rows = wide(self.rows)
+        return self._placed(self.group, rows * factor_B.to(rows.dtype)[self.sample][:, None], 1)[0]
+
+    def _placed(self, key: Tensor, rows: Tensor, n: int) -> Tensor:
+        keys, product = self._by(key, rows)
+        out = rows.new_zeros(n * self.groups, *product.shape)
+        out[keys] = product.per_sample()
+        return out.view(n, *self.shape)
+
+    def without(self, dead_B: Tensor) -> RoutedProduct:
+        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
+        dead_N = dead_B[self.sample]
+        return replace(self, rows=blank(self.rows, dead_N), cols=blank(self.cols, dead_N))

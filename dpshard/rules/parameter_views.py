@@ -1,0 +1,102 @@
+"""Tensors that are derived from parameters alone (`w.t()`, `1 + w`, `w[i]`), as sources of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.rules.call import Replay, Source
+from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
+from dpshard.rules.torch_functions import Function, function_name, outputs_of, tensors_of
+
+_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as"})
+
+
+def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
+    """The source that is output number `index` of a function of parameters alone."""
+    tensors = list(tensors_of((args, kwargs)))
+    parents = [sources[x] for x in tensors if x in sources]
+    name, arguments = function_name(func), (*args, *kwargs.values())
+    if torch.compiler.is_compiling():
+        # The source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
+        replay = _never_replayed
+    elif name in _CASTS and len(parents) == 1:
+        # Gradients go back as they are: a cast would round the clipped sum in half precision.
+        replay = parents[0].replay
+    else:
+        replay = _replay_of(func, args, kwargs, sources, index)
+    number = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
+    rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
+    picks_once = name != "__getitem__" or number is not None or _is_basic(args[1])
+    return Source(
+        label=f"{name}({', '.join(_text(x, sources) for x in arguments)})[{index}]",
+        form=f"{name}({', '.join(_text(x, sources, sizes=False) for x in arguments)})[{index}]",
+        roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
+        shape=tuple(output.shape),
+        replay=replay,
+        isometric=rearranges and picks_once and len(parents) == 1 and parents[0].isometric,
+        exact=all(x in sources and sources[x].exact for x in tensors),
+        transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
+        slice_of=None if number is None else (parents[0], number % len(tensors[0])),
+    )
+
+
+def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Replay:
+    """Output number `index` of a call as a function of the values of the trainable parameters by name."""
+
+    def kept(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return sources[x] if x in sources else x.detach()
+
+    kept_args, kept_kwargs = _replaced((args, kwargs), kept)
+
+    def replay(values: dict[str, Tensor]) -> Tensor:
+        def value(x: Any) -> Any:
+            return x.replay(values) if isinstance(x, Source) else x
+
+        return outputs_of(func(*_replaced(kept_args, value), **_replaced(kept_kwargs, value)))[index]
+
+    return replay
+
+
+def _never_replayed(values: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("a source that was derived in a compiled region is never replayed")
+
+
+def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Arguments `x` with `leaf` of everything in place of it, also within dicts, lists and (named) tuples."""
+    if isinstance(x, dict):
+        return {key: _replaced(value, leaf) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        items = [_replaced(item, leaf) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return leaf(x)
+
+
+def _element(index: Any) -> int | None:
+    """Which element along dimension 0 an index picks, if it is one: a number, or the number of an expert."""
+    if isinstance(index, Tensor):
+        whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
+    else:
+        whole = isinstance(index, int) and not isinstance(index, bool)
+    return int(index) if whole and not torch.compiler.is_compiling() else None
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index is of numbers and slices alone; a tensor or a list may pick an element twice."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(i, (int, slice, type(None), type(...))) for i in indices)
+
+
+def _text(x: Any, sources: dict[Tensor, Source], *, sizes: bool = True) -> str:
+    if isinstance(x, Tensor):
+        if x in sources:
+            return sources[x].label if sizes else sources[x].form
+        return f"constant{list(x.shape) if sizes else [x.dim()]}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(_text(item, sources, sizes=sizes) for item in x)})"
+    return "slice" if isinstance(x, slice) and not sizes else repr(x)
