@@ -21,8 +21,8 @@ import dpshard.engine
 from dpshard import PrivacyEngine
 from dpshard.applications.audit import audit_steps
 from dpshard.backends.local import LocalBackend
-from tests.audit import faults
-from tests.audit.test_steps import classifier
+from tests.applications.audit import faults
+from tests.applications.audit.test_steps import classifier
 from tests.distributed.rank import main
 
 

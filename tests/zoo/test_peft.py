@@ -12,8 +12,8 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpshard.errors import UnsupportedParameterError, VerificationError
+from tests.interception.test_frozen import saved_bytes
 from tests.oracle import noise_free_engine
-from tests.test_frozen import saved_bytes
 from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, Wide, assert_model_exact, images, tokens
 
 transformers = pytest.importorskip("transformers")

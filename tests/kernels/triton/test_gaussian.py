@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from dpshard.kernels import triton
 from dpshard.kernels.philox import standard_normals
 from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
-from tests.kernels.support import DEVICE, skip_without_kernels
+from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpshard.kernels import triton
 from dpshard.kernels.triton import dispatch
-from tests.kernels.support import DEVICE, skip_without_kernels
+from tests.kernels.triton.support import DEVICE, skip_without_kernels
 from tests.oracle import clipped_mean, norm, per_sample_gradients, private_step, ramp_loss, relative_error
 
 skip_without_kernels()

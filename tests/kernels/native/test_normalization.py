@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from dpshard import PrivacyEngine, native
+from dpshard import PrivacyEngine
+from dpshard.kernels import native
 
 NORMALIZATIONS = {
     "rows": (0, (3, 7, 33)),

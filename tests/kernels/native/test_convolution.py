@@ -10,7 +10,7 @@ from dpshard.config import NormMethod
 from dpshard.kernels import native
 from dpshard.kernels.native.library import load
 from dpshard.records import Convolution, measure
-from tests.native.support import build, by_hand, narrow_library
+from tests.kernels.native.support import build, by_hand, narrow_library
 
 
 def images(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):

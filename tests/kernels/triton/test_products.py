@@ -18,7 +18,7 @@ from dpshard.kernels import triton
 from dpshard.kernels.triton import dispatch
 from dpshard.records import OuterProduct, PerSample
 from dpshard.records.measure import measure
-from tests.kernels.support import DEVICE, skip_without_kernels
+from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
 

@@ -9,7 +9,7 @@ from dpshard.config import NormMethod
 from dpshard.kernels import native
 from dpshard.kernels.native.library import team
 from dpshard.records import OuterProduct
-from tests.native.support import by_hand, narrow_library
+from tests.kernels.native.support import by_hand, narrow_library
 
 
 def product(B, G, T, R, C):

@@ -1,6 +1,6 @@
 """The two-distribution audit refutes an engine with a planted fault, and passes the sound one.
 
-Every fault is put into the real engine (tests/audit/faults.py) and found from outside, by what an adversary sees.
+Every fault is put into the real engine (faults.py) and found from outside, by what an adversary sees.
 PITFALLS rows: 1 test_halved_noise_is_refuted; 5 test_counted_padding_is_refuted;
 7 test_tied_weights_that_are_clipped_apart_are_refuted; 8 test_a_layer_that_is_not_clipped_is_refuted;
 12 test_a_sample_that_moves_the_gradients_of_others_is_refuted;
@@ -21,7 +21,7 @@ from torch import nn
 from dpshard import QuantileTracking
 from dpshard.applications.audit import REFUTED_BEYOND, audit_steps, gdp_epsilon
 from dpshard.errors import ConfigurationError
-from tests.audit import faults
+from tests.applications.audit import faults
 
 FALSE_ALARM = 1e-6
 assert FALSE_ALARM >= 1 - REFUTED_BEYOND - 1e-12

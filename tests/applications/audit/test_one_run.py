@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.applications.audit import GradientCanaries, InputCanaries, refuted, toss_coins
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from tests.audit import faults
+from tests.applications.audit import faults
 
 FALSE_ALARM = 1e-6
 SECRET = bytes(range(32))

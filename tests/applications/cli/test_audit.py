@@ -8,8 +8,8 @@ import torch
 from dpshard.applications.cli import auditing, data, models
 from dpshard.applications.cli.settings import resolve
 from dpshard.backends.ranks import Ranks
-from tests.audit import faults
-from tests.cli.conftest import QUICK
+from tests.applications.audit import faults
+from tests.applications.cli.conftest import QUICK
 from tests.extras import needs_deepspeed
 
 FAST = "--trials 60 --canaries 100".split()

@@ -279,5 +279,5 @@ def test_that_they_are_not_private_is_said():
     import dpshard.clipping.metrics
 
     assert "None of it is covered by epsilon" in dpshard.clipping.metrics.__doc__
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     assert "engine.metrics()" in (docs / "privacy-model.md").read_text().split("## What epsilon does not cover")[1]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dpshard.applications.cli import launch
-from tests.cli.test_train import metrics, report, wait_for_steps, weights
+from tests.applications.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
 
 STEPS = 12
 FLAGS = f"--steps {STEPS} --batch-size 64 --noise-multiplier 1 --evaluations 3 --micro-batch-size 20".split()
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

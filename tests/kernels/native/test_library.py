@@ -8,7 +8,7 @@ import torch
 
 from dpshard.kernels import native
 from dpshard.kernels.native.library import load, team
-from tests.native.support import build
+from tests.kernels.native.support import build
 
 
 def test_it_is_built_with_the_package():

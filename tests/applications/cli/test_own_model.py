@@ -12,7 +12,7 @@ from torch import nn
 
 from dpshard.applications.cli import own_model
 from dpshard.errors import ConfigurationError
-from tests.cli.conftest import QUICK
+from tests.applications.cli.conftest import QUICK
 
 MODULE = """
 import math

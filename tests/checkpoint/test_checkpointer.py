@@ -20,7 +20,7 @@ from dpshard.checkpoint import folders
 from dpshard.checkpoint.storage import pack
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.recipes import AdamBC
-from tests.test_resume import Run, X, Y
+from tests.checkpoint.test_resume import Run, X, Y
 
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, 0.1),

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpshard.applications.cli import app
-from tests.cli.conftest import QUICK
+from tests.applications.cli.conftest import QUICK
 
 VOID = {"meta", "br", "img", "link", "use", "path", "rect", "line", "hr"}
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dpshard.applications.cli import models, training
 from dpshard.applications.cli.run_folder import RunFolder
-from tests.cli.conftest import QUICK
+from tests.applications.cli.conftest import QUICK
 
 
 def metrics(folder):
