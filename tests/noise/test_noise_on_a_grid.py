@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from dpshard import PrivacyEngine, QuantileTracking, noise
+from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.accounting.releases import ROUNDING
 from dpshard.errors import AccountingError, ConfigurationError
+from dpshard.noise import keyed
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.noise.keyed import BLOCK, LIMIT, KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import RandomSource, derive_key
@@ -42,9 +43,9 @@ def steps_of(x, grid):
 def test_noise_does_not_depend_on_the_split(cuts):
     bounds = [0, *sorted(cuts), 600]
     with (
-        mock.patch.object(noise, "BLOCK", 256),
-        mock.patch.object(noise, "SHORTEST_PIECE", 16),
-        mock.patch.object(noise, "LONGEST_PIECE", 64),
+        mock.patch.object(keyed, "BLOCK", 256),
+        mock.patch.object(keyed, "SHORTEST_PIECE", 16),
+        mock.patch.object(keyed, "LONGEST_PIECE", 64),
     ):
         whole = DISCRETE.sample(3, "w", 0, 600)
         shards = [DISCRETE.sample(3, "w", a, b) for a, b in itertools.pairwise(bounds)]
@@ -65,7 +66,7 @@ def test_pieces_are_drawn_from_keys_of_their_own():
 
 
 def test_a_shard_draws_the_pieces_that_it_meets():
-    with mock.patch.object(noise, "derive_key", wraps=noise.derive_key) as key:
+    with mock.patch.object(keyed, "derive_key", wraps=keyed.derive_key) as key:
         DISCRETE.sample(4, "w", BLOCK + 2**15, BLOCK + 2**15 + 1)
     assert [call.args[1:] for call in key.call_args_list] == [("noise", 4, "w", 1), ("piece", 2**15)]
 

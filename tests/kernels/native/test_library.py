@@ -22,7 +22,7 @@ def test_threads_are_those_of_torch():
 
 
 def test_a_variable_switches_it_off():
-    program = "from dpshard import native; print(native.is_built())"
+    program = "from dpshard.kernels import native; print(native.is_built())"
     for value, built in (("0", "False"), ("1", "True")):
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, env={"DPSHARD_NATIVE": value}, check=True
