@@ -1,8 +1,9 @@
 """How much one sample counts for, whatever a training loop does.
 
 The oracle shares no code with the library. Every sample is drawn (q = 1), no noise is added, and SGD steps with
-learning rate 1. So the parameters move by the clipped sum over the batch size. The loop runs with all samples, and again without
-each one of `left_out`. `influence` is the largest distance between the two clipped sums, over R: 1 is allowed.
+learning rate 1. So the parameters move by the clipped sum over the batch size. The loop runs with all samples, and
+again without each one of `left_out`. `influence` is the largest distance between two clipped sums, over R: 1 is
+allowed.
 """
 
 import warnings
