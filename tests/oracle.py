@@ -32,7 +32,7 @@ Loss = Callable[..., Tensor]
 def ramp_loss(output: Tensor, *_: Tensor) -> Tensor:
     """A loss of any output [B, ...]: not linear, no two elements alike, averaged over the samples."""
     flat = output.reshape(len(output), -1)
-    return (flat.sin() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum(1).mean()
+    return (flat.sin() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)).sum(1).mean()
 
 
 def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = ramp_loss) -> list[Gradients]:

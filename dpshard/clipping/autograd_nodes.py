@@ -20,8 +20,8 @@ Slot   stands between the two where the tape cannot be reached: a compiled regio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +29,21 @@ from torch import Tensor
 from torch._C import _autograd
 
 from dpshard.errors import UnsupportedParameterError
+from dpshard.records.precision import exact_products
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A block outside of autocast: a loss.backward() inside of it would take norms and sums in half precision."""
-    # To ask is cheaper than to enter and leave, which a model does twice a layer.
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a block for norms and sums: no autocast, IEEE products ([Note: Why not TF32] in precision.py)."""
+    products = exact_products(device)
+    # Queries are cheaper than contexts, which a model would enter twice a layer.
+    return _without_autocast(device, products) if torch.is_autocast_enabled(device.type) else products
+
+
+@contextmanager
+def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    # The user's loss.backward() may stand inside of autocast.
+    with torch.autocast(device.type, enabled=False), inner:
+        yield
 
 
 def accumulates(leaf: Tensor) -> bool:
@@ -82,7 +91,7 @@ class Slot(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Hand the gradients of the dummies on."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
-        with without_autocast(device):
+        with in_full_precision(device):
             ctx.arrive(gradients)
         return (None,) * (2 + ctx.inputs)
 
@@ -157,7 +166,7 @@ class _Tap(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
         if ctx.arrive is not None:
-            with without_autocast(gradient.device):
+            with in_full_precision(gradient.device):
                 ctx.arrive((*kept, gradient))
             return (*unchanged, *(None,) * ctx.others)
         kept = [x if x.is_floating_point() else x.double() for x in kept]

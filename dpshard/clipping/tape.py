@@ -19,7 +19,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, without_autocast
+from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
@@ -351,7 +351,7 @@ class Clipper:
                 total = part if total is None else total if part is None else total + part
             return total
 
-        with without_autocast(self.values[names[0]].device):
+        with in_full_precision(self.values[names[0]].device):
             for tape in tapes:
                 tape.close(anchor)
             return self.deliver(names, take)

@@ -18,6 +18,7 @@ from dpshard.records.cost import ProductSize
 from dpshard.records.numerics import blank, gram, norms, wide, wide_dtype
 from dpshard.records.outer_product import OuterProduct, floored, floored_gram
 from dpshard.records.per_sample import PerSample
+from dpshard.records.precision import exact_convolutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +151,18 @@ class Convolution:
     def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
         """The gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
         kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # its shape alone counts
-        *_, total, _ = torch.ops.aten.convolution_backward(
-            gradient,
-            input,
-            kernel,
-            None,
-            *self._steps(),
-            False,
-            [0] * len(self.stride),
-            samples * self.groups,
-            [False, True, False],
-        )
+        with exact_convolutions(gradient.device):
+            *_, total, _ = torch.ops.aten.convolution_backward(
+                gradient,
+                input,
+                kernel,
+                None,
+                *self._steps(),
+                False,
+                [0] * len(self.stride),
+                samples * self.groups,
+                [False, True, False],
+            )
         return total
 
     def outer(self) -> OuterProduct:

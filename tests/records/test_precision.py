@@ -1,0 +1,78 @@
+"""Norms and clipped sums are computed in IEEE float32, whatever precision the user's products have."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard import PrivacyEngine
+from dpshard.records.precision import exact_convolutions, exact_products
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def settings():
+    b = torch.backends
+    parts = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv)
+    return [part.fp32_precision for part in parts], torch.get_float32_matmul_precision()
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    matmul, convolution = torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = matmul
+    torch.backends.mkldnn.conv.fp32_precision = convolution
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_products_are_exact_within_and_as_they_were_behind(precision):
+    torch.set_float32_matmul_precision(precision)
+    before = settings()
+    with exact_products(CUDA), exact_products(CPU), exact_convolutions(CUDA), exact_convolutions(CPU):
+        b = torch.backends
+        within = [p.fp32_precision for p in (b.cuda.matmul, b.cudnn.conv, b.mkldnn.matmul, b.mkldnn.conv)]
+        assert set(within) <= {"ieee", "none"}
+        assert torch.get_float32_matmul_precision() == "highest" or precision == "highest"
+        assert not torch._C._get_cudnn_allow_tf32()  # the older switch agrees, or kernels would raise
+    assert settings() == before
+
+
+@pytest.mark.parametrize("clipping_style", ["all-layer", "layer-wise"])
+def test_the_engine_measures_and_sums_in_exact_products(clipping_style, monkeypatch):
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    seen = []
+
+    def watch(name):
+        operator = getattr(torch, name)
+
+        def call(*args, **kwargs):
+            seen.append((name, torch.backends.mkldnn.matmul.fp32_precision))
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, call)
+
+    backward = torch.ops.aten.convolution_backward
+
+    class Aten:
+        def convolution_backward(self, *args):
+            seen.append(("convolution", torch.backends.mkldnn.conv.fp32_precision))
+            return backward(*args)
+
+    for name in ("bmm", "mm", "matmul", "einsum"):
+        watch(name)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(48, 4))
+    engine = PrivacyEngine(
+        model, batch_size=4, sample_size=8, steps=1, noise_multiplier=1.0, clipping_style=clipping_style, verify=False
+    )
+    monkeypatch.setattr("dpshard.records.convolution.torch.ops.aten", Aten())
+    with pytest.warns(UserWarning, match="own batches"):
+        loss = F.cross_entropy(model(torch.randn(4, 1, 6, 6)), torch.tensor([0, 1, 2, 3]))
+    seen.clear()
+    loss.backward()
+    engine.detach()
+    assert "convolution" in dict(seen)
+    assert {precision for _, precision in seen} <= {"ieee", "none"}
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
