@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from torch import Tensor, nn
 
@@ -341,7 +341,7 @@ class PrivacyEngine:
         if collector.batch is None:
             self._thresholds.refuse_own_loop()
         release = self._budget.next_release()
-        backend.complete_sums()
+        collector.complete_sums()
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
@@ -425,11 +425,11 @@ class PrivacyEngine:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
         self._collector.require_rest()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
-        """Refused: a copy would draw the same noise, and its model would train without it."""
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, and with it copies and pickles: a copy would draw the same noise."""
         raise EngineInUseError(
-            "A PrivacyEngine cannot be copied: two of them would draw the same noise. Copy the model alone (the copy "
-            "is an ordinary one) and make an engine for it, or save and load state_dict()."
+            "A PrivacyEngine cannot be copied or pickled: two of them would draw the same noise. Copy the model only "
+            "(the copy is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
     # --- what interception, optimizers, Checkpointer and audits ask -------------------------------------------------
@@ -437,6 +437,10 @@ class PrivacyEngine:
     def owned(self) -> set[Tensor]:
         """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
         return self._backend.held
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """What the closure of an optimizer's step returns; LogicalBatchError if its samples count already."""
+        return self._collector.evaluate(closure)
 
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""

@@ -25,6 +25,10 @@ class LogicalBatchError(DpshardError, RuntimeError):
     """A forward, backward or step came at a moment when it would break the accounting of the logical batch."""
 
 
+class UnknownLengthError(LogicalBatchError, TypeError):
+    """The length of a logical batch was asked for, which is data. A TypeError, so that list() and tqdm go on."""
+
+
 class UnsupportedOptimizerError(DpshardError, RuntimeError):
     """The optimizer (or a scaler around it) would see gradients that are not privatized as accounted."""
 

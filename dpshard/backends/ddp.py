@@ -91,13 +91,18 @@ class DDPBackend(LocalBackend):
         # DDP takes the mean over ranks; the sensitivity is stated for the sum.
         return self.guard.expect(name, (clipped_sum * self.world_size).to(parameter.dtype))
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, *, broken: bool = False) -> bool:
         """See LocalBackend; LogicalBatchError if DDP has not reduced the sums, see [Note: Reduced or not]."""
-        self._refuse_unreduced()
+        if self._compared(broken=broken):
+            return True
         half = [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
         if half:
             self._sum_over_ranks(half)
-        super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+        return super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """See LocalBackend: DDP reduces in the backward of the last micro-batch."""
+        return last
 
     def _sum_over_ranks(self, half: Sequence[str]) -> None:
         """Sum what half-precision parameters keep beside their `.grad`, in float32, all in one reduction.
@@ -111,11 +116,15 @@ class DDPBackend(LocalBackend):
         for name, x in zip(half, flat.split([x.numel() for x in sums]), strict=True):
             self._wide_sums[name] = x.view(self.parameters[name].shape)
 
-    def _refuse_unreduced(self) -> None:
+    def _compared(self, *, broken: bool) -> bool:
+        """Whether the logical batch is broken on any rank; LogicalBatchError if sums differ between ranks."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         own = sum((checksum(x) for x in gradients), torch.zeros((), dtype=torch.int64)).view(1)
-        ranks_W = self.stack(own)
-        if bool((ranks_W != ranks_W[0]).any()):
+        ranks_W2 = self.stack(torch.cat([own, own.new_tensor([broken])]))
+        differing, anywhere = torch.stack([(ranks_W2 != ranks_W2[0])[:, 0].any(), ranks_W2[:, 1].any()]).tolist()
+        if anywhere:
+            return True
+        if differing:
             self._forget_sums()
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
@@ -123,6 +132,7 @@ class DDPBackend(LocalBackend):
                 "belongs to; and leave no_sync() to engine.batches(...), or, in a loop of your own, out of the last "
                 "micro-batch. zero_grad() then makes a fresh start."
             )
+        return False
 
     def _end(self) -> None:
         super()._end()

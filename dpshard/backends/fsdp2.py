@@ -304,14 +304,20 @@ class FSDP2Backend(LocalBackend):
         dist.all_reduce(x, group=self._shard_mesh().get_group())
         return x.cpu()
 
-    def complete_sums(self) -> None:
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """See LocalBackend: every forward and backward gathers parameters."""
+        return True
+
+    def complete_sums(self, *, broken: bool = False) -> bool:
         """See LocalBackend; LogicalBatchError if the last micro-batch was not reduced."""
+        if bool(self.stack(torch.tensor([broken], dtype=torch.uint8)).any()):
+            return True
         if self._unreduced:
             raise LogicalBatchError(
                 f"The clipped sum of {next(iter(self._unreduced))} was not reduced over ranks: "
                 f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
             )
-        super().complete_sums()
+        return super().complete_sums()
 
     def _forget_sums(self) -> None:
         super()._forget_sums()

@@ -160,12 +160,19 @@ class LocalBackend:
             self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
             raise
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, *, broken: bool = False) -> bool:
         """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
 
+        Returns whether the logical batch is `broken` on any rank; then nothing is summed.
         LogicalBatchError if somebody else has changed a sum.
         """
-        self._require_untouched(self.parameters)
+        if not broken:
+            self._require_untouched(self.parameters)
+        return broken
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """Whether every rank must run a micro-batch, also one of padding only, for others wait for it."""
+        return False
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad

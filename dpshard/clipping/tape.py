@@ -85,12 +85,60 @@ class Tape:
         """The same, or 0 for rows of padding. A product with the factors will do, for these are finite."""
         self.current = Pass.BOOK
         self.forwards = 0
+        """Forwards that have begun on these samples; the last one is in progress or the latest."""
         self.aborted = False
-        self.ended = False
-        """Whether the logical batch of its samples was released or left."""
+        self._epoch = clipper.epoch
+        self._owed: set[int] = set()  # numbers of the forwards that no complete backward has reached
+        self._used: set[int] = set()  # and of those that used a parameter
+        self._reached: set[int] = set()  # by the backward in progress
+        self._backward = -1  # its number
         self.groups: dict[int, GroupTape] = {}
         self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
         self._tokens: dict[int, Tensor] = {}
+
+    # --- forwards, and what became of them --------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Count a forward, to which a backward is owed."""
+        self.forwards += 1
+        self._owed.add(self.forwards)
+
+    def end_forward(self) -> None:
+        """Called when it has returned. One that used no trainable parameter is owed nothing."""
+        if self.forwards not in self._used:
+            self._owed.discard(self.forwards)
+
+    @property
+    def gap(self) -> str | None:
+        """Why the samples do not count whole: a forward without a complete backward. None if there is none."""
+        if self.aborted or self._reached:
+            return "its backward failed half-way"
+        if not self._owed:
+            return None
+        if self.unused:
+            return "its forward had no backward"
+        return f"{len(self._owed)} of its {self.forwards} forwards had no backward"
+
+    @property
+    def unused(self) -> bool:
+        """Whether no forward has had a complete backward."""
+        return len(self._owed) == self.forwards
+
+    def _reach(self, forward: int) -> None:
+        """Note that the backward in progress has reached a forward."""
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._reached.clear()
+            # Of a backward that raises, autograd drops the callbacks.
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        self._reached.add(forward)
+
+    def _complete(self) -> None:
+        self._owed -= self._reached
+        self._reached.clear()
+
+    # --- records ----------------------------------------------------------------------------------------------------
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """One tensor per template, equal to it, whose gradients arrive on this tape as the records of `use`.
@@ -110,7 +158,8 @@ class Tape:
             for name in source.roots:
                 expected = self.groups.setdefault(self.clipper.group_of[name].index, GroupTape()).expected
                 expected[name] = expected.get(name, 0) + 1
-        return tokens, functools.partial(self.arrive, use)
+        self._used.add(self.forwards)
+        return tokens, functools.partial(self._arrive_from, self.forwards, use)
 
     def tokens(self) -> list[Tensor]:
         """The anchors' tokens that the uses of this tape hang on; another backward may have retired them since."""
@@ -126,19 +175,28 @@ class Tape:
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
         return [token for token in tokens if token.requires_grad]
 
-    def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a slot; called by autograd, once per use and pass."""
-        if self.ended:
+    def _arrive_from(self, forward: int, use: Use, tensors: Sequence[Tensor | None]) -> None:
+        self._require_open(use)
+        if self.current is not Pass.NORMS:
+            self._reach(forward)
+        self.arrive(use, tensors)
+
+    def _require_open(self, use: Use) -> None:
+        """Raise LogicalBatchError if records would come too late, or a second time."""
+        if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
                 f"they would count in another one. Call backward within the loop over micro-batches."
             )
-        anchors = self.clipper.anchors_of(use.sources)
-        if self.aborted or not self._closed.isdisjoint(anchors):
+        if self.aborted or not self._closed.isdisjoint(self.clipper.anchors_of(use.sources)):
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} again after the samples of this micro-batch were clipped: "
                 f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
             )
+
+    def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a slot; called by autograd, once per use and pass."""
+        anchors = self.clipper.anchors_of(use.sources)
         for anchor in anchors:
             self.clipper.pending.setdefault(anchor, {})[id(self)] = self
         if all(tensor is not None for tensor in tensors):
@@ -305,6 +363,8 @@ class Clipper:
         self.deliver = deliver
         self.observe = observe
         self.pending: dict[int, dict[int, Tape]] = {}
+        self.epoch = 0
+        """A tape of an earlier epoch takes no more records: its samples would count in another release."""
         self._tokens: dict[int, Tensor] = {}
 
     def twin(

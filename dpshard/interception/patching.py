@@ -270,8 +270,11 @@ class Interception:
             raise BatchLayoutError(_NEW_COURSE)
 
         if self.session.two_passes:
-            return through_two_passes(forward, args, kwargs, tape)
-        return forward(*args, **kwargs)
+            output = through_two_passes(forward, args, kwargs, tape)
+        else:
+            output = forward(*args, **kwargs)
+        tape.end_forward()
+        return output
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward of `module` as it was before it was patched."""

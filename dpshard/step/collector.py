@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
-from weakref import WeakSet
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,15 +17,32 @@ from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.sampling import MicroBatchPlan
-from dpshard.step.logical_batch import Loaded, LogicalBatch
+from dpshard.step import refusals
+from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
 
 
 class BatchState(Enum):
-    """Where the gradients of the logical batch stand (called a lot in Abadi et al. 2016, arXiv:1607.00133)."""
+    """Where the gradients of the logical batch stand (called a lot in Abadi et al. 2016, arXiv:1607.00133).
 
-    EMPTY = auto()  # no clipped sum has been collected since the engine was made, reset or loaded
+    | from               | event                                                         | to         | epoch |
+    |--------------------|---------------------------------------------------------------|------------|-------|
+    | EMPTY, PRIVATIZED  | `batches` hands out a logical batch                           | EMPTY      |       |
+    | EMPTY, PRIVATIZED  | a backward delivers its first clipped sums                    | COLLECTING |       |
+    | COLLECTING         | backwards deliver more                                        | COLLECTING |       |
+    | COLLECTING         | the release of a loop of the user's own                       | PRIVATIZED |       |
+    | COLLECTING         | such a release is refused, for a forward had no backward      | EMPTY      | + 1   |
+    | EMPTY, COLLECTING  | the release of a logical batch                                | PRIVATIZED | + 1   |
+    | EMPTY, COLLECTING  | the loop is left before all micro-batches were handed out     | EMPTY      | + 1   |
+    | all but CLOSED     | `batches` begins; `restart`                                   | EMPTY      | + 1   |
+    | all                | `close`                                                       | CLOSED     | + 1   |
+
+    Logical batches and tapes remember the epoch in which they were made, and end with it.
+    """
+
+    EMPTY = auto()  # nothing of the logical batch has been collected
     COLLECTING = auto()  # clipped sums accumulate
     PRIVATIZED = auto()  # noise is in: the gradients are safe to use, once or many times
+    CLOSED = auto()  # the engine was detached
 
 
 class Collector:
@@ -46,7 +63,7 @@ class Collector:
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
-        """The logical batch of `engine.batches`; None in a loop of the user's own."""
+        """The logical batch of `engine.batches` that was not released yet; None in a loop of the user's own."""
         self.metrics = BatchMetrics()
         """Of the logical batch in progress."""
         self.two_passes = execution.backward_passes == 2
@@ -62,18 +79,26 @@ class Collector:
         )
         self._backend = backend
         self._mean = mean
-        self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
-        self._restarts = 0  # batches drawn before a restart belong to another run
-        self._closed = False
+        self._loop: Feed | None = None  # of the loop over `batches` that is running
+        self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
         self._own_loop_warned = False
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch; see BatchState."""
+        return self.clipper.epoch
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> MicroBatchPlan | None:
         """See Session."""
-        micro = self.batch.micro if self.batch is not None else None
+        micro = self._micro
         return None if micro is None else micro.plan
+
+    @property
+    def _micro(self) -> MicroBatch | None:
+        return None if self.batch is None else self.batch.micro
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
@@ -82,27 +107,24 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_changed_parameters()
         scale = float(batch_size) if self._mean else 1.0
-        micro = self.batch.micro if self.batch is not None else None
+        micro = self._micro
         if micro is None:
             self._require_own_loop(module)
             tape = Tape(self.clipper, batch_size, None, scale)
+            self._own = [*(earlier for earlier in self._own if earlier.gap), tape]
         else:
             if micro.tape is None:
                 device = next(iter(self._backend.parameters.values())).device
                 micro.tape = Tape(self.clipper, batch_size, micro.plan.is_padding.to(device), scale)
             tape = micro.tape
             if tape.aborted:
-                raise LogicalBatchError(
-                    "Backward failed on this micro-batch, and part of its samples may have been counted: go on with "
-                    "the next micro-batch rather than repeating this one."
-                )
-        tape.forwards += 1
-        self._tapes.add(tape)
+                raise LogicalBatchError(refusals.AFTER_FAILED_BACKWARD)
+        tape.begin_forward()
         return tape
 
     def _require_own_loop(self, module: nn.Module) -> None:
         """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
-        if self.batch is not None:
+        if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(
                 "The model was called for training between two micro-batches of engine.batches, or between two logical "
                 "batches. Evaluate in model.eval() or under torch.no_grad(). To send the gradient of another model "
@@ -142,36 +164,38 @@ class Collector:
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
         """The logical batches that were `loaded`, each of which must be released; `next_step` numbers the releases."""
-        if self.batch is not None:
-            self.batch.abandoned, self.batch = True, None
-        self._end_tapes()
-        self._drop_sums()  # of a loop that ended within a logical batch, which is drawn again: it must not count twice
-        restarts, batch = self._restarts, None
+        if self.state is BatchState.CLOSED:
+            raise LogicalBatchError(refusals.DETACHED)
+        feed = Feed(loaded)
+        self._begin_anew(feed)  # a logical batch that was left is drawn again: it must not count twice
         try:
-            for plan, data in loaded:
-                if self._closed:
-                    raise LogicalBatchError(
-                        "The engine was detached, and the model is an ordinary one: make a new engine, and load the "
-                        "state_dict() of this one to go on with its run."
-                    )
-                if restarts != self._restarts or plan.step != next_step() or (batch is not None and batch.abandoned):
-                    raise LogicalBatchError(
-                        "These batches were begun before load_state_dict(), or before another engine.batches(...): "
-                        "they are not the next ones of the run. Call engine.batches(...) again."
-                    )
-                batch = self.batch = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
-                self.metrics = BatchMetrics()  # of a backward that failed before it delivered anything, too
-                yield batch
-                batch.require_release()
+            while (plan := feed.peek()) is not None:
+                if self._loop is not feed or plan.step != next_step():
+                    raise LogicalBatchError(refusals.superseded(detached=self.state is BatchState.CLOSED))
+                self.batch = LogicalBatch(plan, feed, lambda: self.epoch, self._backend.micro_batch)
+                self.state, self.metrics = BatchState.EMPTY, BatchMetrics()
+                yield self.batch
+                if self._loop is feed and self.batch is not None:
+                    self.batch.end_micro_batch()
+                    raise LogicalBatchError(refusals.unreleased(self.batch))
         finally:
-            if batch is not None:
-                batch.abandoned = True
-                if self.batch is batch and not batch.complete:
-                    self._drop_sums()  # the first rows of a Poisson sample are no Poisson sample
-                if self.batch is batch and (batch.released or not batch.complete):
-                    self._end_tapes()
-                    self.batch = None
+            if self._loop is feed:
+                self._loop = None
+                if self.batch is not None and not self.batch.complete:
+                    self._begin_anew()  # the first rows of a Poisson sample are no Poisson sample
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """What the closure of an optimizer's step returns.
+
+        Raises LogicalBatchError if the samples of a loop of the user's own were differentiated before it, too.
+        """
+        latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
+        value = closure()
+        if latest and self._own[-1:] != latest:
+            self._begin_anew()
+            raise LogicalBatchError(refusals.BACKWARD_BEFORE_CLOSURE)
+        return value
 
     def begin_release(self, step: int) -> bool:
         """Whether there is anything to release: not if the gradients are private already, or nothing was collected.
@@ -179,26 +203,49 @@ class Collector:
         Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
         of `step`, which the release would be counted as.
         """
-        if self.state is BatchState.PRIVATIZED and (self.batch is None or self.batch.released):
+        if self.state is BatchState.CLOSED:
+            raise LogicalBatchError(refusals.DETACHED)
+        if self.state is BatchState.PRIVATIZED:
             return False
         if self.batch is not None and not self.batch.complete:
-            raise LogicalBatchError(
-                f"optimizer.step() came after {self.batch.position} of the {len(self.batch)} micro-batches of this "
-                f"logical batch. Step once per logical batch, after the loop over its micro-batches."
-            )
+            raise LogicalBatchError(refusals.half_finished(self.batch))
         if self.batch is not None and self.batch.step != step:
             # A run that is resumed from before it would draw the same noise for another batch: they would differ by
             # sums without noise.
-            raise LogicalBatchError(
-                f"The release of step {self.batch.step} failed after it was counted, and its batch must not have the "
-                f"noise of step {step}. Leave the loop: engine.batches(...) goes on with step {step}."
-            )
+            raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
             if self.batch is None:
                 return False  # a step before any backward
-        self.clipper.abort()
         return True
+
+    def complete_sums(self) -> None:
+        """Sum over ranks; LogicalBatchError on all of them if a micro-batch of one rank does not count whole."""
+        gaps = self._gaps()
+        if any(everywhere for _, _, everywhere in gaps):
+            self._refuse(gaps)  # now: the other ranks wait in another collective, and do not come to the next one
+        if self._backend.complete_sums(broken=bool(gaps)):
+            self._refuse(gaps)
+        self.clipper.abort()
+
+    def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
+        """The micro-batches that do not count whole, each with the reason, and whether all ranks had to run it."""
+        if self.batch is None:
+            return [(None, tape.gap, False) for tape in self._own if tape.gap]
+        found = []
+        for micro, gap in self.batch.gaps():
+            everywhere = self._backend.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
+            unused = micro.tape is None or micro.tape.unused
+            if micro.plan.samples or everywhere:
+                found.append((micro, gap, everywhere and unused))
+        return found
+
+    def _refuse(self, gaps: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:
+        micro, why = gaps[0][:2] if gaps else (None, "on another rank")
+        message = refusals.not_whole(self.batch, micro, why)
+        if self.batch is None:
+            self._begin_anew()  # all rows have to come again, with the next forward
+        raise LogicalBatchError(message)
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
@@ -208,17 +255,16 @@ class Collector:
             self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
+        self._own.clear()
         if self.batch is not None:
-            self.batch.released = True
-            self._end_tapes()
-            if self.batch.abandoned:
-                self.batch = None
+            self.batch = None
+            self.clipper.epoch += 1
         return metrics
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
         # Also before its first backward: its samples would be released with the noise of the step that is loaded.
-        if self.state is BatchState.COLLECTING or (self.batch is not None and not self.batch.released):
+        if self.state is BatchState.COLLECTING or self.batch is not None:
             raise LogicalBatchError(
                 "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
                 "or after optimizer.step(), and leave that loop."
@@ -234,22 +280,19 @@ class Collector:
 
     def restart(self) -> None:
         """Another state was loaded: logical batches that were drawn before do not count."""
-        self._restarts += 1
-        self.state, self.batch = BatchState.EMPTY, None
+        self._begin_anew()
 
     def close(self) -> None:
         """Hand out no further logical batch; clipped sums that were not privatized are dropped."""
-        self._closed = True
-        if self.state is BatchState.COLLECTING:
-            self._backend.drop_gradients()
+        self._begin_anew()
+        self.state = BatchState.CLOSED
 
-    def _end_tapes(self) -> None:
-        """Take no more samples of the forwards so far: a late backward would put them into another release."""
-        for tape in self._tapes:
-            tape.ended = True
-
-    def _drop_sums(self) -> None:
+    def _begin_anew(self, loop: Feed | None = None) -> None:
+        """Begin an epoch: what was collected is dropped, and what was drawn or recorded before does not count."""
+        self.clipper.epoch += 1
+        self._loop, self.batch = loop, None
+        self._own.clear()
         if self.state is BatchState.COLLECTING:
             self.clipper.abort()
             self._backend.drop_gradients()
-            self.state, self.metrics = BatchState.EMPTY, BatchMetrics()
+        self.state, self.metrics = BatchState.EMPTY, BatchMetrics()

@@ -5,19 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from dpshard.clipping.tape import Tape
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import LogicalBatchError, UnknownLengthError
 from dpshard.sampling import MicroBatchPlan
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 """Plans of micro-batches, each with its data."""
 
 
-@dataclass(slots=True)
+class Feed:
+    """The one consumer of the loaded micro-batches: loops over logical batches peek, logical batches take."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._next: tuple[MicroBatchPlan, Any] | None = None
+
+    def peek(self) -> MicroBatchPlan | None:
+        """The plan of the next micro-batch, which stays; None at the end of the run."""
+        if self._next is None:
+            self._next = next(self._loaded, None)
+        return None if self._next is None else self._next[0]
+
+    def take(self) -> tuple[MicroBatchPlan, Any]:
+        """The next micro-batch."""
+        taken, self._next = self._next, None
+        return next(self._loaded) if taken is None else taken
+
+
+@dataclass(slots=True, eq=False)
 class MicroBatch:
     """The micro-batch that the script is working on."""
 
@@ -25,74 +44,115 @@ class MicroBatch:
     tape: Tape | None = None
     """Shared by all forwards on this micro-batch: a sample has one gradient and one factor."""
 
+    @property
+    def gap(self) -> str | None:
+        """Why its samples do not count whole; None if they do."""
+        if self.tape is None:
+            return "the model was not called on it in training mode"
+        return self.tape.gap
+
 
 class LogicalBatch:
-    """The micro-batches of one step; iterate over it once, then call `optimizer.step()`."""
+    """The micro-batches of one step; iterate over it once, then call `optimizer.step()`.
+
+    It belongs to the `epoch` of its collector; when that has moved on, it was released or left.
+    """
 
     def __init__(
         self,
         plan: MicroBatchPlan,
-        data: Any,
-        loaded: Loaded,
+        feed: Feed,
+        now: Callable[[], int],
         working: Callable[..., AbstractContextManager[Any]],
     ) -> None:
-        self.step = plan.step
-        """Number of the step, from 0."""
-        self.position = 0
-        """Micro-batches handed out so far."""
-        self.samples = 0
-        """Samples in them, on this rank."""
-        self.released = False
-        """Whether the noisy sum of this batch has reached the gradients."""
-        self.micro: MicroBatch | None = None
-        self.abandoned = False
-        """Whether the loop over logical batches has ended, or another has begun, before this one was through."""
-        self._count = plan.count
-        self._first = (plan, data)
-        self._loaded = loaded
+        self._plan = plan
+        self._feed = feed
+        self._now = now  # the epoch of the collector
+        self._epoch = now()
         self._working = working
-
-    def __len__(self) -> int:
-        """Number of micro-batches K, equal on all ranks, at least 1."""
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        """The data of each micro-batch, as the data set and collate_fn give it."""
-        if self.position:
-            raise LogicalBatchError("A logical batch can be iterated once: its samples would count twice.")
-        while not self.complete:
-            if self.abandoned:
-                raise LogicalBatchError(
-                    "The iterator of engine.batches(...) that this logical batch comes from is gone, so the engine no "
-                    "longer knows which rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
-                )
-            plan, data = self._first if self.position == 0 else next(self._loaded)
-            self.position += 1
-            self.samples += plan.samples
-            self.micro = MicroBatch(plan)
-            with self._working(last=self.complete):
-                yield data
-        self.micro = None
+        self._position = 0
+        self._samples = 0
+        self._micro: MicroBatch | None = None
+        self._behind: list[MicroBatch] = []  # micro-batches that did not count whole when the next one began
 
     @property
-    def is_padding(self) -> Tensor:
-        """Bool [B], on the CPU: the rows of the current micro-batch that are padding and contribute nothing."""
-        if self.micro is None:
-            raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
-        return self.micro.plan.is_padding
+    def step(self) -> int:
+        """Number of the step, from 0."""
+        return self._plan.step
+
+    @property
+    def position(self) -> int:
+        """Micro-batches handed out so far."""
+        return self._position
+
+    @property
+    def samples(self) -> int:
+        """Samples in them, on this rank."""
+        return self._samples
 
     @property
     def complete(self) -> bool:
         """Whether all micro-batches were handed out."""
-        return self.position == self._count
+        return self._position == self._plan.count
 
-    def require_release(self) -> None:
-        """Raise LogicalBatchError unless the batch was released: the sampler moves on with the release alone."""
-        self.micro = None
-        if not self.released:
+    @property
+    def in_progress(self) -> bool:
+        """Whether the batch was neither released nor left."""
+        return self._epoch == self._now()
+
+    @property
+    def micro(self) -> MicroBatch | None:
+        """The current micro-batch; None between two of them."""
+        return self._micro
+
+    @property
+    def is_padding(self) -> Tensor:
+        """Bool [B], on the CPU: the rows of the current micro-batch that are padding and contribute nothing."""
+        if self._micro is None:
+            raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
+        return self._micro.plan.is_padding
+
+    def __len__(self) -> NoReturn:
+        """Refused: the number of micro-batches depends on who was drawn. See UnknownLengthError."""
+        raise UnknownLengthError(
+            "A logical batch has no len(): the number of its micro-batches depends on which samples were drawn. A loss "
+            "divided by it would make every gradient depend on all samples, before clipping. Do not divide: the "
+            "engine divides the sum by the expected batch size, engine.mechanism.schedule[logical_batch.step]. "
+            "`logical_batch.complete` is True within the last micro-batch."
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """The data of each micro-batch, as the data set and collate_fn give it."""
+        if self._position:
             raise LogicalBatchError(
-                f"The logical batch of step {self.step} was not released: call optimizer.step() after its "
-                f"micro-batches (also if it is empty), then optimizer.zero_grad(). If it was called, the "
-                f"optimizer holds none of the engine's parameters: make it of model.parameters(), after "
-                f"fully_shard, which replaces them."
+                "A logical batch can be iterated once: its samples would count twice. To begin it anew after an error, "
+                "leave the loop and call engine.batches(...) again: it draws the same samples, at no cost."
             )
+        while not self.complete:
+            if not self.in_progress:
+                raise LogicalBatchError(
+                    "The iterator of engine.batches(...) that this logical batch comes from is gone, so the engine no "
+                    "longer knows which rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
+                )
+            plan, _ = taken = self._feed.take()
+            self._position += 1
+            self._samples += plan.samples
+            self._micro = MicroBatch(plan)
+            with self._working(last=self.complete):
+                yield taken[1]
+            self.end_micro_batch()
+
+    def progress(self) -> str:
+        """How many of its micro-batches were handed out, for errors: no loss may depend on their number."""
+        return f"{self._position} of the {self._plan.count} micro-batches"
+
+    def end_micro_batch(self) -> None:
+        """End the current micro-batch. Its backward may still follow: losses of several may be summed first."""
+        if self._micro is not None and self._micro.gap:
+            self._behind.append(self._micro)
+        self._micro = None
+
+    def gaps(self) -> list[tuple[MicroBatch, str]]:
+        """The micro-batches handed out so far that do not count whole, each with the reason."""
+        current = [] if self._micro is None else [self._micro]
+        return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]

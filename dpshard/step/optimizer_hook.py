@@ -6,8 +6,10 @@ Lightning and LR schedulers are served as well.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,8 @@ class _Engine(Protocol):
     model: nn.Module
 
     def owned(self) -> set[Tensor]: ...
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any: ...
 
     def privatize(self) -> None: ...
 
@@ -69,7 +73,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             "optimizer.step() was called within backward(): noise would be added before all clipped sums have arrived, "
             "and the rest be used without. Step after backward() has returned."
         )
-    _refuse_scaler(optimizer)
+    _refuse_scaler()
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS evaluates the loss several times per step: every evaluation would be a release of its own. "
@@ -79,14 +83,17 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     value = None
     if callable(closure):
+        evaluate: Any = closure
+        for engine in engines:
+            evaluate = functools.partial(engine.evaluate, evaluate)
         with torch.enable_grad():
-            value = closure()
+            value = evaluate()
     for engine in engines:
         engine.privatize()
         engine.hand_over(held)
     _refuse_raw_gradients(held, engines)
     if callable(closure):
-        once = _Once(value)
+        once = _Once(value, held)
         return ((args[0], once, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": once})
     return None
 
@@ -94,19 +101,33 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 class _Once:
     """Stands in for a closure that has been evaluated: its gradients are private now, and must not be recomputed."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, held: set[Tensor]) -> None:
         self.value = value
         self.called = False
+        self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """The value, once."""
+        """The value, once, and where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
-                "The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
-                "its own. Choose an optimizer that evaluates it once."
+                f"The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
+                f"its own. Choose an optimizer that evaluates it once. {_TWO_STEPS}"
+            )
+        if any(_version(p) != then for p, then in self._at.items()):
+            raise UnsupportedOptimizerError(
+                f"The optimizer has moved parameters, or cleared gradients, before it evaluates its closure, as SAM "
+                f"does: the gradient there would be a release of its own. {_TWO_STEPS}"
             )
         self.called = True
         return self.value
+
+
+_TWO_STEPS = "Or call optimizer.step() without a closure after each backward(): each of them counts as a release."
+
+
+def _version(p: Tensor) -> tuple[int, int, int]:
+    """What changes when a parameter is moved, or its gradient replaced or rewritten."""
+    return (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
 
 
 def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
@@ -133,16 +154,18 @@ def _refuse_late_parameters(held: set[Tensor]) -> None:
                 )
 
 
-def _refuse_scaler(optimizer: Optimizer) -> None:
+def _refuse_scaler() -> None:
     # GradScaler leaves no trace on most optimizers; it is the caller of step() that gives it away.
-    frame, depth = sys._getframe(1), 0
-    while frame is not None and depth < 12:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.amp.GradScaler) and owner.is_enabled():
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():
             raise UnsupportedOptimizerError(
                 "GradScaler multiplies the loss before per-sample gradients are clipped, and divides what was clipped: "
                 "the update would not be the one that was accounted, and norms overflow in fp16 (Bu et al. 2023, "
                 "arXiv:2311.11822, Sec. 3.4). Drop the scaler: under DP no loss scaling is needed; use bfloat16, or "
                 "float16 as it is."
             )
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
+
+
+_SCALER_STEP = torch.amp.GradScaler.step.__code__

@@ -136,9 +136,16 @@ class DeepSpeedBackend(LocalBackend):
                 "after every logical batch."
             )
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, *, broken: bool = False) -> bool:
         """See LocalBackend; nobody but this back-end has hold of the sums."""
+        if bool(self.stack(torch.tensor([broken], dtype=torch.uint8)).any()):
+            return True
         self._reducer.complete()
+        return False
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """See LocalBackend: stage 3 gathers parameters in every forward and backward."""
+        return self._zero3 is not None
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """See LocalBackend; the result waits for DeepSpeed's step."""

@@ -22,12 +22,12 @@ class Progress:
     @property
     def unfinished(self) -> bool:
         """Whether micro-batches of the logical batch are still to come, so that a step must wait."""
-        return self.batch is not None and not self.batch.complete and not self.batch.abandoned
+        return self.batch is not None and not self.batch.complete and self.batch.in_progress
 
     @property
     def collecting(self) -> bool:
         """Whether gradients hold clipped sums of a logical batch to which more will be added: nobody may clear them."""
-        return self.batch is not None and self._skipped_in is self.batch and not self.batch.released
+        return self.batch is not None and self._skipped_in is self.batch and self.batch.in_progress
 
     def skip(self) -> None:
         """Note that a step was skipped."""
