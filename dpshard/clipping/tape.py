@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,77 @@ class GroupTape:
         self.norm_sq_B = norm_sq_B if self.norm_sq_B is None else self.norm_sq_B + norm_sq_B
 
 
+HALFWAY = "its backward failed half-way"
+
+
+class Forwards:
+    """The forwards on the samples of one tape, and whether a backward has differentiated each to its end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._owed: set[int] = set()  # numbers of those that no backward has differentiated
+        self._used: set[int] = set()  # of those that used a trainable parameter
+        self._trained: set[int] = set()  # of those whose records a backward has brought
+        self._reached: dict[int, bool] = {}  # by the backward in progress: whether with records
+        self._backward = -1  # its number
+
+    def begin(self) -> None:
+        """Count a forward, to which a backward is owed."""
+        self.count += 1
+        self._owed.add(self.count)
+
+    def use(self) -> int:
+        """Note that the latest forward uses a trainable parameter. Returns its number."""
+        self._used.add(self.count)
+        return self.count
+
+    def end(self, outputs: Iterable[Any]) -> None:
+        """Called when the latest forward has returned. One that used no trainable parameter is owed nothing."""
+        if self.count not in self._used:
+            self._owed.discard(self.count)
+            return
+        # What asks for the gradients of inputs only (adversarial examples) brings no records.
+        passes = functools.partial(self._pass, self.count)
+        for x in outputs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(passes)
+
+    def _pass(self, forward: int, _: Tensor) -> None:
+        self.reach(forward, trained=False)
+
+    def reach(self, forward: int, *, trained: bool) -> None:
+        """Note that the backward in progress differentiates a forward; `trained`: with respect to parameters."""
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._reached.clear()
+            # Of a backward that raises, autograd drops the callbacks.
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        self._reached[forward] = self._reached.get(forward, False) or trained
+
+    def _complete(self) -> None:
+        self._owed.difference_update(self._reached)
+        self._trained.update(forward for forward, trained in self._reached.items() if trained)
+        self._reached.clear()
+
+    @property
+    def untrained(self) -> bool:
+        """Whether parameters were used, and no backward has brought their records to its end."""
+        return not self._trained and bool(self._owed or self._used)
+
+    def gap(self, *, alone: bool) -> str | None:
+        """Why the samples do not count whole; None if they do. `alone`: whether no forward may stand for another."""
+        if any(self._reached.values()):
+            return HALFWAY
+        if len(self._owed) == self.count > 0:
+            return "its forward had no backward"
+        if self._owed:
+            return f"{len(self._owed)} of its {self.count} forwards had no backward"
+        if self.untrained and not alone:
+            return "only gradients of its inputs were taken"
+        return None
+
+
 class Tape:
     """Records, norms and factors of one set of B samples."""
 
@@ -84,61 +156,17 @@ class Tape:
         self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
         """The same, or 0 for rows of padding. A product with the factors will do, for these are finite."""
         self.current = Pass.BOOK
-        self.forwards = 0
-        """Forwards that have begun on these samples; the last one is in progress or the latest."""
         self.aborted = False
+        self.forwards = Forwards()
         self._epoch = clipper.epoch
-        self._owed: set[int] = set()  # numbers of the forwards that no complete backward has reached
-        self._used: set[int] = set()  # and of those that used a parameter
-        self._reached: set[int] = set()  # by the backward in progress
-        self._backward = -1  # its number
         self.groups: dict[int, GroupTape] = {}
         self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
         self._tokens: dict[int, Tensor] = {}
 
-    # --- forwards, and what became of them --------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """Count a forward, to which a backward is owed."""
-        self.forwards += 1
-        self._owed.add(self.forwards)
-
-    def end_forward(self) -> None:
-        """Called when it has returned. One that used no trainable parameter is owed nothing."""
-        if self.forwards not in self._used:
-            self._owed.discard(self.forwards)
-
     @property
     def gap(self) -> str | None:
-        """Why the samples do not count whole: a forward without a complete backward. None if there is none."""
-        if self.aborted or self._reached:
-            return "its backward failed half-way"
-        if not self._owed:
-            return None
-        if self.unused:
-            return "its forward had no backward"
-        return f"{len(self._owed)} of its {self.forwards} forwards had no backward"
-
-    @property
-    def unused(self) -> bool:
-        """Whether no forward has had a complete backward."""
-        return len(self._owed) == self.forwards
-
-    def _reach(self, forward: int) -> None:
-        """Note that the backward in progress has reached a forward."""
-        number = torch._C._current_graph_task_id()
-        if number != self._backward:
-            self._backward = number
-            self._reached.clear()
-            # Of a backward that raises, autograd drops the callbacks.
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
-        self._reached.add(forward)
-
-    def _complete(self) -> None:
-        self._owed -= self._reached
-        self._reached.clear()
-
-    # --- records ----------------------------------------------------------------------------------------------------
+        """Why the samples do not count whole; None if every forward had a complete backward."""
+        return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """One tensor per template, equal to it, whose gradients arrive on this tape as the records of `use`.
@@ -158,8 +186,8 @@ class Tape:
             for name in source.roots:
                 expected = self.groups.setdefault(self.clipper.group_of[name].index, GroupTape()).expected
                 expected[name] = expected.get(name, 0) + 1
-        self._used.add(self.forwards)
-        return tokens, functools.partial(self._arrive_from, self.forwards, use)
+        forward = self.forwards.use()
+        return tokens, functools.partial(self._arrive_from, forward, use)
 
     def tokens(self) -> list[Tensor]:
         """The anchors' tokens that the uses of this tape hang on; another backward may have retired them since."""
@@ -178,7 +206,7 @@ class Tape:
     def _arrive_from(self, forward: int, use: Use, tensors: Sequence[Tensor | None]) -> None:
         self._require_open(use)
         if self.current is not Pass.NORMS:
-            self._reach(forward)
+            self.forwards.reach(forward, trained=True)
         self.arrive(use, tensors)
 
     def _require_open(self, use: Use) -> None:

@@ -56,7 +56,7 @@ class _Cut(torch.autograd.Function):
 
 def through_two_passes(forward: Callable[..., Any], args: Any, kwargs: Any, tape: Tape) -> Any:
     """Run `forward`, and cut its output off so that backward runs its graph twice."""
-    if tape.forwards > 1:
+    if tape.forwards.count > 1:
         raise LogicalBatchError(
             "The model was called twice for the samples of one micro-batch; with two backward passes each call would "
             'be clipped by itself. Choose a clipping_mode of one pass: "auto", "bk", "bk-mixed-ghost", "bk-mixed-opt".'

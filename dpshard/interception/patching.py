@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpshard.clipping.tape import Tape
@@ -273,7 +274,7 @@ class Interception:
             output = through_two_passes(forward, args, kwargs, tape)
         else:
             output = forward(*args, **kwargs)
-        tape.end_forward()
+        tape.forwards.end(pytree.tree_leaves(output))
         return output
 
     def original(self, module: nn.Module) -> Callable[..., Any]:

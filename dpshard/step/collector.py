@@ -119,7 +119,7 @@ class Collector:
             tape = micro.tape
             if tape.aborted:
                 raise LogicalBatchError(refusals.AFTER_FAILED_BACKWARD)
-        tape.begin_forward()
+        tape.forwards.begin()
         return tape
 
     def _require_own_loop(self, module: nn.Module) -> None:
@@ -146,6 +146,17 @@ class Collector:
             )
 
     def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
+        try:
+            self._require_clean(names)
+        except LogicalBatchError:
+            if self.state is not BatchState.COLLECTING:
+                self._own.clear()  # nothing was collected, and the script is told to begin anew
+            raise
+        self.state = BatchState.COLLECTING
+        return self._backend.reduce(names, take)
+
+    def _require_clean(self, names: Sequence[str]) -> None:
+        """Raise LogicalBatchError if clipped sums would be handed out, or be added to gradients of before."""
         leaf = self._backend.anchored[names[0]]
         if leaf.requires_grad and not accumulates(leaf):
             raise LogicalBatchError(
@@ -154,8 +165,6 @@ class Collector:
             )
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
-            self.state = BatchState.COLLECTING
-        return self._backend.reduce(names, take)
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
@@ -235,9 +244,9 @@ class Collector:
         found = []
         for micro, gap in self.batch.gaps():
             everywhere = self._backend.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
-            unused = micro.tape is None or micro.tape.unused
+            untrained = micro.tape is None or micro.tape.forwards.untrained
             if micro.plan.samples or everywhere:
-                found.append((micro, gap, everywhere and unused))
+                found.append((micro, gap, everywhere and untrained))
         return found
 
     def _refuse(self, gaps: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:

@@ -32,8 +32,8 @@ def superseded(*, detached: bool) -> str:
         DETACHED
         if detached
         else (
-            "These batches were begun before load_state_dict(), or before another engine.batches(...): they are not the "
-            "next ones of the run. Call engine.batches(...) again."
+            "These batches were begun before load_state_dict(), or before another engine.batches(...): they are not "
+            "the next ones of the run. Call engine.batches(...) again."
         )
     )
 
