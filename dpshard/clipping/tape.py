@@ -216,7 +216,7 @@ class Tape:
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
                 f"they would count in another one. Call backward within the loop over micro-batches."
             )
-        if self.aborted or not self._closed.isdisjoint(self.clipper.anchors_of(use.sources)):
+        if self.aborted or (self._closed and not self._closed.isdisjoint(self.clipper.anchors_of(use.sources))):
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} again after the samples of this micro-batch were clipped: "
                 f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
