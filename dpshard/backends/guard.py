@@ -137,16 +137,6 @@ class Guard:
             f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
         )
 
-    def require_arrived(self) -> None:
-        """Raise LogicalBatchError if a clipped sum that an anchor has returned did not reach its parameter."""
-        if self._expected:
-            raise LogicalBatchError(
-                f"The clipped sum of {next(iter(self._expected))} did not reach it, so its samples count for other "
-                f"parameters only: backward(inputs=[...]) leaves parameters out. Call backward() without inputs, and "
-                f"freeze what shall not be trained, by requires_grad_(False). Then zero_grad(), and engine.batches(...) "
-                f"again: nothing was released."
-            )
-
     def _versions(self, gradient: Tensor) -> tuple[int, int]:
         return gradient._version, self._local(gradient)._version
 

@@ -167,7 +167,6 @@ class LocalBackend:
         LogicalBatchError if somebody else has changed a sum.
         """
         if not broken:
-            self.guard.require_arrived()
             self._require_untouched(self.parameters)
         return broken
 

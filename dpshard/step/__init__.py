@@ -1,6 +1,7 @@
 """One logical batch, from its first forward to its release.
 
 `collector.py`: its state, tapes and clipped sums. `logical_batch.py`: what a script iterates over.
+`refusals.py`: why a logical batch cannot go on, and how it is begun anew.
 `optimizer_hook.py`: the hook that privatizes gradients before every optimizer step.
 May import `backends`, `clipping`, `sampling` and below. `LogicalBatch` alone is for users. Begin with `collector.py`.
 """
