@@ -17,6 +17,7 @@ from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.sampling import MicroBatchPlan
+from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import Loaded, LogicalBatch
 
 
@@ -66,6 +67,7 @@ class Collector:
         self._restarts = 0  # batches drawn before a restart belong to another run
         self._closed = False
         self._own_loop_warned = False
+        self._first_gradients = FirstGradients(backend.parameters)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
             self.state = BatchState.COLLECTING
-        return self._backend.reduce(names, take)
+        return self._backend.reduce(names, self._first_gradients.noting(take))
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
@@ -206,6 +208,8 @@ class Collector:
             self.metrics.samples = self.batch.samples
         if self._backend.world_size > 1:
             self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
+        if self.batch is None or self.metrics.samples:
+            self._first_gradients.tell(self._backend.stack)
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
         if self.batch is not None:
