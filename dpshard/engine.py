@@ -362,6 +362,7 @@ class PrivacyEngine:
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
+        self._collector.warn_of_unreached(self._metrics.samples)
 
     @property
     def _elements(self) -> int:

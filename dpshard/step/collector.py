@@ -208,8 +208,6 @@ class Collector:
             self.metrics.samples = self.batch.samples
         if self._backend.world_size > 1:
             self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
-        if self.batch is None or self.metrics.samples:
-            self._first_gradients.tell(self._backend.stack)
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
         if self.batch is not None:
@@ -218,6 +216,11 @@ class Collector:
             if self.batch.abandoned:
                 self.batch = None
         return metrics
+
+    def warn_of_unreached(self, samples: int) -> None:
+        """Warn, once, of parameters without a gradient in a first logical batch; `samples`: in it, 0 if unknown."""
+        if samples or self.batch is None:
+            self._first_gradients.tell(self._backend.stack)
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import Checkpointer, PrivacyEngine
 from dpshard.errors import DpshardError
 from tests.distributed.rank import main
 
@@ -37,11 +37,15 @@ T, D = 4, 8
 DATA = TensorDataset(torch.randn(32, T, D, generator=torch.Generator().manual_seed(0)))
 
 
-def train(model: nn.Module, *, logs: bool = False, **settings: Any) -> PrivacyEngine:
-    """Two steps on `DATA`; `logs`: the loss, as a mean over all ranks."""
+def train(model: nn.Module, *, logs: bool = False, saves: bool = False, **settings: Any) -> float:
+    """How far two steps on `DATA` move the parameters; `logs`: the loss, as a mean over all ranks."""
     chosen = {"batch_size": 8, "sample_size": 32, "steps": 2, "noise_multiplier": 0.0, **settings}
     engine = PrivacyEngine(model, **chosen)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [local(p).clone() for p in trained]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    if saves:
+        Checkpointer("nowhere", engine, optimizer)
     for logical_batch in engine.batches(DATA, 4):
         for (x,) in logical_batch:
             loss = model(x).square().mean((1, 2)).mean()
@@ -50,7 +54,12 @@ def train(model: nn.Module, *, logs: bool = False, **settings: Any) -> PrivacyEn
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return engine
+    engine.detach()
+    return max(float((local(p) - x).abs().max()) for p, x in zip(trained, before, strict=True) if len(x))
+
+
+def local(x: Tensor) -> Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
 def alone() -> dist.ProcessGroup:
@@ -94,24 +103,22 @@ class TensorParallel(nn.Module):
         return self.head(SumOverRanks.apply(self.down(torch.tanh(self.up(x)))))  # type: ignore[arg-type]
 
 
-def tensor_parallel_by_hand(how: str) -> None:
+def tensor_parallel_by_hand(how: str) -> float:
     model = TensorParallel()
-    if how == "alone":
-        train(model)
-    elif how == "ddp":
-        train(DistributedDataParallel(model, process_group=alone()))
-    elif how == "fsdp2":
-        train(fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]))
-    elif how == "denied":  # the user says that the other rank trains a model of its own
-        train(DistributedDataParallel(model, process_group=alone()), model_parallel_group=alone())
-    else:
-        train(model, model_parallel_group=dist.group.WORLD)
+    if how == "ddp":
+        return train(DistributedDataParallel(model, process_group=alone()))
+    if how == "fsdp2":
+        return train(fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]))
+    if how == "denied":  # the user says that the other rank trains a model of its own
+        return train(DistributedDataParallel(model, process_group=alone()), model_parallel_group=alone())
+    groups = {"alone": None, "world": dist.group.WORLD, "number": 1}
+    return train(model, model_parallel_group=groups[how])
 
 
 # --- torch's own tensor parallelism ---------------------------------------------------------------------------------
 
 
-def parallelized(how: str) -> None:
+def parallelized(how: str) -> float:
     """`how`: which parameters are trained, under FSDP2 over the other dimension of the mesh, or without any."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     plan: dict[str, ParallelStyle] = {
@@ -124,7 +131,7 @@ def parallelized(how: str) -> None:
         p.requires_grad_({"norms": "norm", "biases": "down.bias", "head": "1."}.get(how, "") in name)
     if how != "head":
         fully_shard(model, mesh=mesh["dp"])
-    train(model)
+    return train(model)
 
 
 # --- context parallelism: each rank has a part of the sequence ------------------------------------------------------
@@ -164,19 +171,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(2, (2, -1)) for f in (self.q, self.k, self.v))
         k, v = self.gather(k), self.gather(v)
-        return self.out(F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v))).mT.flatten(2).mT.flatten(1)
-                        .unflatten(1, (T, D)))  # fmt: skip
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def context_by_hand(how: str) -> None:
+def context_by_hand(how: str) -> float:
     backend, _, gather = how.partition("-")
     model = Attention(gather)
     wrapped = DistributedDataParallel(model) if backend == "ddp" else fully_shard(model)
     if gather == "torch":
         with context_parallel(init_device_mesh("cpu", (2,)), buffers=[torch.zeros(1, 2 * T)], buffer_seq_dims=[1]):
-            train(wrapped)
-    else:
-        train(wrapped)
+            return train(wrapped)
+    return train(wrapped)
 
 
 # --- other parts ----------------------------------------------------------------------------------------------------
@@ -194,16 +200,16 @@ class Routed(nn.Module):
         return functional.all_to_all_single_autograd(self.expert(there), None, None, dist.group.WORLD)
 
 
-def experts(how: str) -> None:
+def experts(how: str) -> float:
     if how == "routed":
-        train(DistributedDataParallel(Routed()))
+        return train(DistributedDataParallel(Routed()))
     model = Net()
     mesh = init_device_mesh("cpu", (2,))
     model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [Shard(0)]))
-    train(fully_shard(model, mesh=mesh, ignored_params={model.up.weight}))
+    return train(fully_shard(model, mesh=mesh, ignored_params={model.up.weight}))
 
 
-def pipeline(how: str) -> None:
+def pipeline(how: str) -> float:
     """A stage of two, which makes its own engine; "denied" is alone in its pipeline, so that no other one waits."""
     model: nn.Module = nn.Linear(D, D)
     if how == "ddp":
@@ -218,6 +224,7 @@ def pipeline(how: str) -> None:
         schedule.step(torch.ones(8, D), target=torch.zeros(8, D))
     finally:
         engine.detach()
+    return 0.0
 
 
 class Centred(nn.Module):
@@ -233,8 +240,8 @@ class Centred(nn.Module):
         return self.net(x - mean)
 
 
-def statistics(_: str) -> None:
-    train(DistributedDataParallel(Centred()))
+def statistics(_: str) -> float:
+    return train(DistributedDataParallel(Centred()))
 
 
 # --- what looks like it, and is not ---------------------------------------------------------------------------------
@@ -259,30 +266,33 @@ def sharded_by_units() -> nn.Module:
     return fully_shard(model)
 
 
-def honest(how: str) -> None:
+def honest(how: str) -> float:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     if how == "buffers":
-        train(DistributedDataParallel(Buffered()))
-    elif how == "units":
-        train(sharded_by_units())
-    elif how == "attention":
-        train(fully_shard(Attention("none")))
-    elif how == "logged":
-        train(DistributedDataParallel(Net()), logs=True)
-    else:  # every rank trains a model of its own, on its own: neither waits for the other
-        group = alone()
-        model: nn.Module = Net()
-        if how == "own-ddp":
-            model = DistributedDataParallel(model, process_group=group)
-        if how == "own-fsdp2":
-            mesh: DeviceMesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("training", "shard"))
-            model = fully_shard(model, mesh=mesh["shard"])
-        for _ in range(1 + rank):
-            train(model, model_parallel_group=group).detach()
+        return train(DistributedDataParallel(Buffered()))
+    if how == "units":
+        return train(sharded_by_units())
+    if how == "frozen":  # a part that is not trained is sharded over less ranks
+        model = nn.Sequential(Net(), Net())
+        model[0].requires_grad_(False)
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"])
+        return train(fully_shard(model))
+    if how == "attention":
+        return train(fully_shard(Attention("none")))
+    if how == "logged":
+        return train(DistributedDataParallel(Net()), logs=True)
+    # Every rank trains a model of its own, the second one twice: neither waits for the other.
+    group = alone()
+    own: nn.Module = Net()
+    if how == "own-ddp":
+        own = DistributedDataParallel(own, process_group=group)
+    if how == "own-fsdp2":
+        own = fully_shard(own, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("training", "shard"))["shard"])
+    return max(train(own, saves=how == "saved", model_parallel_group=group) for _ in range(1 + rank))
 
 
-CASES: dict[str, Callable[[str], None]] = {
+CASES: dict[str, Callable[[str], float]] = {
     "tp": tensor_parallel_by_hand,
     "parallelized": parallelized,
     "cp": context_by_hand,
@@ -293,17 +303,15 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def outcome(case: str) -> tuple[str, str]:
+def outcome(case: str) -> tuple[str, str, float]:
     kind, _, how = case.partition(":")
     torch.manual_seed(0)
     try:
-        print(case, file=sys.stderr, flush=True)
-        CASES[kind](how)
+        return "", "", CASES[kind](how)
     except DpshardError as error:
-        return type(error).__name__, str(error)
-    except Exception as error:
-        return "crash", f"{type(error).__name__}: {error}"
-    return "", ""
+        return type(error).__name__, str(error), 0.0
+    except Exception as error:  # noqa: BLE001  # told, and so not taken for a refusal
+        return "crash", f"{type(error).__name__}: {error}", 0.0
 
 
 if __name__ == "__main__":
