@@ -35,11 +35,16 @@ class FirstGradients:
         return noted
 
     def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once, of the parameters that no rank has had a gradient of; `stack` gives the vectors of all ranks."""
+        """Warn, once, of the parameters that no rank has had a gradient of; `stack` gives the vectors of all ranks.
+
+        A batch without any gradient tells nothing of the model.
+        """
         if self._reached is None:
             return
         own = torch.tensor([name in self._reached for name in self._parameters], dtype=torch.uint8)
         reached = stack(own).any(0).tolist()
+        if not any(reached):
+            return
         self._reached = None
         trained = {
             name: got for (name, p), got in zip(self._parameters.items(), reached, strict=True) if p.requires_grad
