@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, noise_multiplier_for
-from dpshard.backends import choose
+from dpshard.backends import choose, require_one_training
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import partition
 from dpshard.clipping.metrics import BatchMetrics
@@ -49,6 +49,8 @@ from dpshard.step.logical_batch import LogicalBatch
 from dpshard.verification.verify import Loss, compare
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from dpshard.backends.training_state import TrainingState
 
 
@@ -89,6 +91,8 @@ class PrivacyEngine:
         verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.
+        model_parallel_group: Where ranks do not share the data of this model, which ranks hold parts of it: a group of
+            this rank alone says that none do, and others train models of their own. More are not supported yet.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -120,6 +124,7 @@ class PrivacyEngine:
         noise: NoiseName = "gaussian",
         verify: bool = True,
         on_budget: Literal["raise", "continue"] = "raise",
+        model_parallel_group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigurationError(
@@ -146,7 +151,7 @@ class PrivacyEngine:
         function = parse_clipping_fn(clipping_fn)
 
         optimizer_hook.refuse_shared(model)
-        self._backend = choose(model)
+        self._backend = choose(model, model_parallel_group)
         self.model = model = self._backend.outermost
         if not self._backend.parameters:
             raise ConfigurationError(
@@ -215,8 +220,9 @@ class PrivacyEngine:
         facts["parameters"] = [(n, tuple(backend.shapes[n]), p.dtype) for n, p in backend.parameters.items()]
         if differing := backend.differing(facts):
             raise ConfigurationError(
-                f"Ranks disagree about {', '.join(differing)}. Every rank makes the same engine for the same model; "
-                f"sample_size counts the whole data set, of which engine.batches(...) gives every rank its share."
+                f"Ranks disagree about {', '.join(differing)}. Every rank makes the same engine for the same model (no "
+                f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
+                f"set, of which engine.batches(...) gives every rank its share."
             )
 
     # --- what a training script uses --------------------------------------------------------------------------------
@@ -356,6 +362,7 @@ class PrivacyEngine:
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
+        collector.warn_of_unreached()
 
     @property
     def _elements(self) -> int:
@@ -448,6 +455,7 @@ class PrivacyEngine:
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Model and optimizer as a Checkpointer saves and loads them."""
+        require_one_training(self._backend)
         return self._backend.training_state(optimizer)
 
     def full_gradient(self, name: str) -> Tensor | None:

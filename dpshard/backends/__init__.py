@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.deepspeed.config import is_managed, is_model_engine
 from dpshard.backends.local import LocalBackend
+from dpshard.backends.model_parallel import (
+    refuse_foreign_placements,
+    require_all_ranks,
+    require_known_group,
+    require_one_training,
+)
 from dpshard.errors import ConfigurationError
 
+__all__ = ["choose", "require_one_training"]
 
-def choose(model: nn.Module) -> LocalBackend:
-    """The back-end for what `model` is wrapped in."""
+
+def choose(model: nn.Module, model_parallel_group: Any = None) -> LocalBackend:
+    """The back-end for what `model` is wrapped in.
+
+    Raises ConfigurationError for what is not supported, and for ranks that share no data, see PrivacyEngine.
+    """
+    require_known_group(model_parallel_group)
+    backend = _chosen(model)
+    try:
+        require_all_ranks(backend, model_parallel_group=model_parallel_group)
+    except ConfigurationError:
+        backend.detach()
+        raise
+    return backend
+
+
+def _chosen(model: nn.Module) -> LocalBackend:
     if is_model_engine(model):
         from dpshard.backends.deepspeed.backend import DeepSpeedBackend
 
@@ -28,6 +52,7 @@ def choose(model: nn.Module) -> LocalBackend:
             "each GPU, and wrap the model in DistributedDataParallel (see docs/sharding.md)."
         )
     if not dist.is_available() or not dist.is_initialized():
+        refuse_foreign_placements(model)
         return LocalBackend(model)
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -42,13 +67,5 @@ def choose(model: nn.Module) -> LocalBackend:
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return FSDP2Backend(model)
-    if isinstance(model, DistributedDataParallel):
-        return DDPBackend(model)
-    if dist.get_world_size() > 1:
-        raise ConfigurationError(
-            f"{dist.get_world_size()} processes are running, but {type(model).__name__} is not distributed: each would "
-            f"train a model of its own. Wrap it in DistributedDataParallel, or call fully_shard on it, and make the "
-            f"engine of the result. (A compiled model is wrapped, not the other way round: "
-            f"DistributedDataParallel(torch.compile(model)).)"
-        )
-    return LocalBackend(model)
+    refuse_foreign_placements(model)
+    return DDPBackend(model) if isinstance(model, DistributedDataParallel) else LocalBackend(model)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.collectives import from_rank_0, meet_for_probe, reduce_scatter
 from dpshard.backends.local import WIDE, LocalBackend
+from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 
@@ -43,9 +44,7 @@ class Unit:
 
     def reduces(self) -> bool:
         """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
-        state = self.modules[0]._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        return all(group is None or group.reduce_grads for group in groups)
+        return all(group.reduce_grads for group in _groups(self.modules[0]))
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +68,7 @@ class FSDP2Backend(LocalBackend):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.mesh = _mesh(self.parameters)
+        self.mesh, self._shard_dim = _mesh(model, self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
@@ -264,19 +263,18 @@ class FSDP2Backend(LocalBackend):
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def _shard_mesh(self) -> DeviceMesh:
-        if self.mesh.ndim == 1:
-            return self.mesh
-        placements = next(iter(self.parameters.values())).placements  # type: ignore[attr-defined]
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return self.mesh[names[next(i for i, p in enumerate(placements) if isinstance(p, Shard))]]
+        return self.mesh if self.mesh.ndim == 1 else self._part(self._shard_dim)
 
     def _replica_groups(self) -> Iterator[dist.ProcessGroup]:
         """The groups of ranks that hold the same shard (HSDP)."""
-        if self.mesh.ndim > 1:
-            for name in self.mesh.mesh_dim_names or ():
-                if (name,) != self._shard_mesh().mesh_dim_names:
-                    yield self.mesh[name].get_group()
+        for dim in range(self.mesh.ndim):
+            if dim != self._shard_dim:
+                yield self._part(dim).get_group()
+
+    def _part(self, dim: int) -> DeviceMesh:
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[dim]]
 
     def _rows(self, name: str) -> int:
         """Rows of a padded shard; the last ranks hold fewer, or none."""
@@ -345,29 +343,52 @@ def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
         rows[full, : rest.numel()] += rest.reshape(-1)
 
 
-def _mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh:
-    """The one mesh of all parameters; ConfigurationError for placements that dpshard does not know."""
+def _groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP gathers together for `module`, on which fully_shard was called."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _mesh(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh, int]:
+    """The one mesh of all parameters, and its dimension over which they are sharded; HSDP replicates over the other.
+
+    Raises ConfigurationError for parameters that dpshard does not know in such a place.
+    """
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
         raise ConfigurationError(
             f"{whole[0]} is not sharded, so ranks would update it apart. Call fully_shard on the root module too."
         )
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    placed = [p for unit in units for group in _groups(unit) for p in group.fsdp_params if _is_placed_by_fsdp(p)]
+    refuse_foreign_placements(model, {id(p.sharded_param) for p in placed})
+    trained = [p for p in placed if p.sharded_param.requires_grad] or placed
     # By value: without mesh=, each call of fully_shard makes one of its own over all ranks.
-    meshes = {p.device_mesh for p in parameters.values() if isinstance(p, DTensor)}
+    meshes = {(p.mesh_info.mesh, p.mesh_info.shard_mesh_dim) for p in trained}
     if len(meshes) != 1:
         raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
-    (mesh,) = meshes
+    ((mesh, shard_dim),) = meshes
     for name, p in parameters.items():
         assert isinstance(p, DTensor)
-        shards = [placement for placement in p.placements if not isinstance(placement, Replicate)]
-        if shards != [Shard(0)]:
+        if [placement for placement in p.placements if not isinstance(placement, Replicate)] != [Shard(0)]:
             raise ConfigurationError(
-                f"{name} is placed as {p.placements}; dpshard knows parameters sharded along dimension 0, on one "
-                f"mesh dimension, and replicated on the others (HSDP)."
+                f"{name} is placed as {p.placements}; dpshard knows parameters that FSDP has sharded along dimension "
+                f"0, and replicated over nodes (HSDP)."
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         raise ConfigurationError("A hybrid-sharded mesh needs names: init_device_mesh(..., mesh_dim_names=...).")
-    return mesh
+    return mesh, shard_dim
+
+
+def _is_placed_by_fsdp(parameter: Any) -> bool:
+    """Whether each dimension of a parameter's mesh is one over which FSDP shards or replicates it.
+
+    Placements do not tell: a norm of a tensor-parallel model lies as under HSDP.
+    """
+    sharded, info = parameter.sharded_param, parameter.mesh_info
+    own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
+    return sharded.device_mesh == info.mesh and own == set(range(info.mesh.ndim)) and not parameter.is_dtensor
 
 
 def _units(model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:

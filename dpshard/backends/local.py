@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpshard.backends.guard import Guard
+from dpshard.backends.model_parallel import whole_samples
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
 from dpshard.noise.keyed import Shard
@@ -134,8 +135,11 @@ class LocalBackend:
         return self.guard.unwatched()
 
     def probing(self) -> AbstractContextManager[Any]:
-        """A block of forwards after which no backward comes."""
-        return self.unwatched()
+        """A block of forwards after which no backward comes; ConfigurationError if ranks share samples in them."""
+        stack = ExitStack()
+        stack.enter_context(self.unwatched())
+        stack.enter_context(whole_samples())
+        return stack
 
     # --- between backward and the noise -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step import refusals
+from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
 
 
@@ -82,6 +83,7 @@ class Collector:
         self._loop: Feed | None = None  # of the loop over `batches` that is running
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
         self._own_loop_warned = False
+        self._first_gradients = FirstGradients(backend.parameters)
 
     @property
     def epoch(self) -> int:
@@ -153,7 +155,7 @@ class Collector:
                 self._own.clear()  # nothing was collected, and the script is told to begin anew
             raise
         self.state = BatchState.COLLECTING
-        return self._backend.reduce(names, take)
+        return self._backend.reduce(names, self._first_gradients.noting(take))
 
     def _require_clean(self, names: Sequence[str]) -> None:
         """Raise LogicalBatchError if clipped sums would be handed out, or be added to gradients of before."""
@@ -269,6 +271,10 @@ class Collector:
             self.batch = None
             self.clipper.epoch += 1
         return metrics
+
+    def warn_of_unreached(self) -> None:
+        """Warn, once, of parameters that got no gradient in the first logical batch."""
+        self._first_gradients.tell(self._backend.stack)
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""

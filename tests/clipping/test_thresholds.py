@@ -245,6 +245,7 @@ class Branch(nn.Module):
         return out + (x @ self.b) * wanted if wanted.any() else out
 
 
+@pytest.mark.filterwarnings("ignore:No gradient reached")
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 11])
 @pytest.mark.parametrize("network", [Experts, Branch])
 def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, micro_batch_size):

@@ -165,6 +165,7 @@ class Idle(nn.Module):
         return self.used(x)
 
 
+@pytest.mark.filterwarnings("ignore:No gradient reached")
 @pytest.mark.parametrize("style", ["all-layer", "param-wise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["auto", "ghost"])

@@ -225,7 +225,7 @@ class DeepSpeedBackend(LocalBackend):
     def probing(self) -> AbstractContextManager[Any]:
         """See LocalBackend."""
         stack = ExitStack()
-        stack.enter_context(self.unwatched())
+        stack.enter_context(super().probing())
         if self._zero3 is not None:
             meet_for_probe(self._group)
             stack.enter_context(self._zero3.unmarked())

@@ -1,0 +1,169 @@
+"""What tells that ranks hold parts of one model or of one sample, and the refusals: today every rank has whole samples.
+
+[Note: Parts of a sample]
+Under tensor, pipeline, context or expert parallelism several ranks compute the gradient of one sample, each a part of
+it. A rank alone knows the norm of its part, so the sample counts for more than R, and an engine on every part draws
+batches of its own. Four things tell:
+- ranks that do not share the data: nobody says what they do (`require_all_ranks`);
+- parameters placed by somebody else than FSDP (`refuse_foreign_placements`);
+- a forward that a pipeline schedule calls (`whole_samples`);
+- a forward that talks to other ranks, or computes on tensors that lie in parts on several of them (`whole_samples`).
+What tells nothing: messages past torch.distributed, and those of a branch that uses parameters as others do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from dpshard.errors import ConfigurationError
+from dpshard.names import canonical_name
+
+_KINDS = "tensor, pipeline, context or expert parallelism"
+_TODAY = (
+    "dpshard trains whole models on whole samples, sharded by DistributedDataParallel, FSDP2, HSDP or DeepSpeed's ZeRO "
+    "over all ranks (see docs/sharding.md)"
+)
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+"""Of the operators that send tensors to other ranks."""
+_SILENT = ("barrier", "wait_tensor")
+"""Operators of these that carry no data of a rank to another."""
+_FRAMEWORKS = (
+    "torch.distributed.fsdp",
+    "torch.nn.parallel.distributed",
+    "deepspeed.runtime",
+    "dpshard.backends",
+)
+"""Modules that gather parameters, or equalise buffers, around a forward."""
+_MODULE_CALL = "torch.nn.modules.module"
+_PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe")
+
+
+class _Backend(Protocol):
+    core: nn.Module
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def processes() -> int:
+    """Number of processes of the default group, 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def require_known_group(group: Any) -> None:
+    """Raise ConfigurationError for a `model_parallel_group` other than None and a group of this rank alone."""
+    if group is None:
+        return
+    if processes() == 1 or not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"model_parallel_group={group!r} is no group of several processes with this rank in it. Pass a "
+            f"torch.distributed.ProcessGroup, or None."
+        )
+    if group.size() > 1:
+        raise ConfigurationError(
+            f"model_parallel_group has {group.size()} ranks, which hold parts of one model: {_KINDS} is not supported "
+            f"yet. {_TODAY}. A group of this rank alone says that other ranks train models of their own."
+        )
+
+
+def require_all_ranks(backend: _Backend, *, model_parallel_group: Any = None) -> None:
+    """Raise ConfigurationError if some ranks do not share the data, and nobody says what they do."""
+    if model_parallel_group is None and backend.world_size < processes():
+        raise ConfigurationError(
+            f"{backend.world_size} of {processes()} ranks share the data of this {type(backend.core).__name__}, "
+            f"and nothing tells what the others do. If it is not distributed yet, wrap it in DistributedDataParallel, "
+            f"or call fully_shard on it, and make the engine of the result. (A compiled model is wrapped, not the "
+            f"other way round: DistributedDataParallel(torch.compile(model)).) If ranks hold parts of one model or of "
+            f"one sample ({_KINDS}): that is not supported yet. {_TODAY}. If they train models of their own, start "
+            f"each training by a launcher of its own, or pass a group of this rank alone: "
+            f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."
+        )
+
+
+def require_one_training(backend: _Backend) -> None:
+    """Raise ConfigurationError if some ranks train another model."""
+    if backend.world_size < processes():
+        raise ConfigurationError(
+            f"A Checkpointer is called by all {processes()} ranks together, of which {backend.world_size} train this "
+            f"model. Save engine.state_dict(), and the states of model and optimizer, in a folder for each training; "
+            f"or start each by a launcher of its own."
+        )
+
+
+def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> None:
+    """Raise ConfigurationError for a parameter, frozen or not, in a DTensor that is none of `own` (addresses)."""
+    if "torch.distributed.tensor" not in sys.modules:  # and it takes a while to import
+        return
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) not in own:
+            raise ConfigurationError(
+                f"{canonical_name(name)} is placed as {parameter.placements} on {parameter.device_mesh} by something "
+                f"else than FSDP: tensor or expert parallelism (parallelize_module, distribute_tensor). Then no rank "
+                f"knows the norm of a whole sample, also where only other parameters are trained. {_TODAY}."
+            )
+
+
+def whole_samples() -> AbstractContextManager[Any]:
+    """A block of forwards, in each of which a rank must compute on samples of its own alone, see [Note].
+
+    It raises ConfigurationError for any other. One process is not watched.
+    """
+    return nullcontext() if processes() == 1 else _watched()
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    from dpshard.backends.collective_mode import Watch  # a training on one process does not wait for it
+
+    refuse_pipeline(_callers())
+    with Watch(_refuse):
+        yield
+
+
+def refuse_pipeline(callers: Iterator[str]) -> None:
+    """Raise ConfigurationError if a pipeline schedule is among the modules that call."""
+    if any(name.startswith(_PIPELINES) for name in callers):
+        raise ConfigurationError(
+            f"This forward is that of a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
+            f"not supported yet. {_TODAY}."
+        )
+
+
+def _callers() -> Iterator[str]:
+    """Names of the modules whose functions are running in this thread, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
+    """Called for every operator of a forward that is watched."""
+    talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
+    if not (talks or in_parts) or _is_of_a_framework():
+        return
+    what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
+    raise ConfigurationError(
+        f"The forward of the model {what}, so samples are split over ranks, or meet those of other ranks: {_KINDS} is "
+        f"not supported yet, nor are losses and statistics over all ranks. {_TODAY}. A figure for the log is reduced "
+        f"outside of the forward."
+    )
+
+
+def _is_of_a_framework() -> bool:
+    """Whether what shards the model has called, in a hook around a module's forward."""
+    for name in _callers():
+        if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
+            return True
+        if name == _MODULE_CALL:
+            break
+    return False

@@ -1,0 +1,61 @@
+"""Whether training reaches every trained parameter: asked once, of the first logical batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.tape import Take
+
+_SHOWN = 5
+
+
+class FirstGradients:
+    """Notes which of `parameters` get a gradient, until `tell` was called; then it costs nothing."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._reached: set[str] | None = set()
+
+    def noting(self, take: Take) -> Take:
+        """`take`, which notes for whom there was a sum: of zeros, too, as the first ones of adapters are."""
+        reached = self._reached
+        if reached is None:
+            return take
+
+        def noted(name: str) -> Tensor | None:
+            total = take(name)
+            if total is not None:
+                reached.add(name)
+            return total
+
+        return noted
+
+    def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
+        """Warn, once, of the parameters that no rank has had a gradient of; `stack` gives the vectors of all ranks.
+
+        A batch without any gradient tells nothing of the model.
+        """
+        if self._reached is None:
+            return
+        own = torch.tensor([name in self._reached for name in self._parameters], dtype=torch.uint8)
+        reached = stack(own).any(0).tolist()
+        if not any(reached):
+            return
+        self._reached = None
+        trained = {
+            name: got for (name, p), got in zip(self._parameters.items(), reached, strict=True) if p.requires_grad
+        }
+        missed = [name for name, got in trained.items() if not got]
+        if missed:
+            more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
+            warnings.warn(
+                f"No gradient reached {', '.join(missed[:_SHOWN])}{more} in the first logical batch ({len(missed)} of "
+                f"{len(trained)} trained parameters), so noise alone moves them. Experts and layers that are skipped "
+                f"at random may get one later. Else the forward does not use them, or cuts them off (detach(), "
+                f"no_grad()): mend it, or freeze them before making the engine.",
+                stacklevel=2,
+            )

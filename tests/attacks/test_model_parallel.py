@@ -1,0 +1,65 @@
+"""Ranks that hold parts of one model, or of one sample, are refused before the first step; their look-alikes train.
+
+Without the refusals, on two ranks: tensor parallelism by hand counts one sample for 1.09 R, context parallelism by hand
+for 2.14 R where 2 R is allowed (a sample is replaced), and the ranks of both draw batches of their own.
+
+PITFALLS rows: 12 samples that meet those of other ranks; 14 noise of the right deviation for the sum over ranks;
+17 one global draw, which ranks that make an engine each do not share.
+"""
+
+from tests.distributed.launch import launch
+
+APART = "2 ranks share the data"
+PLACED = "by something else than FSDP: tensor or expert parallelism"
+TALKS = "The forward of the model calls"
+
+REFUSED = {
+    "tp:alone": APART,
+    "tp:ddp": APART,
+    "tp:fsdp2": APART,
+    "tp:denied": f"{TALKS} c10d.allreduce_",
+    "tp:world": "which hold parts of one model",
+    "tp:number": "is no group of several processes",
+    "parallelized:norms": PLACED,
+    "parallelized:biases": PLACED,
+    "parallelized:all": PLACED,
+    "parallelized:head": PLACED,
+    "cp:ddp-function": f"{TALKS} c10d.allgather_",
+    "cp:fsdp2-function": f"{TALKS} c10d.allgather_",
+    "cp:ddp-nn": f"{TALKS} c10d.allgather_",
+    "cp:ddp-functional": f"{TALKS} _c10d_functional.all_gather_into_tensor",
+    "cp:fsdp2-torch": "computes on DTensors",
+    "experts:routed": f"{TALKS} _c10d_functional.all_to_all_single",
+    "experts:ignored": PLACED,
+    "pipeline:alone": APART,
+    "pipeline:ddp": APART,
+    "pipeline:denied": "a stage of a pipeline",
+    "statistics:": f"{TALKS} c10d.allreduce_",
+    "honest:saved": "A Checkpointer is called by all 2 ranks together",
+}
+"""What each script is told, on both ranks. `denied`: it says that the other rank trains a model of its own."""
+
+HONEST = (
+    *("honest:buffers", "honest:units", "honest:frozen", "honest:attention", "honest:logged"),
+    *("honest:own", "honest:own-ddp", "honest:own-fsdp2"),
+)
+
+
+def test_parts_of_a_model_or_of_a_sample_are_refused() -> None:
+    for results in launch("model_parallel_worker.py", 2, *REFUSED):
+        for (case, text), (error, message, _) in zip(REFUSED.items(), results, strict=True):
+            assert error == "ConfigurationError", (case, error, message)
+            assert text in message, (case, message)
+            if text in (APART, PLACED) or text.startswith(TALKS):
+                assert "expert parallelism" in message, case
+                assert "over all ranks" in message, case  # what works
+
+
+def test_whole_models_on_whole_samples_train() -> None:
+    first, second = launch("model_parallel_worker.py", 2, *HONEST)
+    for case, mine, other in zip(HONEST, first, second, strict=True):
+        for error, message, moved in (mine, other):
+            assert error == "", (case, message)
+            assert moved > 0, case
+        if "own" in case:
+            assert mine[2] != other[2], case  # batches and noise of its own
