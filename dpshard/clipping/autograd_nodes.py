@@ -160,7 +160,7 @@ class _Tap(torch.autograd.Function):
             with without_autocast(gradient.device):
                 ctx.arrive((*kept, gradient))
             return (*unchanged, *(None,) * ctx.others)
-        kept = [x if x.is_floating_point() else x.double() for x in kept]
+        kept = [x.to(_dummy_dtype(x)) for x in kept]
         return (*unchanged, *(None,) * ctx.count, *kept, gradient)
 
 
@@ -183,6 +183,10 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Stride-0 templates (no memory) for `keep` and the gradient of `output`."""
     return tuple(
-        torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float64, device=x.device).expand(x.shape)
-        for x in (*keep, output)
+        torch.zeros((), dtype=_dummy_dtype(x), device=x.device).expand(x.shape) for x in (*keep, output)
     )
+
+
+def _dummy_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which `x` travels as a gradient; integers are exact in float64."""
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

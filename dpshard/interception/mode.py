@@ -25,7 +25,15 @@ from dpshard.records import PerSample
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
 from dpshard.rules.parameter_views import derive
-from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.rules.torch_functions import (
+    Function,
+    Quiet,
+    canonical,
+    differentiable,
+    function_name,
+    outputs_of,
+    tensors_of,
+)
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
@@ -96,7 +104,7 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if layout is None:
             result = func(*args, **kwargs)
-            if any(x.is_floating_point() for x in outputs_of(result)):
+            if any(differentiable(x) for x in outputs_of(result)):
                 raise UnknownCall
             return result  # a shape, a comparison, a printed value: nothing that a gradient flows through
         if layout.derives:
@@ -160,7 +168,7 @@ class InterceptionMode(TorchFunctionMode):
         for index, output in enumerate(outputs_of(result)):
             if output in cut:
                 self.sources[output] = cut[output]  # a cast to the dtype that it has: the same tensor comes back
-            elif output.is_floating_point():
+            elif differentiable(output):
                 self.sources[output] = derive(func, args, kwargs, self.sources, index, output)
         return result
 

@@ -123,7 +123,8 @@ def _tap(
         g_NP = tensors[-1]
         records: list[tuple[Source, Record]] = []
         if weight is not None:
-            rows, cols = (tensors[0], g_NP) if transposed else (g_NP, tensors[0])
+            a_ND = tensors[0].conj()
+            rows, cols = (a_ND, g_NP) if transposed else (g_NP, a_ND)
             records.append((weight, RoutedProduct(rows, cols, sample_N, group_N, B, torch.Size(weight.shape))))
         if bias is not None:
             gradient = g_NP.new_zeros(B, g_NP.shape[1], dtype=wide_dtype(g_NP))

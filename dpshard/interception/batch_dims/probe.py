@@ -27,7 +27,15 @@ from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.parameter_views import derive
-from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.rules.torch_functions import (
+    Function,
+    Quiet,
+    canonical,
+    differentiable,
+    function_name,
+    outputs_of,
+    tensors_of,
+)
 
 
 @dataclass(slots=True)
@@ -129,8 +137,8 @@ class _SecondRun(_Compared):
         tensors = list(tensors_of((args, kwargs)))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
-        differentiable = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
-        uses = differentiable and any(x in self.sources for x in tensors)
+        traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
+        uses = traced and any(x in self.sources for x in tensors)
         inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)
@@ -149,7 +157,7 @@ class _SecondRun(_Compared):
             merge(self.layout, {key: found})
             if found.derives:
                 for i, out in enumerate(outputs):
-                    if out.is_floating_point() and out not in self.sources:
+                    if differentiable(out) and out not in self.sources:
                         self.sources[out] = derive(func, args, kwargs, self.sources, i, out)
         else:
             self.routing.follow(func, args, kwargs, result)
