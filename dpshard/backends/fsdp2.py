@@ -72,12 +72,24 @@ class FSDP2Backend(LocalBackend):
         super().__init__(model)
         self.mesh = _mesh(self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
+        for unit in self.units:
+            self._refuse_mixed(unit)
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
         self.differentiated: Mapping[str, Tensor] = self.whole
         self._reduction: _Reduction | None = None
         self._unreduced: dict[str, Tensor] = {}  # sums of backward passes that were told not to reduce
+
+    def _refuse_mixed(self, unit: Unit) -> None:
+        """Raise ConfigurationError for what FSDP would refuse in the first forward."""
+        complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
+        if complex_ones and len(complex_ones) < len(unit.names):
+            raise ConfigurationError(
+                f"{complex_ones[0]} is complex, but FSDP gathers parameters of one dtype together. Call fully_shard on "
+                f"the module that owns it, without real parameters; or store it as real numbers [..., 2], and call "
+                f"torch.view_as_complex in forward."
+            )
 
     @property
     def rank(self) -> int:

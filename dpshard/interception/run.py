@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError
+from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
 
@@ -93,7 +94,7 @@ def refuse_two_batch_dimensions(run: Run) -> None:
     for x in run.leaves:
         if (
             isinstance(x, Tensor)
-            and x.is_floating_point()
+            and differentiable(x)
             and x.dim() > 2
             and x.shape[0] == x.shape[1] == run.batch_size
         ):

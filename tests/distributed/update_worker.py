@@ -39,6 +39,17 @@ SECRET = bytes(range(32))
 SAMPLES, STEPS, PAD = 60, 4, 0
 
 
+class Filter(nn.Module):
+    """A spectral filter; FSDP gathers parameters of one dtype together, so it is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=x.shape[-1])
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +60,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "filter"):
-            x = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=x.shape[-1])
+            x = self.filter(x)
         return x + self.down(torch.tanh(self.up(self.norm(x)))) * (1 + self.gain)
 
 
@@ -81,7 +92,7 @@ class Model(nn.Module):
 def filtering() -> Model:
     model = Model()
     for block in model.blocks:
-        block.filter = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        block.filter = Filter()
     return model
 
 
@@ -117,6 +128,8 @@ def shard(model: Model | GPT2, backend: str) -> nn.Module:
         mesh = None  # each call makes one of its own, as most scripts do
     offload = CPUOffloadPolicy(pin_memory=False) if backend == "fsdp2-offload" else OffloadPolicy()
     kept = backend == "fsdp2-kept"
+    for filter in (module for module in model.modules() if isinstance(module, Filter)):
+        fully_shard(filter, mesh=mesh)
     for block in model.blocks if backend != "fsdp2-root" else ():
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept, offload_policy=offload)
     if backend == "fsdp2-idle":
