@@ -24,7 +24,9 @@ from dpshard.interception.slots import Premade, Rehearsal, SlotMaker
 from dpshard.records import PerSample
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
+from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
 from dpshard.rules.parameter_views import derive
+from dpshard.rules.routed import at_samples
 from dpshard.rules.torch_functions import (
     Function,
     Quiet,
@@ -45,9 +47,9 @@ _LOST = (
     "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
 )
 _ROUTED = (
-    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through linear "
-    "maps, grouped products and elementwise functions with a parameter, one sample's rows beside another's; keep all "
-    "rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
+    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through functions "
+    "that treat every row by itself (linear maps, convolutions, norms, attention within a row, elementwise functions) "
+    "and grouped products; keep all rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
 )
 
 
@@ -102,6 +104,8 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and not isinstance(self.slots, Rehearsal):
             return func(*args, **kwargs)
+        if layout is None and not torch.compiler.is_compiling():
+            layout = self._unprobed(func, tensors)
         if layout is None:
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
@@ -111,13 +115,19 @@ class InterceptionMode(TorchFunctionMode):
             return self._derive(func, args, kwargs)
         call = _InterceptedCall(self, func, args, kwargs, tensors, layout)
         compiling = torch.compiler.is_compiling()
-        rules = ROUTED_RULES if (layout.lost or layout.routed or not compiling) and self._routed(call) else RULES
-        rule = rules.get(func)
+        routed = (layout.lost or layout.routed or not compiling) and self._routed(call)
+        rule = ROUTED_RULES.get(func, RULES.get(func)) if routed else RULES.get(func)
         if rule is None:
             raise call.refuse("no rule gives its per-sample gradient")
-        result = rule(call, *args, **kwargs)
+        if routed and not call.batch_size:
+            args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
+            result = func(*args, **kwargs)  # an expert to which no row came
+        else:
+            result = rule(call, *args, **kwargs)
         if not compiling:
             self.routing.follow(func, args, kwargs, result)
+        if routed and any(self.routing.samples(x) is None for x in outputs_of(result)):
+            raise call.refuse(_ROUTED.format("this function is not known to treat them one by one"), advise=False)
         return result
 
     def _routed(self, call: _InterceptedCall) -> bool:
@@ -138,10 +148,20 @@ class InterceptionMode(TorchFunctionMode):
             call.layout = call.layout.in_order()
             call.output_axis = call.layout.output
             return False
-        if call.func not in ROUTED_RULES or not call.layout.routed:
-            raise call.refuse(_ROUTED.format("there is no rule for such rows"), advise=False)
-        call.samples = sample_N
+        if not call.layout.routed:
+            raise call.refuse(_ROUTED.format("it did not, when the model was probed"), advise=False)
+        call.take_rows_for_samples(sample_N)
         return True
+
+    def _unprobed(self, func: Function, tensors: list[Tensor]) -> CallLayout | None:
+        """The layout of a call that no probe has met, where nothing else is possible: of an expert that had no row."""
+        data = [x for x in tensors if x not in self.sources]
+        if not data and (func in ISOMETRIC or function_name(func) in ISOMETRIC_PROPERTIES):
+            return CallLayout([None] * len(tensors), None)
+        if not data or any(self.routing.samples(x) is None for x in data):
+            return None
+        rows = BatchAxis(0, routed=True)
+        return CallLayout([None if x in self.sources else rows for x in tensors], rows)
 
     def _derive(self, func: Function, args: Any, kwargs: Any) -> Any:
         cut: dict[Tensor, Source] = {}
@@ -183,7 +203,11 @@ class _InterceptedCall:
         self.tensors, self.layout = tensors, layout
         self.batch_size = mode.slots.batch_size
         self.output_axis = layout.output
-        self.samples: Tensor | None = None
+        self.samples: Tensor | None = None  # of routed rows, [N]
+
+    def take_rows_for_samples(self, sample_N: Tensor) -> None:
+        """Let the rule know of N samples; what it records goes to those that the rows belong to."""
+        self.samples, self.batch_size = sample_N, len(sample_N)
 
     def source(self, x: Any) -> Source | None:
         return self.mode.sources.get(x) if isinstance(x, Tensor) else None
@@ -201,7 +225,8 @@ class _InterceptedCall:
         return x if isinstance(self.mode.slots, Rehearsal) else hold(x)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
-        use, slots = Use(tuple(sources), build), self.mode.slots
+        slots = self.mode.slots
+        use = Use(tuple(sources), build if self.samples is None else self._at_samples(build, self.samples))
         if (expected := slots.expect(use)) is not None:
             return tap(output, keep, *expected)
         dummies = slots.slot(use, *dummies_like(output, keep))
@@ -210,8 +235,13 @@ class _InterceptedCall:
     def per_sample(self, x: Tensor) -> Tensor:
         source = self.mode.sources[x]
         use = Use((source,), lambda gradient: [(source, PerSample(gradient))], copies=True)
-        (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.batch_size, *x.shape))
-        return copies
+        (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.mode.slots.batch_size, *x.shape))
+        return copies if self.samples is None else copies[self.samples]
+
+    def _at_samples(self, build: Build, sample_N: Tensor) -> Build:
+        """What makes records of routed rows, as those of the samples that they belong to."""
+        B = self.mode.slots.batch_size
+        return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
         labels = ", ".join(dict.fromkeys(self.mode.sources[x].label for x in self.tensors if x in self.mode.sources))

@@ -257,14 +257,15 @@ class Interception:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal layout
             for _ in range(ATTEMPTS):
+                mode = self.new_mode(layout, tape)
                 try:
-                    with self._recorded(self.new_mode(layout, tape)):
+                    with self._recorded(mode):
                         if compiled:
                             return self.regions.call(module, original, args, kwargs)
                         return original(*args, **kwargs)
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
-                    layout = self._probe(run, into=layout)
+                    layout = self._probe(run.beginning_with(mode.routing.suspects(2)), into=layout)
                     self._first_forward(run)
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
@@ -376,12 +377,13 @@ class Interception:
         layout = self.layouts[self._kind(run)]
         for _ in range(ATTEMPTS):
             state.rewind()
+            mode = self.new_mode(layout, tape())
             try:
-                with eager(), Undropped(), self._recorded(self.new_mode(layout, tape()), beside=Undropped()):
+                with eager(), Undropped(), self._recorded(mode, beside=Undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind()
-                self._probe(run, into=layout)
+                self._probe(run.beginning_with([samples[i] for i in mode.routing.suspects(2)]), into=layout)
         raise BatchLayoutError(_NEW_COURSE)
 
     def run_plain(self, run: Run, samples: list[int]) -> Any:

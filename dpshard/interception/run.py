@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ class Run:
     def first(self, n: int, rows: int) -> Any:
         """The output for the first n of `rows` samples, repeated if there are fewer."""
         return self.on([i % rows for i in range(n)])
+
+    def beginning_with(self, samples: list[int]) -> Run:
+        """The same with these samples before the others."""
+        order = [*samples, *(i for i in range(self.batch_size) if i not in samples)]
+        return replace(self, leaves=tuple(self._pick(i, order) for i in range(len(self.leaves)))) if samples else self
 
     def _pick(self, i: int, samples: list[int]) -> Any:
         leaf, dim = self.leaves[i], self.dims[i]
