@@ -379,7 +379,8 @@ class Interception:
             state.rewind()
             mode = self.new_mode(layout, tape())
             try:
-                with eager(), Undropped(), self._recorded(mode, beside=Undropped()):
+                undropped = functools.partial(Undropped, len(samples))
+                with eager(), undropped(), self._recorded(mode, beside=undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind()
@@ -388,8 +389,8 @@ class Interception:
 
     def run_plain(self, run: Run, samples: list[int]) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
-        self._again = Undropped
-        with eager(), Undropped():
+        self._again = functools.partial(Undropped, len(samples))
+        with eager(), self._again():
             return run.on(samples)
 
     def new_mode(
