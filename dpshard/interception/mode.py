@@ -21,6 +21,7 @@ from dpshard.interception.batch_dims import (
 )
 from dpshard.interception.routing import Routing
 from dpshard.interception.slots import Premade, Rehearsal, SlotMaker
+from dpshard.interception.vmapped import Lifted, Vmapped, lift, transforms_are_active
 from dpshard.records import PerSample
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
@@ -36,6 +37,7 @@ from dpshard.rules.torch_functions import (
     outputs_of,
     tensors_of,
 )
+from dpshard.rules.vectorized import vectorized
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
@@ -77,12 +79,29 @@ class InterceptionMode(TorchFunctionMode):
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
+        if transforms_are_active():
+            lifted = lift(func, args, kwargs)
+            if self._uses(tensors_of((lifted.args, lifted.kwargs))):
+                return self._lifted(lifted, types)
         if not (self._uses(args) or (kwargs and self._uses(kwargs.values()))):
             result = func(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 self.routing.follow(func, args, kwargs, result)
             return result
         return self._redirect(func, args, kwargs)
+
+    def _lifted(self, call: Lifted, types: Any) -> Any:
+        reason = ""
+        if call.differentiated:
+            reason = "it is called within torch.func.grad, jvp or jacrev, whose gradients reach parameters on other ways"
+        elif isinstance(self.slots, Rehearsal | Premade):
+            reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
+        if reason:
+            used = [x for x in tensors_of((call.args, call.kwargs)) if x in self.sources]
+            raise self.refusal(", ".join(self.sources[x].label for x in used), call.func, reason)
+        with call.outside():
+            result = self.__torch_function__(call.func, types, call.args, call.kwargs)
+        return call.lower(result)
 
     def _holds_samples(self, x: Tensor, dim: int, _: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
@@ -116,7 +135,8 @@ class InterceptionMode(TorchFunctionMode):
         call = _InterceptedCall(self, func, args, kwargs, tensors, layout)
         compiling = torch.compiler.is_compiling()
         routed = (layout.lost or layout.routed or not compiling) and self._routed(call)
-        rule = ROUTED_RULES.get(func, RULES.get(func)) if routed else RULES.get(func)
+        rule = vectorized if isinstance(func, Vmapped) else RULES.get(func)
+        rule = ROUTED_RULES.get(func, rule) if routed else rule
         if rule is None:
             raise call.refuse("no rule gives its per-sample gradient")
         if routed and not call.batch_size:

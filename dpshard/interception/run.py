@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError
+from dpshard.interception.vmapped import transforms_are_active
 from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
@@ -56,6 +57,11 @@ def plan_run(
     module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, plan: MicroBatchPlan | None
 ) -> Run:
     """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
+    if transforms_are_active():
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called within torch.vmap or another transform of torch.func, so its samples "
+            f"are hidden. Call it on the whole micro-batch; within its forward torch.vmap is followed."
+        )
     leaves, tree = pytree.tree_flatten((args, kwargs))
     sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
     if not sizes:

@@ -24,6 +24,7 @@ from dpshard.interception.batch_dims.axes import (
 from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
 from dpshard.interception.determinism import Undropped
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
+from dpshard.interception.vmapped import lift, transforms_are_active
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.parameter_views import derive
@@ -71,6 +72,17 @@ class _Compared(Undropped):
                 for x in outputs:
                     self._off[x] = True
 
+    def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call within torch.vmap that is made on whole tensors; None if it may be made as it is."""
+        if not transforms_are_active():
+            return None
+        call = lift(func, args, kwargs)
+        if call.differentiated or not any(x.requires_grad for x in tensors_of((call.args, call.kwargs))):
+            return None
+        with call.outside():
+            result = self.__torch_function__(call.func, types, call.args, call.kwargs)
+        return (call.lower(result),)
+
 
 def _counts(result: Any) -> bool:
     """Whether a call is more than a question (a shape, a dtype, a number), which a loop may ask at any time."""
@@ -91,6 +103,9 @@ class _FirstRun(_Compared):
         if Quiet.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
+        lifted = self.lifted(func, types, args, kwargs or {})
+        if lifted is not None:
+            return lifted[0]
         inputs = list(tensors_of((args, kwargs or {})))
         shapes, off = [x.shape for x in inputs], self.off_course(inputs)
         wanted = not off and self.count in self.wanted
@@ -134,6 +149,9 @@ class _SecondRun(_Compared):
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
         kwargs = kwargs or {}
+        lifted = self.lifted(func, types, args, kwargs)
+        if lifted is not None:
+            return lifted[0]
         tensors = list(tensors_of((args, kwargs)))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
