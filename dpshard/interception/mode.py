@@ -93,12 +93,12 @@ class InterceptionMode(TorchFunctionMode):
     def _lifted(self, call: Lifted, types: Any) -> Any:
         reason = ""
         if call.differentiated:
-            reason = "it is called within torch.func.grad, jvp or jacrev, whose gradients reach parameters on other ways"
+            reason = "it is called within torch.func.grad, jvp or jacrev, which differentiate it again: no per-sample gradient is followed there. Write out the derivative"
         elif isinstance(self.slots, Rehearsal | Premade):
             reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
         if reason:
             used = [x for x in tensors_of((call.args, call.kwargs)) if x in self.sources]
-            raise self.refusal(", ".join(self.sources[x].label for x in used), call.func, reason)
+            raise self.refusal(", ".join(self.sources[x].label for x in used), call.func, reason, advise=False)
         with call.outside():
             result = self.__torch_function__(call.func, types, call.args, call.kwargs)
         return call.lower(result)

@@ -13,6 +13,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -70,6 +71,8 @@ class Interception:
         """The mode of that forward; None if it is an ordinary one."""
         self.layouts: dict[Any, Layout] = {}
         """By the kind of the inputs; see `layout_of`."""
+        self.readings: dict[Any, tuple[int | None, ...]] = {}
+        """By the kind of the inputs: which carry samples, where probes have corrected what their sizes said."""
         self.freed: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
         self.regions = Regions(self)
@@ -252,6 +255,7 @@ class Interception:
         if module is not self.model:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
+        run = self.as_read(run)
         tape = self.session.open_tape(run.batch_size, module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -315,14 +319,38 @@ class Interception:
 
     def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
         """The layout for inputs of this kind; found, and the model verified, when they come for the first time."""
+        run = self.as_read(run)
+        if self._kind(run) not in self.layouts:
+            run = self._read(run)
         kind = self._kind(run)
-        if kind not in self.layouts:
-            self.layouts[kind] = self._probe(run, into={})
         if verify and kind not in self._verified:
             self._first_forward(run)
             self._gather(run.module)
             self._verified.add(kind)
         return self.layouts[kind]
+
+    def as_read(self, run: Run) -> Run:
+        """`run`, with the inputs that carry samples as probes have found."""
+        dims = self.readings.get(self._kind(run)) if self.readings else None
+        return run if dims is None else replace(run, dims=dims)
+
+    def _read(self, run: Run) -> Run:
+        """`run` as the model takes it, probed: what has the size of the batch by chance does not stand to be cut."""
+        kind = self._kind(run)
+        try:
+            self.layouts[kind] = self._probe(run, into={})
+            return run
+        except BatchLayoutError:
+            if self.sharding.gathers(run.module):  # all ranks probe as often
+                raise
+            for reading in run.other_readings():
+                try:
+                    self.layouts[self._kind(reading)] = self._probe(reading, into={})
+                except BatchLayoutError:
+                    continue
+                self.readings[kind] = reading.dims
+                return reading
+            raise
 
     def _kind(self, run: Run) -> Any:
         inputs = [

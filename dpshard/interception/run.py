@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,10 @@ from dpshard.errors import BatchLayoutError
 from dpshard.interception.vmapped import transforms_are_active
 from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
+
+
+READINGS = 16
+"""Ways to read the inputs of a model that are tried at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,16 @@ class Run:
     def first(self, n: int, rows: int) -> Any:
         """The output for the first n of `rows` samples, repeated if there are fewer."""
         return self.on([i % rows for i in range(n)])
+
+    def other_readings(self) -> Iterator[Run]:
+        """The same with some inputs taken for constants, though their size is the batch's: a mask [T, T] of T = B."""
+        square = (self.batch_size, self.batch_size)
+        carrying = [i for i, d in enumerate(self.dims) if d == 0]
+        doubtful = [i for i in carrying if self.leaves[i].dim() == 1 or self.leaves[i].shape[:2] == square]
+        doubtful.sort(key=lambda i: (self.leaves[i].is_floating_point(), self.leaves[i].dim()))  # the likeliest first
+        subsets = (itertools.combinations(doubtful, n) for n in range(1, len(carrying)))
+        for constant in itertools.islice(itertools.chain.from_iterable(subsets), READINGS):
+            yield replace(self, dims=tuple(None if i in constant else d for i, d in enumerate(self.dims)))
 
     def beginning_with(self, samples: list[int]) -> Run:
         """The same with these samples before the others."""
