@@ -31,6 +31,7 @@ from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.protocols import Session, Sharding
+from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.interception.refusals import refusal, refuse_batch_norm
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.running import Running
@@ -201,6 +202,8 @@ class Interception:
             if compiled and not torch.compiler.is_compiling():
                 return self.regions.call(module, original, args, kwargs)
             return original(*args, **kwargs)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
+            return self._outermost(module, original, compiled, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return self._recompute(module, original, compiled, args, kwargs)
         if self.active or not torch.is_grad_enabled() or not module.training:
@@ -247,10 +250,15 @@ class Interception:
         return Running(self, mode)
 
     # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
-    @torch.compiler.disable(reason="the model was compiled after its PrivacyEngine was made; compile it before")
+    @torch.compiler.disable(
+        reason="dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
+        "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
+    )
     def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         refuse_batch_norm(self._batch_norms)
         undo_foreign_patches()
+        if not compiled:
+            original = with_recomputed_weights(module, original)
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
@@ -282,7 +290,7 @@ class Interception:
         """The forward of `module` as it was before it was patched."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
-        return self._repeatable(module, original)
+        return self._repeatable(module, with_recomputed_weights(module, original))
 
     def _repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, for calls beside the hooks of `module`: a backward in between has freed what they gathered."""

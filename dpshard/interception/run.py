@@ -118,12 +118,7 @@ def refuse_two_batch_dimensions(run: Run) -> None:
     A whole model gets the samples first; a part gets what other parts have made.
     """
     for x in run.leaves:
-        if (
-            isinstance(x, Tensor)
-            and differentiable(x)
-            and x.dim() > 2
-            and x.shape[0] == x.shape[1] == run.batch_size
-        ):
+        if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == run.batch_size:
             raise BatchLayoutError(
                 f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
                 f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "

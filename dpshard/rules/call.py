@@ -80,6 +80,7 @@ class Call(Protocol):
     kwargs: dict[str, Any]
     batch_size: int
     output_axis: BatchAxis | None
+
     def source(self, x: Any) -> Source | None:
         """The source that `x` is, or None for data, constants and frozen parameters."""
         ...
