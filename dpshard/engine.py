@@ -366,7 +366,9 @@ class PrivacyEngine:
 
     @property
     def _elements(self) -> int:
-        return sum(math.prod(shape) for shape in self._backend.shapes.values())
+        """Real numbers in the trained parameters; a complex one is two."""
+        shapes, parameters = self._backend.shapes, self._backend.parameters
+        return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in parameters.items())
 
     def _noise_secret(self) -> bytes:
         # A replayed step of engine.batches has the same batch, so it must have the same noise. Nobody knows whether a

@@ -49,8 +49,8 @@ def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = 
 
 
 def norm(gradients: Gradients, names: Sequence[str] | None = None) -> float:
-    """The L2 norm of a gradient, of all parameters or of those named."""
-    return math.sqrt(sum(float(gradients[name].double().square().sum()) for name in names or gradients))
+    """The L2 norm of a gradient, of all parameters or of those named; of a complex one, that of both its parts."""
+    return math.sqrt(sum(float(gradients[name].abs().double().square().sum()) for name in names or gradients))
 
 
 def factor(norm: float, threshold: float, clipping_fn: str) -> float:
@@ -82,10 +82,14 @@ def clipped_mean(
     return {name: g / batch_size for name, g in total.items()}
 
 
+def _double(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def relative_error(update: Gradients, expected: Gradients) -> float:
     """The worst parameter's error, measured against the norm of the whole expected gradient."""
     assert update.keys() == expected.keys()
-    errors = {name: float((update[name].double() - expected[name].double()).norm()) for name in expected}
+    errors = {name: norm({name: _double(update[name]) - _double(expected[name])}) for name in expected}
     assert all(math.isfinite(error) for error in errors.values()), errors
     return max(errors.values()) / norm(expected)
 

@@ -31,6 +31,7 @@ from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+from dpshard.records import as_real
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +71,24 @@ class FSDP2Backend(LocalBackend):
         super().__init__(model)
         self.mesh, self._shard_dim = _mesh(model, self.parameters)
         self.units = list(_units(model, {id(p): name for name, p in self.parameters.items()}))
+        for unit in self.units:
+            self._refuse_mixed(unit)
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
         self.differentiated: Mapping[str, Tensor] = self.whole
         self._reduction: _Reduction | None = None
         self._unreduced: dict[str, Tensor] = {}  # sums of backward passes that were told not to reduce
+
+    def _refuse_mixed(self, unit: Unit) -> None:
+        """Raise ConfigurationError for what FSDP would refuse in the first forward."""
+        complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
+        if complex_ones and len(complex_ones) < len(unit.names):
+            raise ConfigurationError(
+                f"{complex_ones[0]} is complex, but FSDP gathers parameters of one dtype together. Call fully_shard on "
+                f"the module that owns it, without real parameters; or store it as real numbers [..., 2], and call "
+                f"torch.view_as_complex in forward."
+            )
 
     @property
     def rank(self) -> int:
@@ -197,14 +210,14 @@ class FSDP2Backend(LocalBackend):
         self._require_untouched(unit.names)  # also those of layers that did not run here, so that nobody has asked yet
         with torch.no_grad():
             for name, columns in self._columns(unit):
-                local = self._local(self.parameters[name])
+                local = as_real(self._local(self.parameters[name]))
                 self._accumulate(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
 
     def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
-        """Where the padded shards of the parameters of a unit lie in a row of its bucket."""
+        """Where the padded shards of the parameters of a unit lie in a row of its bucket, complex ones as pairs."""
         start = 0
         for name in unit.names:
-            stop = start + self._rows(name) * self.parameters[name].shape[1:].numel()
+            stop = start + self._rows(name) * as_real(self._local(self.parameters[name])).shape[1:].numel()
             yield name, slice(start, stop)
             start = stop
 
@@ -213,14 +226,14 @@ class FSDP2Backend(LocalBackend):
         if reduction.bucket is None:
             unit = reduction.waiting[0]
             width = max(columns.stop for _, columns in self._columns(unit))
-            dtypes = (self.parameters[name].dtype for name in unit.names)
+            dtypes = (self.parameters[name].dtype.to_real() for name in unit.names)
             dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
             reduction.bucket = torch.zeros(self._shard_mesh().size(), width, dtype=dtype, device=self._device())
         return reduction.bucket
 
     def _fill(self, reduction: _Reduction, name: str, total: Tensor) -> None:
         columns = dict(self._columns(reduction.waiting[0]))[name]
-        _add_chunks(self._bucket(reduction)[:, columns], total, self._rows(name))
+        _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._rows(name))
 
     def _reduce_scatter(self, reduction: _Reduction) -> tuple[Unit, Tensor, Tensor, dist.Work]:
         """Start the one reduce-scatter of the next unit, bucket -> shards."""
@@ -229,14 +242,17 @@ class FSDP2Backend(LocalBackend):
         for name, columns in self._columns(unit):
             held = self._unreduced.pop(name, None)
             if held is not None:
-                _add_chunks(bucket[:, columns], held, self._rows(name))
+                _add_chunks(bucket[:, columns], as_real(held), self._rows(name))
         shards = bucket.new_empty(bucket.shape[1])
         work = reduce_scatter(shards, bucket.view(-1), group=self._shard_mesh().get_group(), async_op=True)
         assert work is not None
         return unit, shards, bucket, work
 
     def _accumulate(self, name: str, shard: Tensor) -> None:
-        """Add a rank's part of a clipped sum to `.grad`, or to the wide sum of a half-precision parameter."""
+        """Add a rank's part of a clipped sum to `.grad`, or to the wide sum of a half-precision parameter.
+
+        `shard`: of a complex parameter, its pairs of parts.
+        """
         parameter = self.parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
@@ -244,9 +260,11 @@ class FSDP2Backend(LocalBackend):
         if parameter.dtype in WIDE:
             if parameter.grad is None:
                 # A copy: the bucket is freed, and what follows in it belongs to other parameters.
-                self._assign(parameter, shard.to(parameter.dtype, copy=True))
+                gradient = torch.empty_like(self._local(parameter))
+                as_real(gradient).copy_(shard)
+                self._assign(parameter, gradient)
             else:
-                self._local(parameter.grad).add_(shard)
+                as_real(self._local(parameter.grad)).add_(shard)
         else:
             wide = self._wide_sums.get(name)
             self._wide_sums[name] = shard.clone() if wide is None else wide.add_(shard)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+from dpshard.records import as_real
 
 
 class Guard:
@@ -194,6 +195,7 @@ class _Noted:
 
 def checksum(x: Tensor) -> Tensor:
     """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    x = as_real(x)
     if x.dtype == torch.float64:
         words = x.detach().contiguous().view(torch.int64)
         # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.

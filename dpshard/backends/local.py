@@ -16,18 +16,19 @@ from dpshard.backends.model_parallel import whole_samples
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
 from dpshard.noise.keyed import Shard
+from dpshard.records import as_real, wide, wide_dtype
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
-WIDE = (torch.float32, torch.float64)
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
 
 
 class LocalBackend:
     """Gradients of a model that lives whole in one process.
 
-    Raises ConfigurationError for parameters that cannot be trained privately: complex or lazy ones, and two of a name.
+    Raises ConfigurationError for parameters that cannot be trained privately: lazy ones, and two of a name.
     """
 
     rank = 0
@@ -241,24 +242,28 @@ class LocalBackend:
 
         A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
         """
-        shards: list[Shard] = []
+        totals: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 total = self._sum_of(name)
                 if total is None and not parameter.requires_grad:
                     continue
                 if total is None:
-                    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                     shard = self._local(parameter)
-                    total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
-                shards.append(Shard(name, total if total.dtype in WIDE else total.float(), self._start(name)))
-            norm = release_(shards).cpu()  # an accelerator is waited for once
-            for shard in shards:
-                parameter, total = self.parameters[shard.name], shard.local
+                    total = torch.zeros(shard.shape, dtype=wide_dtype(shard), device=shard.device)
+                totals[name] = wide(total)
+            norm = release_([self._shard(name, total) for name, total in totals.items()])
+            norm = norm.cpu()  # an accelerator is waited for once
+            for name, total in totals.items():
+                parameter = self.parameters[name]
                 if parameter.grad is None or total is not self._local(parameter.grad):
                     self._assign(parameter, total.to(parameter.dtype))
         self._reset()
         return self._over_shards(norm.square()).sqrt()
+
+    def _shard(self, name: str, total: Tensor) -> Shard:
+        """What noise is added to: of a complex sum its two parts, each of which gets its own."""
+        return Shard(name, as_real(total), self._start(name) * (2 if total.is_complex() else 1))
 
     def full_gradient(self, name: str) -> Tensor | None:
         """All of a parameter's private gradient, on every rank, after `privatize` and before the optimizer's step.
@@ -322,5 +327,5 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
         if parameter.dtype not in _DTYPES:
             raise ConfigurationError(
                 f"{name} is of {parameter.dtype}; private training knows {', '.join(str(d)[6:] for d in _DTYPES)}. "
-                f"Freeze it with requires_grad_(False), or store it as real numbers (torch.view_as_real)."
+                f"Freeze it with requires_grad_(False), or cast it."
             )

@@ -70,6 +70,7 @@ class Anchor(torch.autograd.Function):
         return torch.zeros(0, device=parameters[0].device)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close: every slot of these parameters has had its gradients."""
         return (None, *ctx.close())
@@ -88,6 +89,7 @@ class Slot(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Hand the gradients of the dummies on."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
@@ -105,6 +107,7 @@ class _Hold(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -135,42 +138,66 @@ Arrive = Callable[[Sequence[Tensor | None]], None]
 
 
 class _Tap(torch.autograd.Function):
-    """`output` unchanged; in backward g passes on, and the kept tensors and g arrive: as gradients, if not otherwise.
+    """`output` unchanged; in backward its gradient g passes on, and the kept tensors and g are handed to `arrive`.
 
     The tensors are `count` that are saved, and those that the tap has edges to.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, arrive: Arrive | None, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
+        ctx: Any, arrive: Arrive, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.arrive, ctx.nodes, ctx.count, ctx.others = arrive, nodes, count, len(tensors)
-        ctx.save_for_backward(*tensors[:count])
-        if torch.compiler.is_compiling():
-            return output.clone()  # the compiler removes the copy, and refuses mark_dirty
-        ctx.mark_dirty(output)
-        return output
+        ctx.arrive = arrive
+        return _tapped(ctx, nodes, count, output, tensors)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedParameterError(_CREATE_GRAPH)
+        # autograd.grad(loss, input) comes by here, too, and asks for no gradient of a parameter.
+        if _any_runs(ctx.next_functions[1 + ctx.count :]):
+            with in_full_precision(gradients[0].device):
+                ctx.arrive((*_kept(ctx), *gradients))
+        return (None, None, None, *gradients, *(None,) * ctx.others)
+
+
+class _RegionTap(torch.autograd.Function):
+    """The same in a compiled region, where the tape cannot be reached: the last tensors are dummies of a slot.
+
+    In backward the kept tensors and g become the gradients of these.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
+        return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (gradient,) = gradients
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedParameterError(
-                "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways "
-                "that dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
-            )
-        unchanged = (None, None, None, gradient)
-        # autograd.grad(loss, input) comes by here, too, and asks for no gradient of a parameter.
-        if ctx.arrive is not None and not _any_runs(ctx.next_functions[1 + ctx.count :]):
-            return (*unchanged, *(None,) * ctx.others)
-        saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
-        if ctx.arrive is not None:
-            with in_full_precision(gradient.device):
-                ctx.arrive((*kept, gradient))
-            return (*unchanged, *(None,) * ctx.others)
-        kept = [x if x.is_floating_point() else x.double() for x in kept]
-        return (*unchanged, *(None,) * ctx.count, *kept, gradient)
+            raise UnsupportedParameterError(_CREATE_GRAPH)
+        kept = [x.to(_dummy_dtype(x)) for x in _kept(ctx)]
+        return (None, None, *gradients, *(None,) * ctx.count, *kept, *gradients)
+
+
+_CREATE_GRAPH = (
+    "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways that dpshard does "
+    "not see (gradient penalties, meta-learning). Compute it without create_graph."
+)
+
+
+def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    ctx.nodes, ctx.count, ctx.others = nodes, count, len(tensors)
+    ctx.save_for_backward(*tensors[:count])
+    if torch.compiler.is_compiling():
+        return output.clone()  # the compiler removes the copy, and refuses mark_dirty
+    ctx.mark_dirty(output)
+    return output
+
+
+def _kept(ctx: Any) -> list[Tensor]:
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
 
 
 def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
@@ -186,12 +213,16 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
     """
     nodes = tuple(_node_of(x) for x in keep)
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
+    if arrive is None:
+        return _RegionTap.apply(nodes, len(own), output, *own, *ends)
     return _Tap.apply(arrive, nodes, len(own), output, *own, *ends)
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Stride-0 templates (no memory) for `keep` and the gradient of `output`."""
-    return tuple(
-        torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float64, device=x.device).expand(x.shape)
-        for x in (*keep, output)
-    )
+    return tuple(torch.zeros((), dtype=_dummy_dtype(x), device=x.device).expand(x.shape) for x in (*keep, output))
+
+
+def _dummy_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which `x` travels as a gradient; integers are exact in float64."""
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

@@ -24,7 +24,7 @@ from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precis
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.records import Bundle, PerSample, Record, fetched, measure, offloaded, wide_dtype
+from dpshard.records import Bundle, PerSample, Record, as_complex, fetched, measure, offloaded, wide_dtype
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -250,6 +250,7 @@ class Tape:
         return self.groups[self.clipper.group_of[name].index]
 
     def _at_roots(self, source: Source, record: Record) -> list[tuple[str, tuple[Source, Record]]]:
+        record = record.real()
         if source.isometric:
             return [(source.roots[0], (source, record))]
         pulled = pull_back_per_sample(source, record, self.clipper.values)
@@ -347,7 +348,8 @@ class Tape:
         group = self._group(name)
         self._sum(group, name)
         self._sum_bundle(group)
-        return group.sums.pop(name, None)
+        total = group.sums.pop(name, None)
+        return None if total is None else as_complex(total, self.clipper.anchored[name].dtype)
 
 
 Take = Callable[[str], Tensor | None]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.rules import COMPOSITES
 from dpshard.rules.torch_functions import Function, Quiet
@@ -60,13 +61,25 @@ class Undropped(TorchFunctionMode):
     permuting = True
     """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
 
+    def __init__(self, samples: int = 0) -> None:
+        """`samples`: how many the model is run on; 0 if random subsets of them stay what they are."""
+        super().__init__()
+        self.samples = samples
+        self._permutations: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look into composites, and run everything but random draws as it is."""
         kwargs = kwargs or {}
         if Quiet.on:
             return func(*args, **kwargs)
         if func is torch.randperm:
-            return func(*args, **kwargs).sort().values.roll(int(self.permuting))
+            order = func(*args, **kwargs).sort().values.roll(int(self.permuting))
+            self._permutations[order] = True
+            return order
+        if func is Tensor.__getitem__ and isinstance(args[1], slice) and self._permutes_samples(args[0]):
+            return args[0]  # stochastic depth on a random subset of the samples, off: none is left out
+        if func in (torch.index_add, Tensor.index_add, Tensor.index_add_) and self._permutes_samples(args[2]):
+            kwargs.pop("alpha", None)  # nor scaled for those that are
         if func in _RANDOM:
             return func(*args, **kwargs).fill_(_RANDOM[func])
         if func in _ORDERS and self.permuting and not kwargs.get("stable"):
@@ -76,3 +89,6 @@ class Undropped(TorchFunctionMode):
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _permutes_samples(self, order: Tensor) -> bool:
+        return self.samples > 0 and order in self._permutations and len(order) == self.samples

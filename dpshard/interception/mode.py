@@ -21,11 +21,23 @@ from dpshard.interception.batch_dims import (
 )
 from dpshard.interception.routing import Routing
 from dpshard.interception.slots import Premade, Rehearsal, SlotMaker
+from dpshard.interception.vmapped import Lifted, Vmapped, lift, transforms_are_active
 from dpshard.records import PerSample
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
+from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
 from dpshard.rules.parameter_views import derive
-from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.rules.routed import at_samples
+from dpshard.rules.torch_functions import (
+    Function,
+    Quiet,
+    canonical,
+    differentiable,
+    function_name,
+    outputs_of,
+    tensors_of,
+)
+from dpshard.rules.vectorized import vectorized
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
@@ -37,9 +49,9 @@ _LOST = (
     "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
 )
 _ROUTED = (
-    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through linear "
-    "maps, grouped products and elementwise functions with a parameter, one sample's rows beside another's; keep all "
-    "rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
+    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through functions "
+    "that treat every row by itself (linear maps, convolutions, norms, attention within a row, elementwise functions) "
+    "and grouped products; keep all rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
 )
 
 
@@ -67,12 +79,29 @@ class InterceptionMode(TorchFunctionMode):
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
+        if transforms_are_active():
+            lifted = lift(func, args, kwargs)
+            if self._uses(tensors_of((lifted.args, lifted.kwargs))):
+                return self._lifted(lifted, types)
         if not (self._uses(args) or (kwargs and self._uses(kwargs.values()))):
             result = func(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 self.routing.follow(func, args, kwargs, result)
             return result
         return self._redirect(func, args, kwargs)
+
+    def _lifted(self, call: Lifted, types: Any) -> Any:
+        reason = ""
+        if call.differentiated:
+            reason = "it is called within torch.func.grad, jvp or jacrev, which differentiate it again: no per-sample gradient is followed there. Write out the derivative"
+        elif isinstance(self.slots, Rehearsal | Premade):
+            reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
+        if reason:
+            used = [x for x in tensors_of((call.args, call.kwargs)) if x in self.sources]
+            raise self.refusal(", ".join(self.sources[x].label for x in used), call.func, reason, advise=False)
+        with call.outside():
+            result = self.__torch_function__(call.func, types, call.args, call.kwargs)
+        return call.lower(result)
 
     def _holds_samples(self, x: Tensor, dim: int, _: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
@@ -94,22 +123,31 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and not isinstance(self.slots, Rehearsal):
             return func(*args, **kwargs)
+        if layout is None and not torch.compiler.is_compiling():
+            layout = self._unprobed(func, tensors)
         if layout is None:
             result = func(*args, **kwargs)
-            if any(x.is_floating_point() for x in outputs_of(result)):
+            if any(differentiable(x) for x in outputs_of(result)):
                 raise UnknownCall
             return result  # a shape, a comparison, a printed value: nothing that a gradient flows through
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = _InterceptedCall(self, func, args, kwargs, tensors, layout)
         compiling = torch.compiler.is_compiling()
-        rules = ROUTED_RULES if (layout.lost or layout.routed or not compiling) and self._routed(call) else RULES
-        rule = rules.get(func)
+        routed = (layout.lost or layout.routed or not compiling) and self._routed(call)
+        rule = vectorized if isinstance(func, Vmapped) else RULES.get(func)
+        rule = ROUTED_RULES.get(func, rule) if routed else rule
         if rule is None:
             raise call.refuse("no rule gives its per-sample gradient")
-        result = rule(call, *args, **kwargs)
+        if routed and not call.batch_size:
+            args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
+            result = func(*args, **kwargs)  # an expert to which no row came
+        else:
+            result = rule(call, *args, **kwargs)
         if not compiling:
             self.routing.follow(func, args, kwargs, result)
+        if routed and any(self.routing.samples(x) is None for x in outputs_of(result)):
+            raise call.refuse(_ROUTED.format("this function is not known to treat them one by one"), advise=False)
         return result
 
     def _routed(self, call: _InterceptedCall) -> bool:
@@ -130,10 +168,20 @@ class InterceptionMode(TorchFunctionMode):
             call.layout = call.layout.in_order()
             call.output_axis = call.layout.output
             return False
-        if call.func not in ROUTED_RULES or not call.layout.routed:
-            raise call.refuse(_ROUTED.format("there is no rule for such rows"), advise=False)
-        call.samples = sample_N
+        if not call.layout.routed:
+            raise call.refuse(_ROUTED.format("it did not, when the model was probed"), advise=False)
+        call.take_rows_for_samples(sample_N)
         return True
+
+    def _unprobed(self, func: Function, tensors: list[Tensor]) -> CallLayout | None:
+        """The layout of a call that no probe has met, where nothing else is possible: of an expert that had no row."""
+        data = [x for x in tensors if x not in self.sources]
+        if not data and (func in ISOMETRIC or function_name(func) in ISOMETRIC_PROPERTIES):
+            return CallLayout([None] * len(tensors), None)
+        if not data or any(self.routing.samples(x) is None for x in data):
+            return None
+        rows = BatchAxis(0, routed=True)
+        return CallLayout([None if x in self.sources else rows for x in tensors], rows)
 
     def _derive(self, func: Function, args: Any, kwargs: Any) -> Any:
         cut: dict[Tensor, Source] = {}
@@ -160,7 +208,7 @@ class InterceptionMode(TorchFunctionMode):
         for index, output in enumerate(outputs_of(result)):
             if output in cut:
                 self.sources[output] = cut[output]  # a cast to the dtype that it has: the same tensor comes back
-            elif output.is_floating_point():
+            elif differentiable(output):
                 self.sources[output] = derive(func, args, kwargs, self.sources, index, output)
         return result
 
@@ -175,7 +223,11 @@ class _InterceptedCall:
         self.tensors, self.layout = tensors, layout
         self.batch_size = mode.slots.batch_size
         self.output_axis = layout.output
-        self.samples: Tensor | None = None
+        self.samples: Tensor | None = None  # of routed rows, [N]
+
+    def take_rows_for_samples(self, sample_N: Tensor) -> None:
+        """Let the rule know of N samples; what it records goes to those that the rows belong to."""
+        self.samples, self.batch_size = sample_N, len(sample_N)
 
     def source(self, x: Any) -> Source | None:
         return self.mode.sources.get(x) if isinstance(x, Tensor) else None
@@ -193,7 +245,8 @@ class _InterceptedCall:
         return x if isinstance(self.mode.slots, Rehearsal) else hold(x)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
-        use, slots = Use(tuple(sources), build), self.mode.slots
+        slots = self.mode.slots
+        use = Use(tuple(sources), build if self.samples is None else self._at_samples(build, self.samples))
         if (expected := slots.expect(use)) is not None:
             return tap(output, keep, *expected)
         dummies = slots.slot(use, *dummies_like(output, keep))
@@ -202,8 +255,13 @@ class _InterceptedCall:
     def per_sample(self, x: Tensor) -> Tensor:
         source = self.mode.sources[x]
         use = Use((source,), lambda gradient: [(source, PerSample(gradient))], copies=True)
-        (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.batch_size, *x.shape))
-        return copies
+        (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.mode.slots.batch_size, *x.shape))
+        return copies if self.samples is None else copies[self.samples]
+
+    def _at_samples(self, build: Build, sample_N: Tensor) -> Build:
+        """What makes records of routed rows, as those of the samples that they belong to."""
+        B = self.mode.slots.batch_size
+        return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
         labels = ", ".join(dict.fromkeys(self.mode.sources[x].label for x in self.tensors if x in self.mode.sources))

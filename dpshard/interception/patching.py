@@ -13,6 +13,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.protocols import Session, Sharding
+from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.interception.refusals import refusal, refuse_batch_norm
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.running import Running
@@ -71,6 +73,8 @@ class Interception:
         """The mode of that forward; None if it is an ordinary one."""
         self.layouts: dict[Any, Layout] = {}
         """By the kind of the inputs; see `layout_of`."""
+        self.readings: dict[Any, tuple[int | None, ...]] = {}
+        """By the kind of the inputs: which carry samples, where probes have corrected what their sizes said."""
         self.freed: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
         self.regions = Regions(self)
@@ -199,6 +203,8 @@ class Interception:
             if compiled and not torch.compiler.is_compiling():
                 return self.regions.call(module, original, args, kwargs)
             return original(*args, **kwargs)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
+            return self._outermost(module, original, compiled, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return self._recompute(module, original, compiled, args, kwargs)
         if self.active or not torch.is_grad_enabled() or not module.training:
@@ -245,27 +251,34 @@ class Interception:
         return Running(self, mode)
 
     # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
-    @torch.compiler.disable(reason="the model was compiled after its PrivacyEngine was made; compile it before")
+    @torch.compiler.disable(
+        reason="dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
+        "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
+    )
     def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         refuse_batch_norm(self._batch_norms)
         undo_foreign_patches()
+        if not compiled:
+            original = with_recomputed_weights(module, original)
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
+        run = self.as_read(run)
         tape = self.session.open_tape(run.batch_size, module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal layout
             for _ in range(ATTEMPTS):
+                mode = self.new_mode(layout, tape)
                 try:
-                    with self._recorded(self.new_mode(layout, tape)):
+                    with self._recorded(mode):
                         if compiled:
                             return self.regions.call(module, original, args, kwargs)
                         return original(*args, **kwargs)
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
-                    layout = self._probe(run, into=layout)
+                    layout = self._probe(run.beginning_with(mode.routing.suspects(2)), into=layout)
                     self._first_forward(run)
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
@@ -281,7 +294,7 @@ class Interception:
         """The forward of `module` as it was before it was patched."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
-        return self._repeatable(module, original)
+        return self._repeatable(module, with_recomputed_weights(module, original))
 
     def _repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, for calls beside the hooks of `module`: a backward in between has freed what they gathered."""
@@ -318,14 +331,38 @@ class Interception:
 
     def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
         """The layout for inputs of this kind; found, and the model verified, when they come for the first time."""
+        run = self.as_read(run)
+        if self._kind(run) not in self.layouts:
+            run = self._read(run)
         kind = self._kind(run)
-        if kind not in self.layouts:
-            self.layouts[kind] = self._probe(run, into={})
         if verify and kind not in self._verified:
             self._first_forward(run)
             self._gather(run.module)
             self._verified.add(kind)
         return self.layouts[kind]
+
+    def as_read(self, run: Run) -> Run:
+        """`run`, with the inputs that carry samples as probes have found."""
+        dims = self.readings.get(self._kind(run)) if self.readings else None
+        return run if dims is None else replace(run, dims=dims)
+
+    def _read(self, run: Run) -> Run:
+        """`run` as the model takes it, probed: what has the size of the batch by chance does not stand to be cut."""
+        kind = self._kind(run)
+        try:
+            self.layouts[kind] = self._probe(run, into={})
+            return run
+        except BatchLayoutError:
+            if self.sharding.gathers(run.module):  # all ranks probe as often
+                raise
+            for reading in run.other_readings():
+                try:
+                    self.layouts[self._kind(reading)] = self._probe(reading, into={})
+                except BatchLayoutError:
+                    continue
+                self.readings[kind] = reading.dims
+                return reading
+            raise
 
     def _kind(self, run: Run) -> Any:
         inputs = [
@@ -380,18 +417,20 @@ class Interception:
         layout = self.layouts[self._kind(run)]
         for _ in range(ATTEMPTS):
             state.rewind()
+            mode = self.new_mode(layout, tape())
             try:
-                with eager(), Undropped(), self._recorded(self.new_mode(layout, tape()), beside=Undropped()):
+                undropped = functools.partial(Undropped, len(samples))
+                with eager(), undropped(), self._recorded(mode, beside=undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind()
-                self._probe(run, into=layout)
+                self._probe(run.beginning_with([samples[i] for i in mode.routing.suspects(2)]), into=layout)
         raise BatchLayoutError(_NEW_COURSE)
 
     def run_plain(self, run: Run, samples: list[int]) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
-        self._again = Undropped
-        with eager(), Undropped():
+        self._again = functools.partial(Undropped, len(samples))
+        with eager(), self._again():
             return run.on(samples)
 
     def new_mode(

@@ -16,7 +16,7 @@ may be permuted, packed, or read one step at a time, and are as good as lost to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.rules.elementwise import ELEMENTWISE
 from dpshard.rules.routed import GROUPED
-from dpshard.rules.torch_functions import Function, functions_named, outputs_of, tensors_of
+from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
 """Functions whose number of output rows depends on the values of the data."""
@@ -38,7 +38,8 @@ ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"
 _SELECTING = functions_named(["index_select"])
 _CUTTING = functions_named(["split", "split_with_sizes", "chunk"])
 _JOINING = functions_named(["cat", "concat", "concatenate"])
-_TRANSPOSING = functions_named(["transpose", "swapaxes", "swapdims"])
+_TRANSPOSING = functions_named(["transpose", "swapaxes", "swapdims", "permute"])
+_UNBINDING = functions_named(["unbind"])
 
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
@@ -54,15 +55,19 @@ _ELEMENTWISE = (
     ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
 )
 _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
-_MAPPING_FIRST = frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding}) | GROUPED
+_MAPPING_FIRST = (
+    frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding, F.prelu, torch.prelu}) | GROUPED
+)
 """Functions that map every row of their first argument alike."""
+_CONVOLVING = functions_named([f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)], [F])
 _MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
 _VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
 _ALONG = {
     **dict.fromkeys(functions_named(["chunk", "split", "split_with_sizes", "tensor_split", "norm"]), 2),
     **dict.fromkeys(
         functions_named(
-            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin".split(), (F, torch, Tensor)
+            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin gather".split(),
+            (F, torch, Tensor),
         ),
         1,
     ),
@@ -102,21 +107,36 @@ def _numbers_in(index: Any) -> Any:
     return torch.as_tensor(index) if numbers else index
 
 
-def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor] | None:
-    """What `func` picks rows or columns of, along which of dimensions 0 and 1, and their numbers [N]."""
+def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
+    """What `func` picks rows or columns of, along which of dimensions 0 and 1, their numbers [N], and where they go."""
+    shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
         if len(index) == 2 and isinstance(index[0], slice) and index[0] == slice(None):
             dim, rows = 1, index[1]
+        elif len(index) == 2 and index[0] is None:
+            rows, shift = _row_numbers(index[1:]), 1
         else:
             rows = _row_numbers(index)
     elif func in _SELECTING:
-        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
+        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index").view(-1)
     else:
         return None
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
         return None
-    return (x, dim, rows) if dim in (0, 1) else None
+    return (x, dim, rows, dim + shift) if dim in (0, 1) else None
+
+
+def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
+    """Which dimension of its first argument each dimension of the output was, for functions of _TRANSPOSING."""
+    rank = args[0].dim()
+    given = [*args[1:], *kwargs.values()]
+    dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]
+    if function_name(func) == "permute":
+        return dims
+    order, (first, second) = list(range(rank)), dims
+    order[first], order[second] = second, first
+    return order
 
 
 class Routing:
@@ -134,7 +154,14 @@ class Routing:
         # The sample of each column, along dimension 1, and whether they are in order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, and what was picked along it
         self._idle = True
+
+    def suspects(self, n: int) -> list[int]:
+        """Up to n samples of which rows were picked where no evidence said whose they are: worth a probe."""
+        lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
+        found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
+        return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
         """The sample of every row of `x`, int64 [N]; None if its rows were not routed."""
@@ -167,15 +194,15 @@ class Routing:
             self._pad(args, kwargs, *outputs)
             return
         if indexed is not None:
-            x, dim, rows = indexed
+            x, dim, rows, to_dim = indexed
             sample_N = self._of(x, dim, read=True)
             if sample_N is not None:
-                self._put(outputs, sample_N[rows.to(sample_N.device)], dim)
+                self._put(outputs, sample_N[rows.to(sample_N.device)], to_dim)
                 return
-        if func in _TRANSPOSING and args[0].dim() > 1 and sorted(d % args[0].dim() for d in args[1:]) == [0, 1]:
-            self._transpose(args[0], *outputs)
+            self._unplaced.append((x.shape[dim], rows))
+        if func in _TRANSPOSING and self._move_dims(args[0], outputs[0], _order_of_dims(func, args, kwargs)):
             return
-        moved = self._moved(func, args, kwargs)
+        moved = self._moved(func, args, kwargs, outputs)
         if moved is not None:
             for x, sample_N in zip(outputs, moved, strict=True):
                 self._put([x], sample_N)
@@ -217,25 +244,32 @@ class Routing:
                 return
         self.lose([padded, lengths])
 
-    def _transpose(self, x: Tensor, output: Tensor) -> None:
-        """Rows become columns, and columns rows; what is neither stays what it is."""
+    def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
+        """Whether rows, or columns, of `x` are rows or columns of `output`, of which dimension i was order[i]."""
         rows, columns = self.samples(x), self._along_columns(x)
-        if rows is not None or columns is not None:
-            self._put([output], columns if rows is None else rows, 0 if rows is None else 1)
-        elif self.lost(x):
-            self.lose([output])
+        if rows is None and columns is None:
+            return False
+        to_dim = order.index(0 if columns is None else 1)
+        if to_dim <= 1:
+            self._put([output], columns if rows is None else rows, to_dim)
+        return to_dim <= 1
 
-    def _moved(self, func: Function, args: Any, kwargs: Any) -> list[Tensor] | None:
+    def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
         """The samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
         if func in _JOINING:
             parts = [self.samples(x) for x in _argument(args, kwargs, 0, "tensors")]
             along_rows = _argument(args, kwargs, 1, "dim") in (0, None)
             known = [part for part in parts if part is not None]
             return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
-        sample_N = self.samples(args[0]) if args and isinstance(args[0], Tensor) else None
+        sample_N = columns = None
+        if args and isinstance(args[0], Tensor):
+            sample_N, columns = self.samples(args[0]), self._along_columns(args[0])
+        if columns is not None and func in _UNBINDING and _argument(args, kwargs, 1, "dim") in (0, None):
+            return [columns] * len(outputs)
+        if columns is not None and func in _VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
+            return [columns]
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            columns = self._along_columns(args[0])
             if columns is not None and len(index) == 1 and type(index[0]) is int:
                 return [columns]
             plain = all(type(i) is int or isinstance(i, slice) or i is Ellipsis for i in index)
@@ -257,7 +291,7 @@ class Routing:
         else:
             along_rows = _argument(args, kwargs, 1, "dim") == 0
             base, rows, source = args[0], _argument(args, kwargs, 2, "index"), _argument(args, kwargs, 3, "source")
-            rows = rows if along_rows else None
+            rows = rows.view(-1) if along_rows and rows is not None else None
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
         if home is None or own is None or rows is None or not torch.equal(home[rows], own):
@@ -311,7 +345,14 @@ def _by_row(
         return False
     alone = len(routed) == 1 and args and args[0] is routed[0]
     if func in _MAPPING_FIRST:
-        return bool(alone)
+        whole = func in (F.layer_norm, F.rms_norm) and len(args[1]) == args[0].dim()
+        return bool(alone) and not whole
+    if func in _CONVOLVING:
+        return bool(alone) and args[0].dim() == args[1].dim()
+    if func is F.scaled_dot_product_attention:
+        followed = {id(x) for x in routed}
+        rank = outputs[0].dim()
+        return rank > 2 and all(id(x) in followed or x.dim() < rank or len(x) == 1 for x in tensors)
     if func in _MATMUL:
         return (len(routed) == len(tensors) > 1 and args[0].dim() > 2) or bool(alone and args[0].dim() == 2)
     if func in _ELEMENTWISE:

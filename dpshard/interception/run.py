@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError
+from dpshard.interception.vmapped import transforms_are_active
+from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
+
+
+READINGS = 16
+"""Ways to read the inputs of a model that are tried at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,21 @@ class Run:
         """The output for the first n of `rows` samples, repeated if there are fewer."""
         return self.on([i % rows for i in range(n)])
 
+    def other_readings(self) -> Iterator[Run]:
+        """The same with some inputs taken for constants, though their size is the batch's: a mask [T, T] of T = B."""
+        square = (self.batch_size, self.batch_size)
+        carrying = [i for i, d in enumerate(self.dims) if d == 0]
+        doubtful = [i for i in carrying if self.leaves[i].dim() == 1 or self.leaves[i].shape[:2] == square]
+        doubtful.sort(key=lambda i: (self.leaves[i].is_floating_point(), self.leaves[i].dim()))  # the likeliest first
+        subsets = (itertools.combinations(doubtful, n) for n in range(1, len(carrying)))
+        for constant in itertools.islice(itertools.chain.from_iterable(subsets), READINGS):
+            yield replace(self, dims=tuple(None if i in constant else d for i, d in enumerate(self.dims)))
+
+    def beginning_with(self, samples: list[int]) -> Run:
+        """The same with these samples before the others."""
+        order = [*samples, *(i for i in range(self.batch_size) if i not in samples)]
+        return replace(self, leaves=tuple(self._pick(i, order) for i in range(len(self.leaves)))) if samples else self
+
     def _pick(self, i: int, samples: list[int]) -> Any:
         leaf, dim = self.leaves[i], self.dims[i]
         if dim is None:
@@ -50,6 +72,11 @@ def plan_run(
     module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, plan: MicroBatchPlan | None
 ) -> Run:
     """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
+    if transforms_are_active():
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called within torch.vmap or another transform of torch.func, so its samples "
+            f"are hidden. Call it on the whole micro-batch; within its forward torch.vmap is followed."
+        )
     leaves, tree = pytree.tree_flatten((args, kwargs))
     sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
     if not sizes:
@@ -91,12 +118,7 @@ def refuse_two_batch_dimensions(run: Run) -> None:
     A whole model gets the samples first; a part gets what other parts have made.
     """
     for x in run.leaves:
-        if (
-            isinstance(x, Tensor)
-            and x.is_floating_point()
-            and x.dim() > 2
-            and x.shape[0] == x.shape[1] == run.batch_size
-        ):
+        if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == run.batch_size:
             raise BatchLayoutError(
                 f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
                 f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "

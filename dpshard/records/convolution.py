@@ -165,6 +165,10 @@ class Convolution:
             )
         return total
 
+    def real(self) -> Convolution | OuterProduct:
+        """See dpshard.records.record."""
+        return self.outer().real() if self.input.is_complex() else self
+
     def outer(self) -> OuterProduct:
         """The same as rows and columns, with the windows of all positions."""
         rank, G = len(self.stride), self.groups

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import blank, sum_floor, wide
+from dpshard.records.numerics import as_real, blank, sum_floor, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ class Gather:
         C = values.shape[2]
         out = values.new_zeros(self.shape.numel() // C, C)
         return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
+
+    def real(self) -> Gather:
+        """See dpshard.records.record."""
+        if not self.values.is_complex():
+            return self
+        return Gather(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, dead_B: Tensor) -> Gather:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""

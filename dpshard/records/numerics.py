@@ -7,7 +7,17 @@ import functools
 import torch
 from torch import Tensor
 
-_WIDE = (torch.float32, torch.float64)
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """`x`; of a complex one its real and imaginary parts, [..., 2], of which norms, sums and noise are taken."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def as_complex(x: Tensor, like: torch.dtype) -> Tensor:
+    """The inverse of `as_real`, for a tensor that is of the dtype `like`."""
+    return torch.view_as_complex(x.contiguous()) if like.is_complex else x
 
 
 def wide(x: Tensor) -> Tensor:

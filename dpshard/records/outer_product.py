@@ -13,6 +13,7 @@ from dpshard.kernels import native, triton
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
+    as_real,
     blank,
     gram,
     gram_floor,
@@ -91,6 +92,14 @@ class OuterProduct:
             cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
         rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
         return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
+
+    def real(self) -> OuterProduct:
+        """See dpshard.records.record; of (a + ib) c the parts are those of c, a times, and of ic, b times."""
+        if not self.rows.is_complex():
+            return self
+        rows = torch.cat((self.rows.real, self.rows.imag), 2)
+        cols = torch.cat([as_real(x).flatten(3) for x in (self.cols, 1j * self.cols)], 2)
+        return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, dead_B: Tensor) -> OuterProduct:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import blank, flat, norms, wide
+from dpshard.records.numerics import as_real, blank, flat, norms, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,10 @@ class PerSample:
         """sum_i factor_i * gradient_i, [*shape]."""
         rows = flat(self.gradient)
         return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
+
+    def real(self) -> PerSample:
+        """See dpshard.records.record."""
+        return PerSample(as_real(self.gradient))
 
     def without(self, dead_B: Tensor) -> PerSample:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""

@@ -12,6 +12,9 @@ A use of a parameter leaves one of five records. B samples, G groups of a weight
 Each gives its squared norm [B], the per-sample gradients, and the sum weighted by factors [B]. A parameter that is
 used several times has the sum of its records as its gradient: records of a kind join into one, and kinds that stay
 apart have inner products, so that norms hold all cross terms.
+
+The gradient of a complex parameter is that of its real and imaginary parts, [*shape, 2]. `real()` is the record of
+these; a tape keeps no other, so all that follows takes real numbers.
 """
 
 from dpshard.records.convolution import Convolution

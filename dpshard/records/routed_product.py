@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import blank, wide
+from dpshard.records.numerics import as_real, blank, wide
 from dpshard.records.outer_product import OuterProduct
 
 
@@ -73,6 +73,19 @@ class RoutedProduct:
         out = rows.new_zeros(n * self.groups, *product.shape)
         out[keys] = product.per_sample()
         return out.view(n, *self.shape)
+
+    def real(self) -> RoutedProduct:
+        """See dpshard.records.record, and OuterProduct."""
+        if not self.rows.is_complex():
+            return self
+        return replace(
+            self,
+            rows=torch.cat((self.rows.real, self.rows.imag)),
+            cols=torch.cat([as_real(x).flatten(1) for x in (self.cols, 1j * self.cols)]),
+            sample=self.sample.repeat(2),
+            group=self.group.repeat(2),
+            shape=torch.Size((*self.shape, 2)),
+        )
 
     def without(self, dead_B: Tensor) -> RoutedProduct:
         """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""

@@ -21,7 +21,7 @@ class BatchAxis:
     sample_major: bool = True
     """When the dimension is B * k long: whether the k rows of one sample are adjacent ([B, k]) or strided ([k, B])."""
     routed: bool = False
-    """Whether the data decides whose row is where (experts): `Call.samples` says, and neither `split` nor `merge`."""
+    """Whether the data decides whose row is where (experts): every row of the call is then taken for a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """`x` with the samples first: [B, ...]; k rows of a sample become a dimension of their own, where they were."""
@@ -80,8 +80,6 @@ class Call(Protocol):
     kwargs: dict[str, Any]
     batch_size: int
     output_axis: BatchAxis | None
-    samples: Tensor | None
-    """For routed rows: the sample of every row, int64 [N], for all routed arguments alike."""
 
     def source(self, x: Any) -> Source | None:
         """The source that `x` is, or None for data, constants and frozen parameters."""

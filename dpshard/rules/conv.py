@@ -95,7 +95,7 @@ def _record(
         records: list[tuple[Source, Record]] = []
         g = tensors[-1]
         if w is not None:
-            records.append((w, record(tensors[0], g, torch.Size(w.shape))))
+            records.append((w, record(tensors[0].conj(), g, torch.Size(w.shape))))
         if b is not None:
             total_BP = g.flatten(3).sum(3, dtype=wide_dtype(g)).sum(1)
             records.append((b, PerSample(total_BP)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.records import PerSample, Record, wide
+from dpshard.records import PerSample, Record, as_complex, as_real, wide
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import functions_named
 
@@ -23,9 +23,13 @@ _ISOMETRIC_NAMES = (
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel"),
     *("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type_as", "type", "neg", "__neg__"),
     *("select", "narrow", "chunk", "split", "unbind", "__getitem__", "split_with_sizes", "tensor_split", "flip"),
+    *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Functions that move or pick elements of one tensor, each at most once: the adjoint preserves norms."""
+"""Functions that move or pick elements of one tensor, each at most once: the adjoint preserves norms.
+
+Of a complex element both parts: a cast from real numbers does not.
+"""
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
@@ -39,20 +43,23 @@ def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
 
 
 def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the roots from the gradient of the derived tensor, both without a batch dimension."""
+    """Gradients of the roots from the gradient of the derived tensor, both without a batch dimension.
+
+    Of complex tensors here and below: of their parts, see `as_real`.
+    """
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
-    (roots,) = vjp(gradient.to(replayed.dtype))
-    return roots
+    (roots,) = vjp(as_complex(gradient, replayed.dtype).to(replayed.dtype))
+    return {name: as_real(root) for name, root in roots.items()}
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSample]:
     """Per-sample records of the roots from a record of the derived tensor: a vector-Jacobian product a sample."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
-    gradient = record.per_sample().to(replayed.dtype)
+    gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)
     with warnings.catch_warnings():
         # What vmap cannot batch (weight_norm) it runs sample by sample, which is all that could be done here.
         warnings.filterwarnings("ignore", "There is a performance drop")
         (roots,) = torch.func.vmap(vjp)(gradient)
-    return {name: PerSample(root) for name, root in roots.items()}
+    return {name: PerSample(as_real(root)) for name, root in roots.items()}

@@ -110,7 +110,7 @@ def _record(
         g_BTP = axis.split(tensors[-1], B).reshape(B, -1, tensors[-1].shape[-1])
         records: list[tuple[Source, Record]] = []
         if weight is not None:
-            a_BTD = axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1])
+            a_BTD = axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1]).conj()
             rows, cols = (a_BTD, g_BTP) if transposed else (g_BTP, a_BTD)
             records.append((weight, OuterProduct(rows[:, None], cols[:, None], torch.Size(weight.shape))))
         if bias is not None:

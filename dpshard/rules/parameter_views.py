@@ -20,16 +20,17 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     tensors = list(tensors_of((args, kwargs)))
     parents = [sources[x] for x in tensors if x in sources]
     name, arguments = function_name(func), (*args, *kwargs.values())
+    alike = output.is_complex() == tensors[0].is_complex()
     if torch.compiler.is_compiling():
         # The source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
         replay = _never_replayed
-    elif name in _CASTS and len(parents) == 1:
+    elif name in _CASTS and len(parents) == 1 and alike:
         # Gradients go back as they are: a cast would round the clipped sum in half precision.
         replay = parents[0].replay
     else:
         replay = _replay_of(func, args, kwargs, sources, index)
     number = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
-    rearranges = func in ISOMETRIC or name in ISOMETRIC_PROPERTIES
+    rearranges = (func in ISOMETRIC or name in ISOMETRIC_PROPERTIES) and (alike or name not in _CASTS)
     picks_once = name != "__getitem__" or number is not None or _is_basic(args[1])
     return Source(
         label=f"{name}({', '.join(_text(x, sources) for x in arguments)})[{index}]",

@@ -12,7 +12,7 @@ Rule = Callable[..., Any]
 RULES: dict[Function, Rule] = {}
 
 ROUTED_RULES: dict[Function, Rule] = {}
-"""Rules for calls on routed rows, of which `Call.samples` says whose they are; others never see such rows."""
+"""Rules for calls on routed rows that look at where rows lie; see [Note: Rules for routed rows]."""
 
 COMPOSITES: dict[Function, Function] = {}
 """Functions that are looked into rather than ruled as a whole: the same, written in functions of torch."""

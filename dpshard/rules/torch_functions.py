@@ -26,6 +26,11 @@ def outputs_of(result: Any) -> list[Tensor]:
     return list(tensors_of((result,)))
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether a gradient may flow through `x`."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def function_name(func: Function) -> str:
     """The name of a torch function, or of the property of a tensor that it gets."""
     name = getattr(func, "__name__", str(func))

@@ -62,6 +62,10 @@ def refuse_shared(model: nn.Module) -> None:
                 )
 
 
+@torch.compiler.disable(
+    reason="dpshard adds the noise in a hook before optimizer.step(), outside of what is compiled: compile the step "
+    "without fullgraph=True, or not at all"
+)
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     _refuse_late_parameters(held)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.records import as_real
+
 WIDTHS = (4093, 4091, 4079)
 """Places of a sketch: the first that does not divide the number of elements. They are primes, so the elements of one
 column of a matrix do not meet in one place."""
@@ -33,7 +35,7 @@ class Sketch:
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
         """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
-        flat = gradient.detach().reshape(-1)
+        flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)
             return cls(flat.norm(), flat)

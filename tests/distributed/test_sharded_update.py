@@ -28,6 +28,8 @@ ONE_PASS = STYLES[:4]
         (2, "fsdp2", ("all-layer:auto+wrapper", "block-wise:auto+wrapper")),
         (2, "fsdp2", ("all-layer:auto+hf+checkpoint", "layer-wise:auto+hf+checkpoint", "all-layer:auto+hf+lengths")),
         (2, "fsdp2", ("all-layer:auto+signsgd",)),
+        (2, "ddp", ("all-layer:auto+complex", "layer-wise:auto+complex+grid")),
+        (2, "fsdp2", ("all-layer:auto+complex", "layer-wise:auto+complex+grid", "block-wise:ghost+complex+unsynced")),
         (2, "fsdp2-kept", ("all-layer:auto", "layer-wise:auto", "all-layer:ghost")),
         (2, "fsdp2", ("all-layer:auto+thawed", "layer-wise:auto+thawed+unsynced")),
         (2, "fsdp2-idle", ("all-layer:auto", "param-wise:auto")),

@@ -68,6 +68,11 @@ def _reasons(engine: Any, stage: int) -> list[str]:
             "MoE layers of DeepSpeed route samples of all ranks to shared experts, up to a capacity, so samples have "
             "no gradients of their own."
         )
+    if any(p.is_complex() for p in engine.module.parameters()):
+        found.append(
+            "its partitions hold real numbers, so no complex parameter. Store it as real numbers [..., 2], and call "
+            "torch.view_as_complex in forward; or use DDP or FSDP2."
+        )
     if max(engine.mp_world_size, engine.sequence_parallel_size) > 1:
         found.append("tensor and sequence parallelism split one sample over ranks; only data parallelism is supported.")
     if stage not in (1, 2, 3):

@@ -24,10 +24,19 @@ from dpshard.interception.batch_dims.axes import (
 from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
 from dpshard.interception.determinism import Undropped
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
+from dpshard.interception.vmapped import lift, transforms_are_active
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.parameter_views import derive
-from dpshard.rules.torch_functions import Function, Quiet, canonical, function_name, outputs_of, tensors_of
+from dpshard.rules.torch_functions import (
+    Function,
+    Quiet,
+    canonical,
+    differentiable,
+    function_name,
+    outputs_of,
+    tensors_of,
+)
 
 
 @dataclass(slots=True)
@@ -63,6 +72,17 @@ class _Compared(Undropped):
                 for x in outputs:
                     self._off[x] = True
 
+    def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call within torch.vmap that is made on whole tensors; None if it may be made as it is."""
+        if not transforms_are_active():
+            return None
+        call = lift(func, args, kwargs)
+        if call.differentiated or not any(x.requires_grad for x in tensors_of((call.args, call.kwargs))):
+            return None
+        with call.outside():
+            result = self.__torch_function__(call.func, types, call.args, call.kwargs)
+        return (call.lower(result),)
+
 
 def _counts(result: Any) -> bool:
     """Whether a call is more than a question (a shape, a dtype, a number), which a loop may ask at any time."""
@@ -83,6 +103,9 @@ class _FirstRun(_Compared):
         if Quiet.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
+        lifted = self.lifted(func, types, args, kwargs or {})
+        if lifted is not None:
+            return lifted[0]
         inputs = list(tensors_of((args, kwargs or {})))
         shapes, off = [x.shape for x in inputs], self.off_course(inputs)
         wanted = not off and self.count in self.wanted
@@ -126,11 +149,14 @@ class _SecondRun(_Compared):
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
         kwargs = kwargs or {}
+        lifted = self.lifted(func, types, args, kwargs)
+        if lifted is not None:
+            return lifted[0]
         tensors = list(tensors_of((args, kwargs)))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
-        differentiable = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
-        uses = differentiable and any(x in self.sources for x in tensors)
+        traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
+        uses = traced and any(x in self.sources for x in tensors)
         inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)
@@ -149,7 +175,7 @@ class _SecondRun(_Compared):
             merge(self.layout, {key: found})
             if found.derives:
                 for i, out in enumerate(outputs):
-                    if out.is_floating_point() and out not in self.sources:
+                    if differentiable(out) and out not in self.sources:
                         self.sources[out] = derive(func, args, kwargs, self.sources, i, out)
         else:
             self.routing.follow(func, args, kwargs, result)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpshard.errors import BatchLayoutError
 from dpshard.interception.batch_dims.axes import CallKey, Layout, describe
+from dpshard.records import as_real
 
 ROWS: CallKey = ("an index along dimension 0",)
 """Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
@@ -71,7 +72,7 @@ def settle(
 
 def _is_sample_major(doubt: Doubt, old: Tensor, sizes: tuple[int, int]) -> bool | None:
     """Whether the rows of a sample lie side by side; None if values do not tell."""
-    (first, second), new = sizes, doubt.value
+    (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
     error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
     for order in (True, False):

@@ -1,0 +1,111 @@
+"""torch.vmap in a forward: a call on tensors with hidden dimensions is made outside, on the whole tensors.
+
+A function that is vmapped sees tensors of which one dimension is hidden, perhaps that of the samples. Outside it is
+a function of whole tensors, whose dimensions can be compared, and whose parameters are known by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
+
+from dpshard.rules.torch_functions import Function, function_name, outputs_of
+
+_functorch = torch._C._functorch
+
+
+def transforms_are_active() -> bool:
+    """Whether a forward runs within torch.vmap, or another transform of torch.func; not asked while it is compiled."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """A call within torch.vmap as one on whole tensors."""
+
+    func: Function
+    args: Any
+    kwargs: Any
+    levels: tuple[int, ...]
+    """Of the vmaps that hide a dimension of an argument, outermost first."""
+    differentiated: bool
+    """Whether a transform that differentiates (torch.func.grad, jvp) surrounds an argument."""
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """A block outside of all transforms."""
+        with temporarily_clear_interpreter_stack():
+            yield
+
+    def lower(self, result: Any) -> Any:
+        """The result of the call on whole tensors as the vmapped function sees it."""
+
+        def hide(x: Tensor) -> Tensor:
+            for level in self.levels:
+                x = _functorch._add_batch_dim(x, 0, level)
+            return x
+
+        return pytree.tree_map_only(Tensor, hide, result)
+
+
+def lift(func: Function, args: Any, kwargs: Any) -> Lifted:
+    """A call within torch.vmap, lifted."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    hidden: list[dict[int, int]] = []
+    differentiated = False
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            dims: dict[int, int] = {}
+            while _functorch.is_functorch_wrapped_tensor(x):
+                if _functorch.is_batchedtensor(x):
+                    dims[_functorch.maybe_get_level(x)] = _functorch.maybe_get_bdim(x)
+                else:
+                    differentiated = True
+                x = _functorch.get_unwrapped(x)
+            leaves[i] = x
+            hidden.append(dims)
+    levels = tuple(sorted({level for dims in hidden for level in dims}))
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
+    dims_of_levels = tuple(tuple(dims.get(level) for dims in hidden) for level in levels)
+    return Lifted(Vmapped(func, levels, dims_of_levels) if levels else func, args, kwargs, levels, differentiated)
+
+
+@dataclass(frozen=True)
+class Vmapped:
+    """A function under torch.vmap as one of whole tensors; the outputs have the hidden dimensions first."""
+
+    func: Function
+    levels: tuple[int, ...]
+    hidden: tuple[tuple[int | None, ...], ...]
+    """Which dimension of each tensor argument a level hides, level by level, counted without those of outer levels."""
+
+    @property
+    def __name__(self) -> str:
+        return f"vmap({function_name(self.func)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it on whole tensors; what is no tensor (a shape, a number) is returned as the function sees it."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain: list[Any] = []
+
+        def run(*tensors: Tensor) -> Any:
+            filled = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            own_args, own_kwargs = pytree.tree_unflatten(filled, tree)
+            result = self.func(*own_args, **own_kwargs)
+            plain.append(result)
+            return result if outputs_of(result) else torch.zeros(())
+
+        for dims in reversed(self.hidden):
+            run = torch.vmap(run, dims, randomness="different")
+        result = run(*(leaves[i] for i in places))
+        return result if outputs_of(plain[0]) else plain[0]

@@ -1,0 +1,45 @@
+"""Records of rows that the data has routed: a rule takes each of N rows for a sample; here they go to those they are of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpshard.records.convolution import Convolution
+from dpshard.records.gather import Gather
+from dpshard.records.numerics import wide
+from dpshard.records.outer_product import OuterProduct
+from dpshard.records.per_sample import PerSample
+from dpshard.records.record import Record
+from dpshard.records.routed_product import RoutedProduct
+
+
+def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
+    """The record of N rows as that of `batch_size` samples; row n is of sample sample_N[n] (int64)."""
+    if isinstance(record, PerSample):
+        gradient = wide(record.gradient)
+        total = gradient.new_zeros(batch_size, *gradient.shape[1:])
+        return PerSample(total.index_add_(0, sample_N, gradient))
+    if isinstance(record, Gather):
+        return _gathered(record, sample_N, batch_size)
+    if isinstance(record, Convolution):
+        record = record.outer()
+    if isinstance(record, OuterProduct):
+        N, G, T, _ = record.rows.shape
+        group = torch.arange(G, device=sample_N.device)[:, None].expand(N, G, T).flatten()
+        rows, cols = record.rows.flatten(0, 2), record.cols.flatten(0, 2)
+        return RoutedProduct(rows, cols, sample_N.repeat_interleave(G * T), group, batch_size, record.shape)
+    return RoutedProduct(record.rows, record.cols, sample_N[record.sample], record.group, batch_size, record.shape)
+
+
+def _gathered(record: Gather, sample_N: Tensor, batch_size: int) -> Gather:
+    """A sample that has fewer rows than another has read nothing in the rest."""
+    counts = torch.bincount(sample_N, minlength=batch_size)
+    order = sample_N.argsort(stable=True)
+    place = torch.empty_like(sample_N)
+    place[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[sample_N[order]]
+    (_, T, C), longest = record.values.shape, int(counts.max())
+    ids = record.ids.new_full((batch_size, longest, T), -1)
+    values = record.values.new_zeros(batch_size, longest, T, C)
+    ids[sample_N, place], values[sample_N, place] = record.ids, record.values
+    return Gather(ids.flatten(1), values.flatten(1, 2), record.shape)
