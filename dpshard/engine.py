@@ -32,7 +32,7 @@ from dpshard.config import (
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run, plan_run
-from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian
+from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
@@ -261,7 +261,8 @@ class PrivacyEngine:
 
     def statement(self) -> str:
         """The guarantee reached so far, in one sentence."""
-        return self._budget.statement()
+        mechanism, device = self.mechanism, next(iter(self._backend.parameters.values())).device
+        return self._budget.statement(generator_name(device, mechanism.noise, secure=mechanism.secure))
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last logical batch, over all ranks. NOT private: they are data, epsilon does not cover them.

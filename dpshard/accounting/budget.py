@@ -35,9 +35,9 @@ class Budget:
             grid_elements=mechanism.grid_elements,
         )
 
-    def statement(self) -> str:
-        """The guarantee reached so far, in one sentence."""
-        return self.ledger.statement(self.mechanism.target_delta, plan=self._plan)
+    def statement(self, generator: str) -> str:
+        """The guarantee reached so far, in one sentence; `generator` names what the noise is drawn from."""
+        return self.ledger.statement(self.mechanism.target_delta, plan=self._plan, generator=generator)
 
     def next_release(self) -> Release:
         """The release of the next step; BudgetExceededError, or a warning, if it would pass target_epsilon."""

@@ -1,7 +1,16 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-The mathematics is that of `dp-accounting`: privacy loss distributions ("pld": tight, every rounding pessimistic) or
-Renyi divergences ("rdp": quick, looser). The central limit approximation ("gdp") is ours, and no upper bound.
+The mathematics is that of `dp-accounting`: privacy loss distributions ("pld": tight) or Renyi divergences ("rdp":
+quick, looser). The central limit approximation ("gdp") is ours, and no upper bound.
+
+[Note: The rounding of a composition]
+dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, which errs either
+way. The transform of T steps is the T-th power of one, which multiplies the rounding of one step, some u = 2^-53 of
+it, by T. So deltas err by some multiple of T u. Against the same composition in long doubles, the error was at most
+1.9 T u, over 21 settings of sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (An error at epsilon is a mean of
+errors of tails of the loss, so the largest of these was taken.) "pld" therefore asks for epsilon at delta - 4 T u.
+It takes the epsilon of "rdp" where that is smaller: both bound. At delta = 4 T u and below, "rdp" is all that is left:
+4.4e-11 for 100,000 steps. A capped batch has no "rdp" bound, and its epsilon is infinite there.
 
 [Note: Discrete Gaussian noise under sampling]
 Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of which the length is at most
@@ -34,9 +43,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
-from dp_accounting import ComposedDpEvent, NeighboringRelation, SelfComposedDpEvent
+import numpy as np
+from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
@@ -56,6 +66,8 @@ GRID_POINTS = 2_000_000
 """Length of the longest grid of privacy losses, roughly: a composition on it takes seconds and some 100 MB."""
 LARGEST_LOSS = 2000.0
 """Epsilon by "pld", and mu by "gdp", above which epsilon is reported as infinite, which is an upper bound still."""
+PLD_ERROR = 2.0**-51
+"""Error of delta by "pld" for each step that is composed, at most; see [Note: The rounding of a composition]."""
 DRAFTS: dict[str, str] = {"pld": "pld-draft"}
 """By accountant, a quicker and less tight one with which calibration begins."""
 
@@ -116,8 +128,21 @@ def _warn_of_gdp() -> None:
     )
 
 
-@lru_cache(maxsize=512)
+class Bound(NamedTuple):
+    """An epsilon, and who found it."""
+
+    epsilon: float
+    accountant: str
+    """The one that was asked, or "rdp", where "pld" was asked and "rdp" bounds more tightly."""
+
+
 def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> float:
+    """The epsilon of `bound_of`."""
+    return bound_of(counts, delta, accountant, search).epsilon
+
+
+@lru_cache(maxsize=512)
+def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
     """Epsilon at `delta` of all `counts` together: 0 of nothing, inf without noise. Remembered by its arguments.
 
     `accountant` is an AccountantName or a value of DRAFTS. With `search` the counts are those of one of its runs, and
@@ -129,15 +154,20 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
     for release, _ in counts:
         check_supported(release, accountant)
     if not counts:
-        return 0.0
+        return Bound(0.0, accountant)
     if any(release.noise_multiplier == 0 for release, _ in counts):
-        return math.inf
+        return Bound(math.inf, accountant)
     if search is not None:
         if not isinstance(search, Search):
             raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
         check_search(accountant)
-        return _searched_epsilon(counts, delta, search)
-    return _ACCOUNTANTS[accountant](counts, delta)
+        return Bound(_searched_epsilon(counts, delta, search), accountant)
+    epsilon = _ACCOUNTANTS[accountant](counts, delta)
+    if accountant in ("pld", *DRAFTS.values()) and all(release.max_batch_size is None for release, _ in counts):
+        renyi = _rdp_epsilon(counts, delta)
+        if renyi < min(epsilon, LARGEST_LOSS):
+            return Bound(renyi, "rdp")
+    return Bound(epsilon, accountant)
 
 
 def _gdp_epsilon(counts: Counts, delta: float) -> float:
@@ -156,14 +186,25 @@ def _gdp_epsilon(counts: Counts, delta: float) -> float:
 
 def _rdp_epsilon(counts: Counts, delta: float) -> float:
     orders = _orders(counts)
-    curve: Any = sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
-    return float(compute_epsilon_of_rdp(orders, curve, delta)[0])
+    return float(compute_epsilon_of_rdp(orders, _curve(counts, orders), delta)[0])
+
+
+def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
+    """Renyi divergences of all `counts` together at `orders`."""
+    return sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
 
 
 def _searched_epsilon(counts: Counts, delta: float, search: Search) -> float:
-    run = ComposedDpEvent([SelfComposedDpEvent(release.event(), count) for release, count in _merged(counts)])
-    with _quiet_about_orders():
-        return float(RdpAccountant(_orders(counts)).compose(search.event(run)).get_epsilon(delta))
+    """Epsilon of the outcome of `search`, of which a run releases `counts`, or any of `search.others`."""
+    candidates = (counts, *search.others)
+    for candidate in search.others:
+        for release, _ in candidate:
+            check_supported(release, "rdp")
+    orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
+    if any(release.noise_multiplier == 0 for candidate in candidates for release, _ in candidate):
+        return math.inf
+    worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)
+    return float(compute_epsilon_of_rdp(orders, search.curve(orders, worst).tolist(), delta)[0])
 
 
 def _orders(counts: Counts) -> tuple[float, ...]:
@@ -201,8 +242,11 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
     interval = _interval(counts, delta)
     if interval is None:
         return math.inf
+    certain = delta - PLD_ERROR * sum(count for _, count in counts)
+    if certain <= 0:
+        return math.inf
     composed = _composed(counts, relation_of(r for r, _ in counts), interval * coarseness)
-    return float(composed.get_epsilon_for_delta(delta))
+    return float(composed.get_epsilon_for_delta(certain))
 
 
 def _merged(counts: Counts) -> Counts:

@@ -10,7 +10,7 @@ from typing import Any
 from dp_accounting import NeighboringRelation
 
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.composition import check_accountant, check_supported, epsilon_of
+from dpshard.accounting.composition import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.releases import Counts, Release, relation_name, relation_of, rounded_up
 from dpshard.config import AccountantName, is_count
 from dpshard.errors import CheckpointError
@@ -78,10 +78,20 @@ class PrivacyLedger:
             return True
         return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.steps, 1024)) > 0
 
-    def statement(self, delta: float, *, plan: Counts = ()) -> str:
-        """The guarantee in one sentence, epsilon rounded up; before any release, the relation is that of `plan`."""
+    def statement(self, delta: float, *, plan: Counts = (), generator: str = "") -> str:
+        """The guarantee in one sentence, epsilon rounded up; before any release, the relation is that of `plan`.
+
+        `generator` names what the noise is drawn from.
+        """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
-        relation = relation_of(self._counts or [release for release, _ in plan])
+        bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
+        if bound.accountant != self.accountant:
+            note = f", and this figure is the tighter one of {bound.accountant}"
+        source = f"; noise: {generator}" if generator else ""
+        released = self._counts or [release for release, _ in plan]
+        relation = relation_of(released)
+        sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
+        unit = f"one sample of N = {sizes}" if sizes else "one sample"
         cap = " with a cap" if relation is NeighboringRelation.REPLACE_SPECIAL else ""
         groups = max((release.counted_groups for release in self._counts), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
@@ -91,8 +101,9 @@ class PrivacyLedger:
         )
         releases = f"{self.steps} releases{counts}{noise}"
         return (
-            f"epsilon = {rounded_up(self.epsilon(delta))} at delta = {delta:g}, {relation_name(relation)} neighbours, "
-            f"{releases} under Poisson sampling{cap}{trust} (accountant: {self.accountant}{note})"
+            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation_name(relation)} "
+            f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust} "
+            f"(accountant: {self.accountant}{note}{source})"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,9 +2,13 @@
 
 [Note: Releases and relations]
 A step releases one noisy sum over a Poisson batch. `Release` holds all that its privacy depends on, and nothing else.
-Composition does not ask for order, so a ledger is a multiset of releases. Two data sets are neighbours if one has one
-sample more (add-or-remove-one). Under a cap another sample may take the freed place, which changes the sum by twice
-the clipping norm; such releases are analysed for a sample replaced by one that contributes zero (replace-special).
+Composition does not ask for order, so a ledger is a multiset of releases. In the engine two data sets are neighbours if
+they have the same N samples, but for one that contributes zero in the other (zero-out at fixed N). The figures are
+those of two relations of dp-accounting.
+- Without a cap: add-or-remove-one, under which one data set has one sample more. A sample that contributes zero and one
+  that is missing release the same at one q, so the figures agree. (The engine refuses a data set of another length.)
+- With a cap: replace-special. The sample that contributes zero keeps its slot, which moves the sum by R. If it leaves
+  its slot to another sample, as a removed one does, the sum moves by 2 R. The bound covers both.
 
 [Note: The price of a grid]
 Discrete Gaussian noise of standard deviation s = 2^24 steps of its grid is added to sums that were rounded to the
@@ -20,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
 import dp_accounting
@@ -147,11 +152,19 @@ def relation_name(relation: NeighboringRelation) -> str:
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """`value` to `digits` decimals, rounded up: a printed epsilon or sigma must not promise more than the real one."""
+    """`value` rounded up: a printed epsilon or sigma must not promise more than the real one.
+
+    To `digits` decimals, or to as many figures if it is too small for decimals: 3e-11 is "3.000e-11".
+    """
     if not math.isfinite(value):
         return "infinity (not private)"
-    # What is further behind is the error of writing it in binary: 1.1 is to stay 1.1.
-    return f"{math.ceil(round(value * 10**digits, 6)) / 10**digits:.{digits}f}"
+    if value <= 0:
+        return f"{0:.{digits}f}"
+    # A few units in the last place are the error of writing it in binary: 1.1 is to stay 1.1.
+    exact = Decimal(value) - 4 * Decimal(math.ulp(value))
+    if value < 10.0 ** (1 - digits):
+        return f"{Context(prec=digits, rounding=ROUND_CEILING).plus(exact):.{digits - 1}e}"
+    return str(exact.quantize(Decimal(10) ** -digits, ROUND_CEILING))
 
 
 def feature(module: Any, name: str) -> Any:

@@ -3,22 +3,29 @@
 Choosing hyper-parameters by looking at many private runs costs privacy even if all but one are thrown away. If the
 number of runs is drawn from one of the distributions below, each with settings drawn at random, the outcome costs a
 few times one run, however many there were; Papernot & Steinke 2022, arXiv:2110.03620.
+
+Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ from run to
+run, one run is a mixture over settings, which are public: its Renyi divergence is at most the largest of theirs, order
+by order. So a search costs what its worst candidate costs, and `others` has to name the candidates.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
-from dp_accounting import dp_event
+import numpy as np
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+from numpy.typing import NDArray
+from scipy import optimize
 
+from dpshard.accounting.releases import Counts
 from dpshard.config import check_choice, is_number
 from dpshard.errors import ConfigurationError
 
 RunsDistribution = Literal["poisson", "geometric", "logarithmic"]
-_SHAPES: dict[RunsDistribution, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
-"""Shape of the (truncated) negative binomial distribution of which each is a case or a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,8 @@ class Search:
     """Expected number of runs, >= 1 (above 1, but for "poisson")."""
     distribution: RunsDistribution = "geometric"
     """Of the number of runs. A Poisson one may be 0, and then nothing may be published."""
+    others: tuple[Counts, ...] = ()
+    """What a run with other settings releases, as of `planned_releases`: a run may draw these as well."""
 
     def __post_init__(self) -> None:
         check_choice("search distribution", self.distribution, get_args(RunsDistribution))
@@ -40,6 +49,24 @@ class Search:
                 f"{least}. A single run needs no search."
             )
 
-    def event(self, run: dp_event.DpEvent) -> dp_event.DpEvent:
-        """The search in the terms of dp-accounting, where `run` is one of its runs."""
-        return dp_event.RepeatAndSelectDpEvent(run, float(self.mean_runs), _SHAPES[self.distribution])
+    def curve(self, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Renyi divergences of the outcome at rising `orders` above 1, where those of one run are `run`.
+
+        Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
+        """
+        at, mean = np.asarray(orders), float(self.mean_runs)
+        choice = math.log(mean) / (at - 1)
+        if self.distribution == "poisson":
+            return (
+                run
+                + mean * np.array([compute_delta(orders, run.tolist(), math.log1p(1 / (a - 1)))[0] for a in at])
+                + choice
+            )
+        shape, stop = (1, 1 / mean) if self.distribution == "geometric" else (0, _logarithmic_stop(mean))
+        curve = run + choice + (1 + shape) * np.min((1 - 1 / at) * run - math.log(stop) / at)
+        return np.minimum.accumulate(curve[::-1])[::-1]  # divergences rise with the order
+
+
+def _logarithmic_stop(mean: float) -> float:
+    """The parameter of the logarithmic distribution of this mean."""
+    return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))

@@ -11,7 +11,7 @@ counts (sensitivity sqrt(M) / 2), one sample changes the whole by
 
 if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So a step is the release that it would be with fixed
 thresholds, of noise multiplier sigma, whatever the sampling; the sums pay with a little more noise. Thresholds are
-computed from released counts alone, so everybody may see them, and the next step may depend on them (adaptive
+computed from rounded released counts, so everybody may see them, and the next step may depend on them (adaptive
 composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; of several groups, He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one history]
@@ -36,6 +36,10 @@ from dpshard.config import check_positive, is_number
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
+
+COUNT_GRID = 2.0**-10
+"""What a noisy count is rounded to, before a threshold shows it: the last bits of float64 noise may tell what it was
+added to ([Note: Secure noise] in noise/keyed.py). Post-processing, so it costs nothing."""
 
 FARTHEST = 1e12
 """Largest ratio of a threshold to where it began, or of that to the threshold: keeps runaways within the floats."""
@@ -136,7 +140,8 @@ class TrackedThresholds(Thresholds):
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
-        for first, old, count in zip(self._first, self.values, counts_M.tolist(), strict=True):
+        published_M = (counts_M / COUNT_GRID).round() * COUNT_GRID
+        for first, old, count in zip(self._first, self.values, published_M.tolist(), strict=True):
             unclipped = min(max(0.5 + count / batch_size, 0.0), 1.0)
             new = old * math.exp(-tracking.learning_rate * (unclipped - tracking.quantile))
             moved.append(min(max(new, first / FARTHEST), first * FARTHEST))

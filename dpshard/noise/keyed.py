@@ -51,6 +51,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpshard.config import NoiseName
 from dpshard.errors import ConfigurationError
 from dpshard.kernels import native, philox, triton
 from dpshard.noise.discrete_gaussian import LOG2_STD, DiscreteGaussian
@@ -284,6 +285,14 @@ class KeyedDiscreteGaussian(KeyedGaussian):
         steps += noise
         steps *= grid
         piece.copy_(torch.from_numpy(steps)).div_(divisor)
+
+
+def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
+    """What the noise for sums on `device` is drawn from, for people."""
+    kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
+    if device.type != "cpu" and not secure and noise == "gaussian":
+        return f"{kind} from Philox 4x32-10 under 64 bits"
+    return f"{kind} from AES-256" + (f", sums of {SUMMANDS}" if secure and noise == "gaussian" else "")
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:

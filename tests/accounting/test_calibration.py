@@ -4,12 +4,15 @@ PITFALLS rows: 22 test_calibration_is_conservative_and_tight, test_calibration_b
 Published figures: DP-BERT (Anil et al. 2021, Table 2 setting).
 """
 
+import math
+
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 
 from dpshard.accounting import calibrate_noise_multiplier, calibration, compute_epsilon, steps_for_epsilon
 from dpshard.config import BatchSchedule
@@ -57,6 +60,22 @@ def test_calibration_by_pld_is_conservative_and_tight(max_batch_size):
     sigma = calibrate_noise_multiplier(phases, target_epsilon=0.7, **run)
     assert compute_epsilon(phases, noise_multiplier=sigma, **run) <= 0.7
     assert compute_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **run) > 0.7
+
+
+def test_noise_for_a_small_delta_and_many_steps_is_enough():
+    sigma = calibrate_noise_multiplier([(10_000, 100_000)], sample_size=10_000, target_epsilon=8, target_delta=1e-11)
+    mu = math.sqrt(100_000) / sigma  # every sample in every step: one Gaussian
+    delta = special.ndtr(mu / 2 - 8 / mu) - math.exp(8 + special.log_ndtr(-mu / 2 - 8 / mu))
+    assert 1e-12 < delta <= 1e-11
+
+
+@pytest.mark.filterwarnings("ignore:accountant='gdp'")
+def test_no_budget_is_planned_by_an_approximation():
+    run = {"sample_size": 10_000, "target_epsilon": 1.0, "target_delta": 1e-5, "accountant": "gdp"}
+    with pytest.raises(AccountingError, match="Take accountant='pld'"):
+        calibrate_noise_multiplier([(10, 1000)], **run)
+    with pytest.raises(AccountingError, match="Take accountant='pld'"):
+        steps_for_epsilon(10, noise_multiplier=0.5, **run)
 
 
 def test_unreachable_targets_are_refused():

@@ -5,6 +5,7 @@ PITFALLS rows: 20 test_a_cap_is_accounted, test_epsilon_is_that_of_dp_accounting
 Published figures: Bu et al. 2020 (MNIST), dp-accounting itself.
 """
 
+import dataclasses
 import math
 import warnings
 
@@ -12,8 +13,9 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from scipy import special
 
-from dpshard.accounting import PrivacyLedger, Release, composition, compute_epsilon, planned_releases
+from dpshard.accounting import PrivacyLedger, Release, composition, compute_bound, compute_epsilon, planned_releases
 from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
 from tests.accounting.ledgers import RELEASE, ledger_of
@@ -30,6 +32,39 @@ def test_figure_of_a_thousand_steps(accountant, epsilon):
 @pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 2.3818), ("rdp", 2.5967)])
 def test_figure_of_mnist(accountant, epsilon):
     assert round(compute_epsilon([(256, 14_063)], **MNIST, accountant=accountant), 4) == epsilon
+
+
+def delta_of_gaussian(mu, epsilon):
+    """The exact delta of the Gaussian mechanism; Balle and Wang 2018, arXiv:1805.06530, Theorem 8."""
+    return float(special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])
+def test_many_steps_at_a_small_delta_are_bounded(delta):
+    """Every sample in every step: all steps together are one Gaussian. The composition itself errs by 4e-12 here."""
+    full = {"noise_multiplier": 100.0, "sample_size": 10_000}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bound = compute_bound([(10_000, 100_000)], **full, target_delta=delta)
+    exact = delta_of_gaussian(math.sqrt(100_000) / 100, bound.epsilon)
+    assert exact <= delta
+    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack where deltas are ordinary
+    assert bound.accountant == ("pld" if delta > 4e-11 else "rdp")
+
+
+def test_a_figure_of_another_accountant_is_named():
+    ledger, release = PrivacyLedger(), Release(100.0, 1.0, 10_000)
+    ledger.load_state_dict(
+        {"steps": 100_000, "on_trust": 0, "releases": [dataclasses.asdict(release) | {"count": 100_000}]}
+    )
+    assert "(accountant: pld)" in ledger.statement(1e-5)
+    assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-12)
+
+
+def test_a_cap_has_no_bound_below_the_rounding_of_its_composition():
+    run = {"noise_multiplier": 2.0, "sample_size": 10_000, "max_batch_size": 200}
+    assert compute_epsilon([(100, 10_000)], **run, target_delta=1e-12) == math.inf
+    assert compute_epsilon([(100, 10_000)], **run, target_delta=1e-8) < 20
 
 
 def test_a_cap_is_accounted():

@@ -74,6 +74,10 @@ def test_relations_are_named():
     assert (plain.relation, capped.relation) == ("add-or-remove-one", "replace-special")
     assert "add-or-remove-one" in plain.statement(1e-5)
     assert "replace-special" in capped.statement(1e-5)
+    for ledger in (plain, capped):
+        assert "for one sample of N = 10000, " in ledger.statement(1e-5)
+        assert "neighbours (zero-out at fixed N)" in ledger.statement(1e-5)
+    assert plain.statement(1e-5, generator="Gaussian from AES-256").endswith(" noise: Gaussian from AES-256)")
 
 
 def test_before_the_first_release_a_statement_names_the_relation_of_the_plan():

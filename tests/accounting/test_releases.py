@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dpshard.accounting import PrivacyLedger, Release, poisson_relation, relation_name, rounded_up
 from dpshard.errors import ConfigurationError
@@ -30,6 +32,15 @@ def test_a_printed_epsilon_never_promises_too_much():
     assert rounded_up(2.00001, 3) == "2.001"
     assert rounded_up(1.1) == "1.1000"
     assert "not private" in rounded_up(math.inf)
+    assert rounded_up(1.00000000004) == "1.0001"
+    assert rounded_up(0.0) == "0.0000"
+    assert rounded_up(3e-11) == "3.000e-11"
+
+
+@given(st.floats(min_value=0, exclude_min=True, max_value=1e9))
+def test_what_is_printed_is_what_is_spent_but_for_the_last_bits(value):
+    printed = float(rounded_up(value))
+    assert value - 4 * math.ulp(value) <= printed <= max(1.002 * value, value + 1.1e-4)
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0, 1.3])

@@ -5,9 +5,12 @@ PITFALLS row: 25 (hyper-parameter search is charged).
 
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpshard.accounting import Search, calibrate_noise_multiplier, compute_epsilon, steps_for_epsilon
+from dpshard.accounting import Search, calibrate_noise_multiplier, compute_epsilon, planned_releases, steps_for_epsilon
 from dpshard.errors import AccountingError, ConfigurationError
 
 DELTA = 1e-5
@@ -57,6 +60,30 @@ def test_a_search_costs_more_than_a_run_and_less_than_its_runs_together():
     together = compute_epsilon([(256, 100 * 1000)], **sigma, **RUN)
     found = [compute_epsilon(phases, **sigma, **RUN, search=Search(mean)) for mean in (1.5, 10, 100)]
     assert one < found[0] < found[1] < found[2] < together
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+def test_a_search_of_one_setting_is_that_of_dp_accounting(search):
+    shape = {"poisson": np.inf, "geometric": 1.0, "logarithmic": 0.0}[search.distribution]
+    run = SelfComposedDpEvent(PoissonSampledDpEvent(256 / 60_000, GaussianDpEvent(1.1)), 1000)
+    theirs = RdpAccountant().compose(RepeatAndSelectDpEvent(run, float(search.mean_runs), shape)).get_epsilon(DELTA)
+    ours = compute_epsilon([(256, 1000)], noise_multiplier=1.1, **RUN, search=search)
+    assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_search_over_noise_or_batches_costs_its_worst_candidate():
+    def candidate(batch_size, steps, sigma):
+        return planned_releases([(batch_size, steps)], noise_multiplier=sigma, sample_size=RUN["sample_size"])
+
+    def epsilon(batch_size, steps, sigma, others=()):
+        search = Search(10, others=tuple(candidate(*other) for other in others))
+        return compute_epsilon([(batch_size, steps)], noise_multiplier=sigma, **RUN, search=search)
+
+    mild, noisy, wide = (256, 1000, 1.1), (256, 1000, 2.0), (2000, 30, 1.1)
+    assert epsilon(*noisy, [mild]) == epsilon(*mild, [noisy]) == epsilon(*mild)
+    # Neither is the worst at every order: both together cost more than either.
+    assert epsilon(*mild, [wide]) == epsilon(*wide, [mild]) >= max(epsilon(*mild), epsilon(*wide))
+    assert epsilon(*mild, [(256, 1000, 0.0)]) == np.inf
 
 
 def test_noise_and_steps_keep_a_search_within_its_budget():

@@ -311,6 +311,23 @@ def test_counts_have_the_promised_noise():
         assert abs(float((draws * other).mean())) * n**0.5 < bound
 
 
+def test_thresholds_show_counts_on_a_grid_alone():
+    """The last bits of float64 noise would be public otherwise."""
+    model, tracking = network(), QuantileTracking(quantile=0.5, learning_rate=0.1, budget_share=0.02)
+    engine = engine_on(model, adaptive_thresholds=tracking)
+    (before,) = engine.thresholds.values()
+    train(model, engine)
+    for logical_batch in engine.batches(TensorDataset(X, Y), 60, steps=1):
+        (before,) = engine.thresholds.values()
+        for x, y in logical_batch:
+            F.cross_entropy(model(x), y).backward()
+        engine.privatize()
+    (after,) = engine.thresholds.values()
+    steps_of_grid = -math.log(after / before) / 0.1 * 20 * 2**10
+    assert steps_of_grid == pytest.approx(round(steps_of_grid), abs=1e-6)
+    assert steps_of_grid != 0
+
+
 def test_replays_draw_the_same_counts():
     moved = []
     for _ in range(2):

@@ -1,6 +1,7 @@
 """Audits: attacks on the real engine, and what their success proves about epsilon."""
 
 from dpshard.applications.audit.bounds import (
+    FALSE_ALARM,
     REFUTED_BEYOND,
     Guesses,
     Trials,
@@ -10,17 +11,23 @@ from dpshard.applications.audit.bounds import (
     one_run_epsilon,
     one_run_p_value,
 )
+from dpshard.applications.audit.noise import Finding
 from dpshard.applications.audit.one_run import Canaries, GradientCanaries, InputCanaries, refuted, toss_coins
+from dpshard.applications.audit.releases import ReleasesAudit, audit_releases
 from dpshard.applications.audit.steps import StepsAudit, audit_steps
 
 __all__ = [
+    "FALSE_ALARM",
     "REFUTED_BEYOND",
     "Canaries",
+    "Finding",
     "GradientCanaries",
     "Guesses",
     "InputCanaries",
+    "ReleasesAudit",
     "StepsAudit",
     "Trials",
+    "audit_releases",
     "audit_steps",
     "gdp_delta",
     "gdp_epsilon",

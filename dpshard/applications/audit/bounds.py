@@ -23,7 +23,11 @@ from scipy import optimize, stats
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
-REFUTED_BEYOND = 1 - 1e-6
+ATTACKS = 4
+"""Attacks of one audit at most: that on releases, two games of steps, and one run."""
+FALSE_ALARM = 1e-6 / ATTACKS
+"""Probability with which one attack refutes a sound engine, at most: all of an audit share one in a million."""
+REFUTED_BEYOND = 1 - FALSE_ALARM
 """Confidence beyond which a bound above what was accounted is called a refutation, not bad luck."""
 MAX_EPSILON = 64.0
 """The largest epsilon that a bound is sought up to."""

@@ -83,15 +83,26 @@ class OddGradient:
         best = 0 if length_S[0] >= NEARLY * length_S.max() else int(length_S.argmax())
         return Aim(float(pull_S[best]), length_MS[:, best])
 
-    def along(self, aim: Aim, full_gradient: Callable[[str], Tensor | None]) -> float:
-        """How far a gradient, given by parameter name, reaches in the direction of what clipping leaves."""
-        total = 0.0
-        for length, unit in zip(aim.lengths_M.tolist(), self._units, strict=True):
-            for name, direction in unit.items():
-                gradient = full_gradient(name)
-                if gradient is not None:
-                    total += length * float((gradient.double() * direction).sum())
-        return total / aim.length
+    def left_of(self, aim: Aim) -> dict[str, Tensor]:
+        """What clipping leaves of the gradient, by parameter name."""
+        lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
+        return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
+
+    def lengths(self, aim: Aim) -> list[float]:
+        """The norms of what clipping leaves, one a parameter of which the gradient is not 0."""
+        lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
+        return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]
+
+    def along(self, full_gradient: Callable[[str], Tensor | None]) -> list[float]:
+        """How far a gradient, given by parameter name, reaches in the direction of each parameter's part; see above."""
+        reached = []
+        for unit in self._units:
+            for name, part in unit.items():
+                gradient = full_gradient(name)  # of all: ranks ask for the same ones
+                if part.any():
+                    along = 0.0 if gradient is None else float((gradient.double() * part).sum() / part.norm())
+                    reached.append(along)
+        return reached
 
 
 def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from dpshard.randomness import RandomSource
 PULL = 1e4
 """Norm of a gradient canary's gradient before clipping: far above any threshold, so that it is clipped to it."""
 
-SMALL_DELTA = 1e-9
+SMALL_DELTA = 1e-10
 """Where the guarantee of a run is held against the guesses: the theorem errs by a multiple of m delta, which has to be
 below 1 - REFUTED_BEYOND."""
 

@@ -4,11 +4,13 @@
 The engine under audit, with its real model, loss, sampling, backward, clipping, noise and sharding, takes the same
 steps again and again, at a learning rate of 0. In half of the trials one sample, the canary, is among the data. An
 adversary who knows everything else looks at the gradients that are released to the optimizer, in the direction of what
-clipping leaves of the canary (whose gradient plain autograd computes beforehand), in units of the noise that a noise
-multiplier of 1 would have: z ~ N(0 or r, sigma^2) where all is well, for an r of nearly 1. It has two ways to tell "in"
-from "out" by the z of the steps of a trial:
+clipping leaves of the canary (whose gradient plain autograd computes beforehand), parameter by parameter, in units of
+the noise that a noise multiplier of 1 would have: z_p ~ N(0 or r_p, sigma^2) where all is well, for r of norm nearly 1.
+It has three ways to tell "in" from "out" by the z of the steps of a trial:
 - the likelihood ratio of a Poisson-sampled Gaussian, the best there is against a sound engine;
-- the spread, max z - min z, which noise that is re-used across steps gives away.
+- the same with the deviation of every z_p as the first fifth of the trials shows it, rather than as accounted: weights
+  r_p / var_p find a parameter with too little noise, however small its part;
+- the spread of sum r_p z_p, max - min, which noise that is re-used across steps gives away.
 The first fifth of each kind chooses the way and the threshold, the others are counted (bounds.py).
 
 The canary's loss is multiplied by what makes most of it pass the clipping of the step (canary.py): a
@@ -47,6 +49,9 @@ from dpshard.errors import ConfigurationError
 
 DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
 """Where on the curve of epsilon over delta a guarantee is held against the trials."""
+
+PREFERRED = 1.15
+"""What another way to tell has to promise, over what the one before promises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,7 @@ def audit_steps(
     try:
         odd = OddGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
         live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_thresholds is None)
-        step, is_canary = _stepping(prepared), torch.arange(n) == n - 1
+        step, is_canary = stepping(prepared), torch.arange(n) == n - 1
         datasets = {}
         for canary in (1.0, 0.0):
             weights = torch.full((n,), live)
@@ -164,7 +169,7 @@ def audit_steps(
             # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
             rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
             datasets[canary] = TensorDataset(x[rows], y[rows], weights, is_canary)
-        played: dict[float, list[list[tuple[float, float]]]] = {1.0: [], 0.0: []}
+        played: dict[float, list[list[tuple[list[float], list[float]]]]] = {1.0: [], 0.0: []}
         for canary in _order(trials):
             found = []
             for release in _releases(prepared, engine, step, datasets[canary], loss, odd, steps, micro_batch_size):
@@ -184,12 +189,23 @@ def _order(trials: int) -> list[float]:
 
 
 class _Scores(NamedTuple):
-    """Of N trials of T steps."""
+    """Of N trials of T steps, for P parameters."""
 
-    z_NT: NDArray[np.float64]
+    z_NTP: NDArray[np.float64]
     """What was released in the canary's direction."""
-    shift_NT: NDArray[np.float64]
+    shift_NTP: NDArray[np.float64]
     """What the canary contributes to it if it is drawn."""
+
+    def likelihood(self, var_P: NDArray[np.float64], q: float) -> NDArray[np.float64]:
+        """Of each trial, [N]: the log likelihood ratio for these variances of the noise."""
+        weights_NTP = self.shift_NTP / var_P
+        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum, and what the canary adds to it
+        ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, np.sqrt(var_NT))
+        return ratio_NT.sum(1)
+
+    def spread(self) -> NDArray[np.float64]:
+        """Of each trial, [N]: how far the steps are apart."""
+        return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
 
 
 def _releases(
@@ -201,8 +217,8 @@ def _releases(
     odd: OddGradient,
     steps: int,
     micro_batch_size: int,
-) -> Iterator[tuple[float, float]]:
-    """What each step releases in the canary's direction, and what the canary contributes to it if it is drawn."""
+) -> Iterator[tuple[list[float], list[float]]]:
+    """What each step releases in the canary's direction, and what the canary contributes to it if it is drawn, [P]."""
     mechanism, device = engine.mechanism, next(model.parameters()).device
     model.train()
     for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
@@ -219,12 +235,13 @@ def _releases(
             (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
         engine.privatize()
         unit = noise_unit(engine, logical_batch.step)
-        z = odd.along(aim, engine.full_gradient) * mechanism.schedule[logical_batch.step] / unit
+        scale = mechanism.schedule[logical_batch.step] / unit
+        z = [reached * scale for reached in odd.along(engine.full_gradient)]
         step()
-        yield z, aim.length / unit
+        yield z, [length / unit for length in odd.lengths(aim)]
 
 
-def _stepping(prepared: nn.Module) -> Callable[[], None]:
+def stepping(prepared: nn.Module) -> Callable[[], None]:
     """A function that takes a step at a learning rate of 0, and drops the gradients."""
     if is_model_engine(prepared):  # DeepSpeed has the optimizer, and a step of its own
         for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
@@ -253,22 +270,32 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
 def _play(without: _Scores, within: _Scores, mechanism: Mechanism) -> Trials:
     """Choose a test on the first fifth of the trials, and count its errors on the others."""
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
-    ways = [lambda scores: log_likelihood_ratio(scores.z_NT, scores.shift_NT, q, sigma).sum(1)]
-    if without.z_NT.shape[1] > 1:
-        ways.append(lambda scores: np.ptp(scores.z_NT, axis=1))
-    head = len(without.z_NT) // 5
+    head = len(without.z_NTP) // 5
+    accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
+    # Noise that is missing altogether has the rounding of the sums for a deviation; it must not be 0.
+    found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
+    ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
+        lambda scores: scores.likelihood(accounted_P, q),
+        lambda scores: scores.likelihood(found_P, q),
+    ]
+    if without.z_NTP.shape[1] > 1:
+        ways.append(_Scores.spread)
     best: tuple[float, Trials] | None = None
     for way in ways:
         out, into = way(without), way(within)
         threshold, promise = _threshold(out[:head], into[:head])
-        if best is None or promise > best[0]:
+        # The first is the best against a sound engine, so another one has to promise more than luck may.
+        if best is None or promise > PREFERRED * best[0]:
             best = promise, _count(out[head:], into[head:], threshold)
     assert best is not None
     return best[1]
 
 
 def log_likelihood_ratio(
-    z: NDArray[np.float64], shift: NDArray[np.float64] | float, q: float, sigma: float
+    z: NDArray[np.float64],
+    shift: NDArray[np.float64] | float,
+    q: float,
+    sigma: NDArray[np.float64] | float,
 ) -> NDArray[np.float64]:
     """Of releases z: log of the density with a sample that adds `shift` with probability `q`, over that without it."""
     drawn = (shift * z - np.square(shift) / 2) / sigma**2

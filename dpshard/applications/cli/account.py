@@ -104,6 +104,8 @@ class Answer:
     neighbouring_relation: str
     upper_bound: bool
     """Whether the true epsilon is certainly not larger."""
+    found_by: str
+    """The accountant of which the figure is: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
 
 
 def command(
@@ -149,6 +151,13 @@ def command(
         str | None,
         typer.Option(help="Of the number of runs: geometric, logarithmic or poisson. [dim]\\[default: geometric][/]"),
     ] = None,
+    search_also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BATCHxSTEPS,...@SIGMA",
+            help="Other settings that a run of the search may have; epsilon is that of the worst. May be repeated.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
@@ -161,7 +170,7 @@ def command(
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
-    search = _search(search_runs, search_distribution)
+    search = _search(search_runs, search_distribution, search_also or [], sample_size)
     plan = Plan(
         sample_size=sample_size,
         phases=_phases(sample_size, batch_size, epochs, steps, phases),
@@ -185,14 +194,29 @@ def command(
         _print(plan, answers)
 
 
-def _search(mean_runs: float | None, distribution: Any) -> Search | None:
+def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sample_size: int) -> Search | None:
     if mean_runs is None:
-        if distribution is not None:
-            raise ConfigurationError("--search-distribution is of a search: say how long it is, by --search-runs.")
+        if distribution is not None or also:
+            name = "--search-also" if also else "--search-distribution"
+            raise ConfigurationError(f"{name} is of a search: say how long it is, by --search-runs.")
         return None
     from dpshard.accounting import Search
 
-    return Search(mean_runs) if distribution is None else Search(mean_runs, distribution)
+    others = tuple(_candidate(text, sample_size) for text in also)
+    return Search(mean_runs, "geometric" if distribution is None else distribution, others)
+
+
+def _candidate(text: str, sample_size: int) -> Any:
+    """What a run of `text`, BATCHxSTEPS,...@SIGMA, releases."""
+    from dpshard.accounting import planned_releases
+
+    phases, _, sigma = text.partition("@")
+    try:
+        noise_multiplier = float(sigma)
+    except ValueError as error:
+        raise ConfigurationError(f"--search-also {text}: write BATCHxSTEPS,...@SIGMA, such as 128x500@1.1.") from error
+    schedule = BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
+    return planned_releases(schedule.phases(), noise_multiplier=noise_multiplier, sample_size=sample_size)
 
 
 def _grid_elements(noise: str, elements: int | None) -> int | None:
@@ -209,7 +233,9 @@ def _able(plan: Plan) -> Sequence[str]:
     """The accountants that can analyse `plan`."""
     if plan.search is not None or plan.grid_elements is not None:
         return ["rdp"]
-    return ACCOUNTANTS if plan.max_batch_size is None else ["pld"]
+    if plan.max_batch_size is not None:
+        return ["pld"]
+    return ACCOUNTANTS if plan.target_epsilon is None else [name for name in ACCOUNTANTS if name != "gdp"]
 
 
 def _phases(
@@ -231,7 +257,7 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
     """The unknown of `plan`, and epsilon of the run that it completes."""
     from dpshard.accounting import (
         calibrate_noise_multiplier,
-        compute_epsilon,
+        compute_bound,
         poisson_relation,
         relation_name,
         steps_for_epsilon,
@@ -246,9 +272,11 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
     elif plan.unknown == "noise_multiplier":
         sigma = calibrate_noise_multiplier(phases, target_epsilon=budget, **common)
     steps = sum(count for _, count in phases)
+    bound = compute_bound(phases, noise_multiplier=sigma, **common) if steps else None
     return Answer(
         accountant=accountant,
-        epsilon=compute_epsilon(phases, noise_multiplier=sigma, **common) if steps else 0.0,
+        epsilon=bound.epsilon if bound else 0.0,
+        found_by=bound.accountant if bound else accountant,
         noise_multiplier=sigma,
         steps=steps,
         neighbouring_relation=relation_name(poisson_relation(plan.max_batch_size)),
@@ -274,7 +302,7 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
             rounded_up(answer.epsilon),
             rounded_up(answer.noise_multiplier),
             f"{answer.steps:,}",
-            CERTAINTY[answer.accountant],
+            CERTAINTY[answer.accountant] if answer.found_by == answer.accountant else f"figure of {answer.found_by}",
         )
     console.out.print(table)
     if len(plan.phases) > 1:
@@ -286,6 +314,10 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
         console.out.print(
             f"ε is that of the best of K such runs, K secret and {plan.search.distribution} with mean "
             f"{plan.search.mean_runs:g}; choose it by a score that is public, or private itself and charged."
+        )
+        console.out.print(
+            f"It covers runs of {1 + len(plan.search.others)} settings of noise, batch and steps, and costs what the "
+            f"worst costs. Name further ones by --search-also."
         )
     name = answers[0].neighbouring_relation
     console.out.print(f"Neighbours: {name}: {NEIGHBOURS[name]}.")

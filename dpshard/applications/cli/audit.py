@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 
 REFUTED = 3
 """Exit code if an attack proved more than was accounted."""
-NAMES = {"step": "one step", "sampling": "sampling", "noise": "fresh noise", "run": "whole run"}
+NAMES = {
+    "releases": "releases",
+    "step": "one step",
+    "sampling": "sampling",
+    "noise": "fresh noise",
+    "run": "whole run",
+}
 """The attacks by their keys in audit.json."""
+RELEASES = 200
+"""Steps of which the releases are tested, at most."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
@@ -48,7 +56,10 @@ def command(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option(help="Trials with the odd sample, and as many without; 0: no such audit.", min=0)
+        int,
+        typer.Option(
+            help="Trials with the odd sample, and as many without; 0: no such audit, nor one of the releases.", min=0
+        ),
     ] = 1000,
     steps_per_trial: Annotated[
         int,
@@ -73,8 +84,9 @@ def command(
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon beside the accounted upper ones.
 
-    Two attacks: many releases of the same steps with and without an odd sample; and one training run with canaries,
-    each in it by the toss of a coin. Exit code 3 says that one of them proved more than was accounted: then something
+    Three attacks: releases nearly without noise, of which sums, noise and batches are tested; many releases of the
+    same steps with and without an odd sample; and one training run with canaries, each in it by the toss of a coin.
+    Exit code 3 says that one of them proved more than was accounted: then something
     is wrong with the model, the loss or the engine. All settings of `dpshard train` are options.
     """
     given = {name: value for name, value in flags.items() if value is not None}
@@ -162,6 +174,10 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
     samples = data.load(settings)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
     confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}
+    if plan["trials"]:
+        steps = min(RELEASES, 2 * plan["trials"])
+        with console.progress("releases, nearly without noise", steps, speaking=ranks.first) as advance:
+            figures["releases"] = auditing.audit_all_releases(settings, samples, ranks, steps, advance)
     for key, game in games.items():
         trials = plan["trials"] // len(games)
         title = f"{NAMES[key]}, again and again"
@@ -181,8 +197,9 @@ def _print(figures: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for attack in attacks(figures):
         table.add_row(f"[bold]{attack.name}[/]", attack.how)
-        table.add_row("  proved", f"epsilon >= {attack.proved} with confidence {attack.confidence}")
-        table.add_row("  accounted", f"epsilon <= {attack.accounted} at delta = {attack.delta}")
+        if attack.proved:
+            table.add_row("  proved", f"epsilon >= {attack.proved} with confidence {attack.confidence}")
+            table.add_row("  accounted", f"epsilon <= {attack.accounted} at delta = {attack.delta}")
         table.add_row("  verdict", attack.verdict)
     console.out.print(Panel(table, title=f"audit · {figures['task']}", title_align="left", expand=False))
 
@@ -193,16 +210,22 @@ class Attack(NamedTuple):
     name: str
     how: str
     proved: str
+    """Lower bound of epsilon; "" if the attack is one on the releases, which proves none."""
     accounted: str
     confidence: str
     delta: str
     refuted: bool
+    fault: str = ""
+    """What a refuted attack on the releases found."""
 
     @property
     def verdict(self) -> str:
         """What follows."""
         if self.refuted:
-            return "REFUTED: the attack proves more than was accounted (chance of a false alarm: 1e-6)"
+            found = self.fault or "the attack proves more than was accounted"
+            return f"REFUTED: {found} (chance of a false alarm, in all attacks together: 1e-6)"
+        if not self.proved:
+            return "consistent: sums, noise and batches are those that were accounted"
         return "consistent: the attack proves no more than was accounted"
 
 
@@ -215,6 +238,10 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
         if key not in figures:
             continue
         result = figures[key]
+        if key == "releases":
+            how = f"sigma = {result['noise_multiplier']:.4g}, {result['tests']} tests of {_tested(result)}"
+            found.append(Attack(name, how, "", "", "", "", bool(result["refuted"]), result["fault"] or ""))
+            continue
         found.append(
             Attack(
                 name,
@@ -227,6 +254,12 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
             )
         )
     return found
+
+
+def _tested(result: Mapping[str, Any]) -> str:
+    """What the attack on the releases looked at, in words."""
+    sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
+    return f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
 
 
 def _how(result: Mapping[str, Any]) -> str:

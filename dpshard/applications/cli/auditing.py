@@ -16,11 +16,13 @@ from dpshard.applications.audit import (
     GradientCanaries,
     InputCanaries,
     StepsAudit,
+    audit_releases,
     audit_steps,
     refuted,
     toss_coins,
 )
 from dpshard.applications.audit.canary import norm_of, sample_gradient
+from dpshard.applications.audit.releases import SIGMA
 from dpshard.applications.cli import fitting, models, own_model, sharding
 from dpshard.applications.cli.data import BYTES, Data, Kind, size
 from dpshard.applications.cli.settings import TrainSettings
@@ -30,6 +32,9 @@ from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
 """Odd samples of which the one with the longest gradient is the canary of the games."""
+
+INPUT_SIZES = (0.0, 0.3, 1.0, 3.0)
+"""What inputs of odd samples are multiplied by, one after the other, where releases are tested."""
 
 OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
 """Settings of the mechanism that a game replaces by its own; all others are audited as they are."""
@@ -102,6 +107,41 @@ def audit_game(
         **options,
     )
     return step_figures(audit, settings.target_delta, confidence)
+
+
+def audit_all_releases(
+    settings: TrainSettings, data: Data, ranks: Ranks, steps: int, on_step: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """What releases hold beside noise and clipped sums, as the figures of audit.json; `on_step` as of `audit_game`."""
+    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    model = _awake(_model(settings, data, device, ranks))
+    x, y = odd_samples(data, CANDIDATES // 2)
+    if x.is_floating_point():
+        # Of a small input, biases have most of the gradient; of a large one, the weights.
+        sizes = torch.tensor(INPUT_SIZES).repeat(len(x))[: len(x)]
+        x = x * sizes.view(-1, *[1] * (x.ndim - 1))
+    audit = audit_releases(
+        model,
+        x,
+        y,
+        sample_losses,
+        steps=steps,
+        prepare=lambda model: (
+            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
+        ),
+        on_step=on_step,
+        **{name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME},
+    )
+    fault = audit.fault
+    return {
+        "fault": None if fault is None else fault.what,
+        "steps": audit.steps,
+        "samples": audit.samples,
+        "elements": audit.elements,
+        "tests": len(audit.findings),
+        "noise_multiplier": SIGMA,
+        "refuted": fault is not None,
+    }
 
 
 def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 NEIGHBOURS = {
-    "add-or-remove-one": "data sets that differ by one sample, which one of them has and the other has not",
-    "replace-special": "data sets of which one holds a blank, which contributes nothing, in the place of one sample",
+    "add-or-remove-one": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place "
+    "of one sample",
+    "replace-special": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of "
+    "one sample, and may leave its slot in a capped batch to another",
 }
 """The neighbouring relations of dpshard.accounting, in words."""
 

@@ -206,6 +206,8 @@ def _audit(folder: RunFolder) -> str:
     )
     bounds = [
         (attack.name, f"ε ≥ {attack.proved}", f"ε ≤ {attack.accounted}", attack.delta, attack.confidence, attack.how)
+        if attack.proved
+        else (attack.name, attack.fault or "no fault", "", "", "", attack.how)
         for attack in found
     ]
     table = page.table(("attack", "proved", "accounted", "δ", "confidence", "how"), bounds)

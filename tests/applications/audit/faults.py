@@ -72,3 +72,239 @@ def count_padding(monkeypatch):
         return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments)]
 
     monkeypatch.setattr(dpshard.engine, "plan_micro_batches", planned)
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def _replace_noise(monkeypatch, draw):
+    """The noise is `draw(noise, shards, step=, std=)`, where `noise` has that of the engine, a tensor a shard."""
+
+    def release(self, shards, *, step, std, divisor=1.0):
+        sums = [shard.local.detach().clone() for shard in shards]
+        for shard in shards:
+            shard.local.detach().zero_()
+        norm = RELEASE(self, shards, step=step, std=std, divisor=1.0)
+        noise = draw([shard.local.detach().clone() for shard in shards], shards, step=step, std=std)
+        for shard, total, own in zip(shards, sums, noise, strict=True):
+            shard.local.detach().copy_((total + own) / divisor)
+        return norm
+
+    monkeypatch.setattr(KeyedGaussian, "release_", release)
+
+
+def divide_noise_twice(monkeypatch):
+    """The noise is divided by the batch size before it is added, and once more after it."""
+
+    def release(self, shards, *, std, divisor=1.0, **rest):
+        return RELEASE(self, shards, std=std / divisor, divisor=divisor, **rest)
+
+    monkeypatch.setattr(KeyedGaussian, "release_", release)
+
+
+def silence(monkeypatch, of):
+    """Parameters whose name ends so get no noise."""
+    _replace_noise(
+        monkeypatch,
+        lambda noise, shards, **_: [z * (not s.name.endswith(of)) for z, s in zip(noise, shards, strict=True)],
+    )
+
+
+def silence_tail(monkeypatch, block=16):
+    """Only the first block of a parameter's elements gets noise."""
+
+    def draw(noise, shards, **_):
+        for z in noise:
+            z.view(-1)[block:] = 0
+        return noise
+
+    _replace_noise(monkeypatch, draw)
+
+
+def weaken_element(monkeypatch):
+    """The first element of every parameter gets a fifth of its noise."""
+
+    def draw(noise, shards, **_):
+        for z in noise:
+            z.view(-1)[0] /= 5
+        return noise
+
+    _replace_noise(monkeypatch, draw)
+
+
+def halve_precision(monkeypatch):
+    """The noise is drawn in float16."""
+    _replace_noise(monkeypatch, lambda noise, shards, **_: [z.half().to(z.dtype) for z in noise])
+
+
+def draw_uniform(monkeypatch):
+    """The noise has the deviation, but not the distribution."""
+    _replace_noise(
+        monkeypatch,
+        lambda noise, shards, *, std, **_: [(torch.erf(z / std / 2**0.5) * 3**0.5) * std for z in noise],
+    )
+
+
+def share_noise_between_parameters(monkeypatch):
+    """Noise is keyed by the shape of a parameter rather than its name."""
+
+    def draw(noise, shards, **_):
+        first = {}
+        return [first.setdefault(z.shape, z) for z in noise]
+
+    _replace_noise(monkeypatch, draw)
+
+
+def share_noise_between_rows(monkeypatch):
+    """All rows of a weight get the noise of the first, as with a tensor that was expanded."""
+    _replace_noise(
+        monkeypatch, lambda noise, shards, **_: [z[:1].expand_as(z).clone() if z.ndim > 1 else z for z in noise]
+    )
+
+
+def mix_in_noise_of_the_step_before(monkeypatch):
+    """Noise is smoothed over steps: its deviation is right, and half of it cancels in differences."""
+    last = {}
+
+    def draw(noise, shards, **_):
+        mixed = [(z + last.get(s.name, z)) / 2**0.5 for z, s in zip(noise, shards, strict=True)]
+        last.update({s.name: z for z, s in zip(noise, shards, strict=True)})
+        return mixed
+
+    _replace_noise(monkeypatch, draw)
+
+
+def draw_by_a_public_seed(monkeypatch):
+    """Noise comes from torch's own generator, which the script has seeded."""
+    generators = {}
+
+    def release(self, shards, *, step, std, divisor=1.0):
+        generator = generators.setdefault(self.secret, torch.Generator().manual_seed(torch.initial_seed()))
+        for shard in shards:
+            noise = torch.randn(shard.local.shape, generator=generator, dtype=shard.local.dtype)
+            shard.local.detach().add_(noise, alpha=std).div_(divisor)
+        return torch.zeros(())
+
+    monkeypatch.setattr(KeyedGaussian, "release_", release)
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def leave_small_parameters_out_of_norms(monkeypatch):
+    """Biases, whose gradients are kept together, are not in the norm."""
+    norm_sq = dpshard.clipping.tape.Bundle.norm_sq
+    monkeypatch.setattr(dpshard.clipping.tape.Bundle, "norm_sq", lambda self: 0 * norm_sq(self))
+
+
+def double_a_threshold(monkeypatch):
+    """The first of several groups clips at twice its threshold."""
+    settle = Tape._settle
+    monkeypatch.setattr(
+        Tape,
+        "_settle",
+        lambda self, group: settle(self, replace(group, threshold=2 * group.threshold) if group.index == 0 else group),
+    )
+
+
+def count_one_row_of_padding(monkeypatch):
+    """The first row that fills up a micro-batch is a sample."""
+
+    def planned(*arguments):
+        plans = []
+        for plan in PLAN(*arguments):
+            is_padding = plan.is_padding.clone()
+            if plan.samples and is_padding.any():
+                is_padding[plan.samples] = False
+            plans.append(replace(plan, is_padding=is_padding))
+        return plans
+
+    monkeypatch.setattr(dpshard.engine, "plan_micro_batches", planned)
+
+
+def _add_earlier_sums(monkeypatch, decay, *, keep):
+    """Before the noise, `decay` times what was kept of the steps before is added to the sums."""
+    kept = {}
+
+    def release(self, shards, **rest):
+        for shard in shards:
+            key = self.secret, shard.name, shard.start
+            own = shard.local.detach().clone()
+            if key in kept:
+                shard.local.detach().add_(kept[key], alpha=decay)
+            kept[key] = shard.local.detach().clone() if keep == "all" else own
+        return RELEASE(self, shards, **rest)
+
+    monkeypatch.setattr(KeyedGaussian, "release_", release)
+
+
+def add_stale_gradients(monkeypatch):
+    """The sums of the step before were not dropped."""
+    _add_earlier_sums(monkeypatch, 1.0, keep="last")
+
+
+def average_before_the_noise(monkeypatch):
+    """Momentum is applied to the clipped sums, before the noise."""
+    _add_earlier_sums(monkeypatch, 0.9, keep="all")
+
+
+def divide_by_realised_size(monkeypatch):
+    """The sum is divided by the number of samples that were drawn."""
+    draw, drawn = PoissonSampler.draw, {}
+
+    def drawing(self, step):
+        drawn[step] = len(found := draw(self, step))
+        return found
+
+    monkeypatch.setattr(PoissonSampler, "draw", drawing)
+    monkeypatch.setattr(
+        KeyedGaussian,
+        "release_",
+        lambda self, shards, *, step, divisor, **rest: RELEASE(
+            self, shards, step=step, divisor=max(1, drawn[step]), **rest
+        ),
+    )
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def draw_twice_as_often(monkeypatch):
+    """Each sample is drawn at twice the accounted probability."""
+    draw = PoissonSampler.draw
+    monkeypatch.setattr(
+        PoissonSampler,
+        "draw",
+        lambda self, step: draw(replace(self, schedule=type(self.schedule)((2 * self.schedule[step],))), step),
+    )
+
+
+def draw_again_at_the_next_step(monkeypatch):
+    """A sample that was drawn is in the next batch as well."""
+    draw = PoissonSampler.draw
+    monkeypatch.setattr(
+        PoissonSampler, "draw", lambda self, step: np.union1d(draw(self, step), draw(self, max(0, step - 1)))
+    )
+
+
+def fix_the_batch_size(monkeypatch):
+    """Batches are drawn without replacement, all of one size."""
+
+    def draw(self, step):
+        size = self.schedule[step]
+        return np.sort(np.random.default_rng([step, *self.secret]).permutation(self.sample_size)[:size])
+
+    monkeypatch.setattr(PoissonSampler, "draw", draw)
+
+
+def pair_samples(monkeypatch):
+    """Samples are drawn two by two, as if a unit had two rows."""
+    draw = PoissonSampler.draw
+
+    def drawing(self, step):
+        half = self.sample_size // 2
+        found = draw(self, step)
+        found = found[found < half]
+        return np.sort(np.concatenate([found, found + half]))
+
+    monkeypatch.setattr(PoissonSampler, "draw", drawing)

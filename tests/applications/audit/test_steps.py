@@ -10,7 +10,7 @@ Two of the faults the engine notices by itself at the first micro-batch (`verify
 that the audit has to find them alone.
 
 The run secret is fixed, so the tests pass or fail for good; under a random one a sound engine would be refuted with
-probability 1e-6 at most (`REFUTED_BEYOND`).
+probability 1e-6 at most (`REFUTED_BEYOND` shares it among the attacks of an audit).
 """
 
 import pytest
@@ -133,6 +133,15 @@ def test_a_layer_that_is_not_clipped_is_refuted(monkeypatch, parameter):
 def test_tied_weights_that_are_clipped_apart_are_refuted(monkeypatch):
     faults.clip_uses_apart(monkeypatch)
     assert audit_steps(*tied(), **{**RELEASE, "trials": 1000}, verify=False).refuted_at() is not None
+
+
+@pytest.mark.parametrize("parameter", ["0.weight", "0.bias", "2.weight", "2.bias"])
+def test_a_parameter_without_noise_is_refuted(monkeypatch, parameter):
+    """However small its part of the gradient is: epsilon is infinite."""
+    faults.silence(monkeypatch, parameter)
+    audit = audit_steps(*classifier(), **RELEASE)
+    assert audit.refuted_at() is not None
+    assert audit.trials.mu(REFUTED_BEYOND) > 1.5 * audit.accounted_mu
 
 
 def test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted(monkeypatch):

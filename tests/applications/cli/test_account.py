@@ -69,8 +69,31 @@ def test_the_table_names_accountants_relation_and_caution(dpshard):
 )
 def test_every_question_can_be_drawn(dpshard, tmp_path, question):
     picture = tmp_path / "new" / "account.png"
-    dpshard("account", *MNIST, *question, "--accountant", "rdp", "--accountant", "gdp", "--plot", picture)
+    chosen = ["--accountant", "rdp"] if "--epsilon" in question else ["--accountant", "rdp", "--accountant", "gdp"]
+    dpshard("account", *MNIST, *question, *chosen, "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_is_not_planned_by_an_approximation(dpshard):
+    _, answers = ask(dpshard, "--steps", 100, "--epsilon", 1)
+    assert answers.keys() == {"pld", "rdp"}
+    message = dpshard("account", *MNIST, "--steps", 100, "--epsilon", 1, "--accountant", "gdp", exit_code=2).stderr
+    assert "Take accountant='pld'" in " ".join(message.split())
+
+
+def test_the_table_names_whose_figure_it_is(dpshard):
+    run = ["account", "--sample-size", 1000, "--batch-size", 1000, "--steps", 100_000, "--sigma", 100, "--delta", 1e-12]
+    assert "figure of rdp" in dpshard(*run, "--accountant", "pld").stdout
+
+
+def test_a_search_over_settings_costs_its_worst(dpshard):
+    run, also = ["--steps", 1000, "--sigma", 2, "--search-runs", 10], ["--search-also", "256x1000@1.1"]
+    _, alone = ask(dpshard, *run)
+    _, both = ask(dpshard, *run, *also)
+    _, worst = ask(dpshard, "--steps", 1000, "--sigma", 1.1, "--search-runs", 10)
+    assert alone["rdp"]["epsilon"] < both["rdp"]["epsilon"] == worst["rdp"]["epsilon"]
+    said = " ".join(dpshard("account", *MNIST, *run, *also).stdout.split())
+    assert "runs of 2 settings" in said
 
 
 def test_a_budget_below_one_step_is_said(dpshard):

@@ -1,5 +1,7 @@
 """`dpshard audit` from the outside: what it prints and leaves behind, on one process and two, and what it refuses."""
 
+import hashlib
+import itertools
 import json
 
 import pytest
@@ -11,6 +13,14 @@ from dpshard.backends.ranks import Ranks
 from tests.applications.audit import faults
 from tests.applications.cli.conftest import QUICK
 from tests.extras import needs_deepspeed
+
+
+@pytest.fixture
+def known_secret(monkeypatch):
+    """One for every engine, always the same ones: an audit asks whether two engines draw the same."""
+    numbers = itertools.count()
+    monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: hashlib.sha256(str(next(numbers)).encode()).digest())
+
 
 FAST = "--trials 60 --canaries 100".split()
 SETTINGS = "--steps 4 --noise-multiplier 1 --device cpu".split()
@@ -27,8 +37,9 @@ def written(tmp_path):
 @pytest.mark.usefixtures("known_secret")
 def test_a_sound_configuration_passes(dpshard, tmp_path, written):
     output = dpshard("audit", *FAST, *SETTINGS, "--json", tmp_path / "audit.json").stdout
-    assert output.count("consistent") == 2
-    step, run = written()["step"], written()["run"]
+    assert output.count("consistent") == 3
+    releases, step, run = written()["releases"], written()["step"], written()["run"]
+    assert (releases["steps"], releases["samples"], releases["fault"]) == (120, 8, None)
     assert 0 < step["lower_bound"] < step["accounted"]
     assert step["mu_lower_bound"] < step["mu_accounted"] == 2
     assert 0 < run["lower_bound"] < run["accounted"]
@@ -75,6 +86,7 @@ def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
     assert process.returncode == 0, output
     assert written()["ranks"] == 2
     assert not written()["step"]["refuted"]
+    assert not written()["releases"]["refuted"]
     assert 0 < written()["run"]["lower_bound"] < written()["run"]["accounted"]
 
 
@@ -102,12 +114,20 @@ def test_what_proves_nothing_is_refused_in_one_line(dpshard, options, said):
 def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, written, monkeypatch):
     faults.reuse_noise(monkeypatch, steps=4)
     flags = ["--trials", 200, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json"]
-    dpshard("audit", *flags)  # one step alone cannot tell
     output = dpshard("audit", *flags, "--steps-per-trial", 4, exit_code=3).stdout
     assert "160 trials of 4 steps (Poisson samples, 2 of 4) count" in " ".join(output.replace("│", " ").split())
     assert written()["noise"]["refuted"]
     assert not written()["sampling"]["refuted"]
     assert (written()["sampling"]["steps"], written()["sampling"]["batch_size"]) == (4, 1)
+
+
+@pytest.mark.usefixtures("known_secret")
+@pytest.mark.parametrize("more", [[], ["--steps-per-trial", 2]])
+def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, written, monkeypatch, more):
+    faults.silence(monkeypatch, "bias")
+    flags = ["--trials", 60, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json", *more]
+    assert "has not the accounted" in " ".join(dpshard("audit", *flags, exit_code=3).stdout.replace("│", " ").split())
+    assert written()["releases"]["fault"].startswith("layers") or "bias" in written()["releases"]["fault"]
 
 
 @pytest.mark.usefixtures("known_secret")

@@ -1,0 +1,224 @@
+"""Whether what was released beside the sums is the noise that was accounted. Statistics, no engine in here.
+
+[Note: Tests of noise]
+Noise that was divided by its accounted deviation is standard normal, independent over elements, parameters, steps and
+engines. Each test has a p-value that is exact or an upper bound, and all of them share one probability of a false alarm
+(Bonferroni).
+- Deviation: the sum of squares of a parameter, of a stretch of it, and of one element over all steps is chi-squared.
+- Distribution: of all values together, by the inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
+- Independence: the sum of m products of independent normals passes s with probability exp(-t s - m log(1 - t^2) / 2)
+  at most, for every t in (0, 1) (Chernoff). Products are of one element at two steps, of two elements of a parameter at
+  any distance, of two parameters element by element, and of two engines. At a distance, products share factors, in
+  chains: every other product of a chain shares none, so both halves are bounded at s / 2.
+- Grid: among GRID_VALUES floats of 24 random bits hardly two are equal; of 11 bits, a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import fft, stats
+
+STEPS_APART = 8
+"""Steps at which noise is compared with that of a step so far back, at most."""
+KEPT = 2**15
+"""First elements of every parameter that are compared with other steps."""
+COMPARED = 2**11
+"""First elements of every parameter that are compared with other parameters, and with another engine."""
+ENGINE_STEPS = 8
+"""First steps of two engines that are compared."""
+STRETCH = 256
+"""Elements of a stretch."""
+TRANSFORMED = 2**23
+"""Elements of a parameter, over the steps, that are compared with others of it."""
+GRID_VALUES, FEWEST_GRID_VALUES = 4096, 256
+"""Values among which equal ones are counted, at most and at least."""
+LEAST_LOG_P = -700.0
+"""Logarithm of the smallest p-value that is told apart from others."""
+_EDGES = np.linspace(-6, 6, 121)
+
+Noise = Mapping[str, NDArray[np.float64]]
+"""The noise of one step by parameter, flattened, over its accounted deviation."""
+
+
+class Finding(NamedTuple):
+    """One test, or a family of tests that share its p-value."""
+
+    what: str
+    """What does not fit, if it is unlikely."""
+    log_p: float
+    """Logarithm of an upper bound on the probability of such a result, of a sound engine."""
+
+
+def likeliest_fault(findings: list[Finding], false_alarm: float) -> Finding | None:
+    """The least probable finding, of equals the first; None if a sound engine has one with more than `false_alarm`."""
+    worst = min(findings, key=lambda finding: max(finding.log_p, LEAST_LOG_P))
+    return worst if worst.log_p + math.log(len(findings)) < math.log(false_alarm) else None
+
+
+def log_tail_of_products(total: NDArray[np.float64], m: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Log of a bound on P(|sum of m products of independent normals| >= |total|); see [Note: Tests of noise]."""
+    s = np.maximum(np.abs(total), 1e-300)
+    t = np.minimum((np.hypot(m, 2 * s) - m) / (2 * s), 1 - 1e-15)
+    return np.minimum(math.log(2) - t * s - m / 2 * np.log1p(-(t**2)), 0.0)
+
+
+def _log_tail_of_chains(total: NDArray[np.float64], m: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.minimum(math.log(2) + log_tail_of_products(total / 2, m), 0.0)
+
+
+@dataclass
+class _Parameter:
+    """What is kept of the noise of one parameter of n elements."""
+
+    n: int
+    squares: NDArray[np.float64] = field(init=False)
+    spectrum: NDArray[np.float64] = field(init=False)
+    transformed: int = 0
+    """Steps that the spectrum holds."""
+    before: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=STEPS_APART))
+    across_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
+    pairs_of_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
+
+    def __post_init__(self) -> None:
+        self.squares = np.zeros(self.n)
+        self.spectrum = np.zeros(_transform_length(self.n) // 2 + 1)
+
+    def see(self, z: NDArray[np.float64]) -> None:
+        self.squares += z * z
+        if self.transformed * self.n < TRANSFORMED:
+            length = _transform_length(self.n)
+            self.spectrum += np.abs(np.fft.rfft(z, length)) ** 2
+            self.transformed += 1
+        kept = z[:KEPT].copy()
+        for back, other in enumerate(reversed(self.before)):
+            self.across_steps[back] += kept @ other
+            self.pairs_of_steps[back] += len(kept)
+        self.before.append(kept)
+
+    def restart(self) -> None:
+        """The next step is that of another engine."""
+        self.before.clear()
+
+    def findings(self, name: str, steps: int) -> list[Finding]:
+        found = [
+            Finding(
+                f"{name}: the noise has not the accounted deviation", _log_chi2(self.squares.sum(), self.n * steps)
+            ),
+            self._weakest(f"{name}: a stretch has hardly any noise", steps, STRETCH),
+            self._weakest(f"{name}: an element has hardly any noise", steps, 1),
+        ]
+        if steps > 1:
+            log_p = _log_tail_of_chains(self.across_steps, self.pairs_of_steps)
+            found.append(_least(f"{name}: the noise of a step is used again at a later one", log_p))
+        if self.n > 1:
+            length = _transform_length(self.n)
+            sums = np.fft.irfft(self.spectrum, length)[1 : self.n]
+            m = (self.n - np.arange(1.0, self.n)) * self.transformed
+            found.append(_least(f"{name}: elements share noise", _log_tail_of_chains(sums, m)))
+        return found
+
+    def _weakest(self, what: str, steps: int, stretch: int) -> Finding:
+        starts = np.arange(0, self.n, stretch)
+        sizes = np.diff(np.append(starts, self.n))
+        log_p = stats.chi2.logcdf(np.add.reduceat(self.squares, starts), sizes * steps)
+        return _least(what, log_p)
+
+
+class NoiseTests:
+    """Sees the noise of every step, and tells what does not fit; `sizes` has the elements of each parameter."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.steps = 0
+        self._parameters = {name: _Parameter(n) for name, n in sizes.items()}
+        self._names = list(sizes)
+        self._products = np.zeros((len(sizes), len(sizes)))
+        self._histogram = np.zeros(len(_EDGES) + 1)
+        self._first_engine: list[NDArray[np.float64]] = []
+        self._second_engine: list[float] = []
+        self._grid: NDArray[np.float64] = np.zeros(0)
+        self._engines = 1
+        self._step_of_engine = 0
+
+    def see(self, noise: Noise, *, alone: bool) -> None:
+        """`noise` of the next step; `alone` if nothing was added to it, so that its last bits are its own."""
+        heads = np.zeros((len(self._names), COMPARED))
+        for row, name in enumerate(self._names):
+            z = noise[name]
+            self._parameters[name].see(z)
+            heads[row, : min(len(z), COMPARED)] = z[:COMPARED]
+            self._histogram += np.bincount(np.searchsorted(_EDGES, z), minlength=len(_EDGES) + 1)
+            if alone and len(self._grid) < GRID_VALUES:
+                self._grid = np.append(self._grid, z[: GRID_VALUES - len(self._grid)])
+        self._products += heads @ heads.T
+        if self._engines == 1 and self._step_of_engine < ENGINE_STEPS:
+            self._first_engine.append(heads)
+        elif self._engines == 2 and self._step_of_engine < len(self._first_engine):
+            self._second_engine.append(float((heads * self._first_engine[self._step_of_engine]).sum()))
+        self.steps += 1
+        self._step_of_engine += 1
+
+    def next_engine(self) -> None:
+        """What comes is the noise of another engine, whose secret is another."""
+        self._engines += 1
+        self._step_of_engine = 0
+        for parameter in self._parameters.values():
+            parameter.restart()
+
+    def findings(self) -> list[Finding]:
+        """All tests; see [Note: Tests of noise]."""
+        found = [f for name, p in self._parameters.items() for f in p.findings(name, self.steps)]
+        return [*found, self._distribution(), *self._grid_test(), *self._across_parameters(), *self._across_engines()]
+
+    def _distribution(self) -> Finding:
+        values = self._histogram.sum()
+        farthest = np.abs(np.cumsum(self._histogram)[:-1] / values - stats.norm.cdf(_EDGES)).max()
+        return Finding("the noise is not normal", min(0.0, math.log(2) - 2 * values * farthest**2))
+
+    def _grid_test(self) -> list[Finding]:
+        values = len(self._grid)
+        if values < FEWEST_GRID_VALUES:
+            return []
+        equal = values - len(np.unique(self._grid))
+        # Two floats of 24 bits are equal with 2^-24 at most, their grid near 0 being finer.
+        log_p = float(stats.poisson.logsf(equal - 1, values**2 / 2 * 2.0**-24)) if equal else 0.0
+        return [Finding("the noise lies on a coarse grid, as that of half precision does", log_p)]
+
+    def _across_parameters(self) -> list[Finding]:
+        sizes = np.minimum([p.n for p in self._parameters.values()], COMPARED)
+        pairs = np.triu_indices(len(sizes), 1)
+        if not len(pairs[0]):
+            return []
+        m = np.minimum(sizes[pairs[0]], sizes[pairs[1]]) * float(self.steps)
+        log_p = log_tail_of_products(self._products[pairs], m)
+        at = int(log_p.argmin())
+        names = self._names[pairs[0][at]], self._names[pairs[1][at]]
+        return [_least(f"{names[0]} and {names[1]} share noise", log_p)]
+
+    def _across_engines(self) -> list[Finding]:
+        if not self._second_engine:
+            return []
+        m = sum(min(p.n, COMPARED) for p in self._parameters.values()) * len(self._second_engine)
+        log_p = log_tail_of_products(np.array([sum(self._second_engine)]), np.array([float(m)]))
+        return [Finding("two engines draw the same noise, as from a seed of the script", float(log_p[0]))]
+
+
+def _transform_length(n: int) -> int:
+    """Of a Fourier transform of n elements, padded by as many: products at a distance do not wrap around."""
+    return int(fft.next_fast_len(2 * n, real=True))  # type: ignore[arg-type]
+
+
+def _log_chi2(total: float, degrees: int) -> float:
+    tails = stats.chi2.logcdf(total, degrees), stats.chi2.logsf(total, degrees)
+    return min(0.0, math.log(2) + float(min(tails)))
+
+
+def _least(what: str, log_p: NDArray[np.float64]) -> Finding:
+    """The least of several p-values, for all of them."""
+    return Finding(what, min(0.0, float(np.min(log_p)) + math.log(len(log_p))))

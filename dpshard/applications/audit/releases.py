@@ -1,0 +1,356 @@
+"""The audit of releases: each one is what it should be, the clipped sum of a Poisson batch and the accounted noise.
+
+[Note: Nearly without noise]
+At a noise multiplier of SIGMA everybody sees who was drawn: the contributions c_i of the samples are known beforehand,
+by plain autograd and the clipping function, and a release is sum_i b_i c_i + noise, with b_i = 1 for the drawn ones. So
+least squares tell b, and what is left of the release is noise, if all is well. Then
+- what is left is tested as noise of the accounted deviation, on every parameter (noise.py);
+- along each contribution, and along its part in each parameter, nothing is left of a step's own samples, nor of those
+  of the step before: clipping, padding, the division and what steps have in common are as they should be;
+- the b are independent coins of the sampling probability, over samples and steps.
+Noise, clipping, sampling and division are the same code at every noise multiplier.
+
+Samples are chosen among candidates, so that the gradient of each parameter is a large part of that of one of them, and
+no contribution is hidden behind the others. Two engines are played, with the same seeds of the script's generators.
+Where gradients are random (dropout) or of half precision, all samples are blanks, and the noise alone is tested.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpshard.applications.audit.bounds import FALSE_ALARM
+from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
+from dpshard.applications.audit.steps import stepping
+from dpshard.backends.ranks import Ranks
+from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.config import is_count
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError
+
+SIGMA = 0.01
+"""Noise multiplier: little enough to see who was drawn, and far above the rounding of float32 sums."""
+MOST_SAMPLES = 8
+FEWEST_STEPS = 16
+HIDDEN_BEYOND = 0.05
+"""Deviation of the noise in some b_i beyond which one may be mistaken, in a thousand steps with 1e-20."""
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasesAudit:
+    """What the releases of two engines showed."""
+
+    findings: tuple[Finding, ...]
+    steps: int
+    elements: int
+    """Trained elements, of which the noise was tested."""
+    samples: int
+    """Samples whose sums were tested; 0 if noise alone was."""
+
+    @property
+    def fault(self) -> Finding | None:
+        """What does not fit; of a sound engine with probability FALSE_ALARM at most."""
+        return likeliest_fault(list(self.findings), FALSE_ALARM)
+
+
+def audit_releases(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: SampleLoss,
+    *,
+    steps: int = 200,
+    micro_batch_size: int = 3,
+    clipping_fn: str | ClippingFunction = "automatic",
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    on_step: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> ReleasesAudit:
+    """Test what `steps` steps release, half of them of a second engine; see [Note: Nearly without noise].
+
+    `x` and `y` are candidates, of which MOST_SAMPLES at most become the data set; the other arguments are those of
+    `audit_steps`. On several ranks, all of them call it with the same arguments, and get the same result.
+    Raises ConfigurationError if there are too few steps, or no candidate has a gradient.
+    """
+    if not (is_count(steps) and steps >= FEWEST_STEPS):
+        raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
+    plain = copy.deepcopy(model).train()
+    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(len(x))]
+    rows = _chosen(gradients)
+    known = _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
+    x, y, gradients = x[rows], y[rows], [gradients[row] for row in rows]
+    prepared = prepare(model)
+    step = stepping(prepared)
+    tests: NoiseTests | None = None
+    game: _Game | None = None
+    with _seeds_given_back():
+        for _ in range(2):
+            _seed()
+            engine = PrivacyEngine(
+                prepared,
+                batch_size=max(1, len(rows) // 4),
+                sample_size=len(rows),
+                steps=steps // 2,
+                noise_multiplier=SIGMA,
+                clipping_fn=clipping_fn,
+                **options,
+            )
+            try:
+                if game is None or tests is None:
+                    game = _Game(engine, gradients, parse_clipping_fn(clipping_fn), options, known=known)
+                    tests = NoiseTests(game.sizes)
+                else:
+                    game.next_engine(engine)
+                    tests.next_engine()
+                data = TensorDataset(x, y, torch.arange(len(rows)))
+                for noise, alone in game.play(prepared, data, loss, step, micro_batch_size):
+                    tests.see(noise, alone=alone)
+                    on_step()
+            finally:
+                engine.detach()
+    assert game is not None
+    assert tests is not None
+    return ReleasesAudit(
+        findings=(*game.findings(), *tests.findings()),
+        steps=tests.steps,
+        elements=sum(game.sizes.values()),
+        samples=len(rows) if game.known else 0,
+    )
+
+
+class _Game:
+    """The releases of an engine, taken apart; `gradients` are those of the samples, `known` if they are always so."""
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        gradients: list[dict[str, Tensor]],
+        function: ClippingFunction,
+        options: dict[str, Any],
+        *,
+        known: bool,
+    ) -> None:
+        self.engine, self.gradients = engine, gradients
+        tracking = options.get("adaptive_thresholds")
+        self._noise = SIGMA / math.sqrt(1 - tracking.budget_share) if tracking is not None else SIGMA
+        names = [name for group in engine.mechanism.clipping_groups for name in group]
+        self.sizes = {name: gradients[0][name].numel() for name in names}
+        self._odd = [OddGradient(gradient, engine.mechanism.clipping_groups, function) for gradient in gradients]
+        self._last: tuple[float, ...] | None = None
+        self._drawn: list[list[NDArray[np.bool_]]] = [[]]
+        n = len(gradients)
+        self._left = {name: np.zeros((2, n)) for name in ("", *names)}
+        """What is left along the samples' parts in a parameter, or in all (""): of steps of a sample, and after."""
+        self._times = np.zeros((2, n))
+        self.known = known
+        self._ranks = Ranks()
+        self._disagreement = False
+        if known:
+            self._aim(self._thresholds())
+            self.known = float(np.sqrt(np.diag(self._inverse)).max()) * self._noise < HIDDEN_BEYOND
+
+    def next_engine(self, engine: PrivacyEngine) -> None:
+        """Go on with the releases of another engine of the same settings."""
+        self.engine = engine
+        self._drawn.append([])
+
+    def play(
+        self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
+    ) -> Iterator[tuple[dict[str, NDArray[np.float64]], bool]]:
+        """The noise of every step over its deviation, and whether it was alone."""
+        mechanism, device = self.engine.mechanism, next(model.parameters()).device
+        model.train()
+        for logical_batch in self.engine.batches(data, micro_batch_size):
+            self._aim(self._thresholds())
+            for x, y, sample_B in logical_batch:
+                losses_B = loss(model(x.to(device)), y.to(device))
+                if losses_B.shape != sample_B.shape:
+                    raise ConfigurationError(
+                        f"The loss of {len(sample_B)} samples has the shape {list(losses_B.shape)}: return one of "
+                        f"each sample, [B], as cross_entropy(..., reduction='none') does."
+                    )
+                losses_B = losses_B * (self._pull_n[sample_B] * float(self.known)).to(device, losses_B.dtype)
+                (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
+            self.engine.privatize()
+            scale = mechanism.schedule[logical_batch.step] / self._unit
+            released = {name: self._released(name) * scale for name in self.sizes}
+            self._compare_ranks(released, logical_batch.step)
+            step()
+            yield self._taken_apart(released)
+
+    def _thresholds(self) -> tuple[float, ...]:
+        mechanism = self.engine.mechanism
+        if mechanism.adaptive_thresholds is not None:
+            return tuple(self.engine.thresholds.values())
+        groups = len(mechanism.clipping_groups)  # as they should be, whatever the engine has
+        return (mechanism.max_grad_norm / math.sqrt(groups),) * groups
+
+    def _aim(self, thresholds: tuple[float, ...]) -> None:
+        """Find what the samples contribute at these thresholds, in units of the sensitivity."""
+        if thresholds == self._last:
+            return
+        self._last, self._unit = thresholds, math.hypot(*thresholds)
+        aims = [odd.aim(thresholds) for odd in self._odd]
+        self._pull_n = torch.tensor([aim.pull for aim in aims])
+        parts = [odd.left_of(aim) for odd, aim in zip(self._odd, aims, strict=True)]
+        self._parts = {
+            name: np.stack([_flat(part[name]) if name in part else np.zeros(size) for part in parts]) / self._unit
+            for name, size in self.sizes.items()
+        }
+        self._inverse = np.linalg.pinv(sum(part @ part.T for part in self._parts.values()))
+
+    def _released(self, name: str) -> NDArray[np.float64]:
+        gradient = self.engine.full_gradient(name)
+        return np.zeros(self.sizes[name]) if gradient is None else _flat(gradient)
+
+    def _compare_ranks(self, released: dict[str, NDArray[np.float64]], step: int) -> None:
+        if step in (0, 1) and not self._ranks.alone:
+            digest = hashlib.sha256(b"".join(value.tobytes() for value in released.values())).hexdigest()
+            self._disagreement |= len(set(self._ranks.gather(digest))) > 1
+
+    def _taken_apart(self, released: dict[str, NDArray[np.float64]]) -> tuple[dict[str, NDArray[np.float64]], bool]:
+        if not self.known:
+            return {name: value / self._noise for name, value in released.items()}, True
+        along_n = sum(self._parts[name] @ value for name, value in released.items())
+        drawn_n = self._inverse @ along_n > 0.5
+        noise = {name: (value - drawn_n @ self._parts[name]) / self._noise for name, value in released.items()}
+        of_engine = self._drawn[-1]
+        moments = np.stack([drawn_n, of_engine[-1] if of_engine else np.zeros_like(drawn_n)]).astype(float)
+        whole = np.zeros(len(drawn_n))
+        for name, value in noise.items():
+            left_n = self._parts[name] @ value
+            length_n = np.linalg.norm(self._parts[name], axis=1)
+            self._left[name] += moments * np.divide(left_n, length_n, out=np.zeros_like(left_n), where=length_n > 0)
+            whole += left_n
+        self._left[""] += moments * whole / np.sqrt(sum((part**2).sum(1) for part in self._parts.values()))
+        self._times += moments
+        of_engine.append(drawn_n)
+        return noise, not drawn_n.any()
+
+    def findings(self) -> list[Finding]:
+        """What the sums and the draws show."""
+        found = [Finding("ranks are given different gradients", -math.inf)] if self._disagreement else []
+        if not self.known:
+            return found
+        for name, left in self._left.items():
+            z = np.divide(left, np.sqrt(self._times), out=np.zeros_like(left), where=self._times > 0)
+            for sort, what in enumerate(("not what clipping leaves", "what an earlier step released")):
+                log_p = math.log(2 * z.shape[1]) + float(stats.norm.logsf(np.abs(z[sort]).max()))
+                found.append(Finding(f"{name or 'a sample'}: the sum holds {what}", min(0.0, log_p)))
+        drawn = [np.array(of_engine) for of_engine in self._drawn]
+        mechanism = self.engine.mechanism
+        return [*found, *draw_findings(drawn, mechanism.schedule[0] / mechanism.sample_size)]
+
+
+def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
+    """Whether who was drawn, [T, n] of each engine, are independent coins of probability `q`."""
+    n = drawn[0].shape[1]
+    if q == 1:
+        return [Finding("samples are not in every batch", 0.0 if all(d.all() for d in drawn) else -math.inf)]
+    everyone = np.concatenate(drawn)
+    agree = q * q + (1 - q) ** 2
+    found = [_count("samples are drawn too often or too seldom", everyone, q)]
+    for sample in range(n):
+        p = _count("", everyone[:, sample], q).log_p + math.log(n)
+        found.append(Finding(f"sample {sample} is drawn too often or too seldom", min(0.0, p)))
+    for apart in (1, 2, 3, 4):
+        pairs = [d[t] == d[t + apart] for d in drawn for t in range(len(d) - apart) if (t // apart) % 2 == 0]
+        if pairs:
+            found.append(_count(f"a draw depends on that of {apart} steps before", np.array(pairs), agree))
+    if n > 1:
+        half = n // 2
+        together = everyone[:, :half] == everyone[:, half : 2 * half]
+        found.append(_count("samples are drawn in dependence on each other", together, agree))
+        size = round(q * n)
+        exactly = everyone.sum(1) == size
+        found.append(_count("batches are of one size too often", exactly, float(stats.binom.pmf(size, n, q))))
+    epoch = round(1 / q)
+    epochs = [d[t : t + epoch].sum(0) == 1 for d in drawn for t in range(0, len(d) - epoch + 1, epoch)]
+    if epochs:
+        once = float(stats.binom.pmf(1, epoch, q))
+        found.append(_count("samples come once in every epoch", np.array(epochs), once))
+    if len(drawn) == 2:
+        short = min(map(len, drawn))
+        found.append(_count("two engines draw the same", drawn[0][:short] == drawn[1][:short], agree))
+    return found
+
+
+def _count(what: str, coins: NDArray[np.bool_], p: float) -> Finding:
+    heads, tosses = int(coins.sum()), coins.size
+    tails = stats.binom.logcdf(heads, tosses, p), stats.binom.logsf(heads - 1, tosses, p)
+    return Finding(what, min(0.0, math.log(2) + float(min(tails))))
+
+
+def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
+    """Candidates of which one has much of its gradient in each parameter, none of them hidden behind the others."""
+    rows = torch.stack([torch.cat([g.flatten() for g in gradient.values()]).double().cpu() for gradient in gradients])
+    norms = rows.norm(dim=1)
+    usable = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
+    if not usable:
+        raise ConfigurationError("No candidate has a gradient: choose samples that the model can learn.")
+    gram = ((rows / norms[:, None]) @ (rows / norms[:, None]).T).numpy()
+    share = np.array([[float(g.double().norm()) for g in gradient.values()] for gradient in gradients])
+    share = share / np.maximum(norms.numpy(), 1e-300)[:, None]
+    chosen: list[int] = []
+    while len(chosen) < MOST_SAMPLES:
+        best, gain = -1, -1.0
+        covered = share[chosen].max(0) if chosen else np.zeros(share.shape[1])
+        for i in set(usable) - set(chosen):
+            those = [*chosen, i]
+            reached = float(np.sqrt(np.maximum(share[i], covered)).sum())
+            if (
+                reached > gain
+                and np.diag(np.linalg.pinv(gram[np.ix_(those, those)])).max() < 9
+                and (np.linalg.matrix_rank(gram[np.ix_(those, those)], tol=0.05) == len(those))
+            ):
+                best, gain = i, reached
+        if best < 0:
+            break
+        chosen.append(best)
+    return chosen
+
+
+def _reproducible(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> bool:
+    """Whether a sample has one gradient, to more than half precision."""
+    if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.requires_grad):
+        return False
+    with _seeds_given_back():
+        first, second = (sample_gradient(model, x, y, loss) for _ in range(2))
+    return all(torch.allclose(g, second[name], rtol=1e-4, atol=1e-6) for name, g in first.items())
+
+
+def _flat(value: Tensor) -> NDArray[np.float64]:
+    return value.detach().double().flatten().cpu().numpy()
+
+
+def _seed() -> None:
+    torch.manual_seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002
+    random.seed(SEED)
+
+
+@contextmanager
+def _seeds_given_back() -> Iterator[None]:
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(of_python)
