@@ -1,4 +1,4 @@
-"""Per-sample gradients of normalisation layers on a CPU: see [Note: Native code], and normalization.c for how."""
+"""Per-sample gradients of normalisation layers on a CPU: see [Note: Native code] and normalization.c."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dpshard.kernels.native.library import library, team
 
 
 def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code makes the gradients of weights and biases from an input of `dtype` there."""
+    """Return True if compiled code supports inputs of `dtype` on `device`."""
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
-# An operator of torch, so that fake tensors pass through it.
+# It is an operator of torch, so that fake tensors work.
 @torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Per-sample gradients [2, B, K] of the weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
+    """Return per-sample gradients [2, B, K] of weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
 
-    `x` and the `gradient` of y are float32, [B, K, N] with `groups` of K / groups rows that are normalised together, or
-    [B, N, K] with rows that are, each alone, if `groups` is 0. If not `centered`, 0 takes the place of the mean.
+    `x` and the `gradient` of y are float32. With `groups` > 0 they are [B, K, N], and each group of
+    K / groups rows is normalised together. With `groups` = 0 they are [B, N, K], and each row is normalised
+    separately. If not `centered`, the mean is replaced by 0. Raises ValueError for other dtypes or shapes.
     """
     compiled, shape = library(), x.shape
     fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)
