@@ -1,4 +1,4 @@
-"""How figures are written, for people and as JSON."""
+"""Formats of figures, for users and as JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 NEIGHBOURS = {
-    "add-or-remove-one": "data sets that differ by one sample, which one of them has and the other has not",
-    "replace-special": "data sets of which one holds a blank, which contributes nothing, in the place of one sample",
+    "add-or-remove-one": "data sets that differ by one sample, which only one of them has",
+    "replace-special": "data sets that differ in one sample, which one of them replaces by a blank without contribution",
 }
 """The neighbouring relations of dpshard.accounting, in words."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON, which knows neither NaN nor infinity: they become null."""
+    """Return `value` as strict JSON; NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
