@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NEIGHBOURS = {
-    "add-or-remove-one": "data sets that differ by one sample, which only one of them has",
-    "replace-special": "data sets that differ in one sample, which one of them replaces by a blank without contribution",
+    "add-or-remove-one": "data sets that differ by one sample, which one of them has and the other has not",
+    "replace-special": "data sets that differ in one sample, which one of them replaces by a blank that contributes 0",
 }
 """The neighbouring relations of dpshard.accounting, in words."""
 
