@@ -21,13 +21,13 @@ def sample_losses(
 
     Shapes: `logits` [B, T, C] with `labels` [B, T], or any number of dimensions between B and C, or
     [B, C] with [B]. Positions with label `ignore_index` do not count. "sample-mean" divides by the
-    number of counted positions of the sample; a sample without any has loss 0. "sample-sum" does not
-    divide. `F.cross_entropy` divides by the tokens of the micro-batch: a sample's gradient then depends
-    on the length of other samples before clipping, and the noise does not cover that.
+    number of counted positions of the sample; a sample without any has loss 0. "sample-sum" does
+    not divide. `F.cross_entropy` divides by the tokens of the micro-batch: a sample's gradient then
+    depends on the length of other samples before clipping, and the noise does not cover that.
 
     A causal language model predicts the next token: pass `logits[:, :-1]` and `ids[:, 1:]`. Call
-    backward() on the mean over the samples, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
-    Raises ConfigurationError for other shapes.
+    backward() on the mean over the samples, or on the sum with
+    `PrivacyEngine(loss_reduction="sum")`. Raises ConfigurationError for other shapes.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ConfigurationError(

@@ -1,4 +1,7 @@
-"""Figures of one logical batch, for tuning and debugging. They are not private: epsilon does not cover them."""
+"""Figures of one logical batch, for tuning and debugging.
+
+They are not private: epsilon does not cover them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,20 @@ FIGURES = (
     "sum of norms",
     "largest norm",
 )
-"""Figures of one group in one micro-batch: sums over samples, except the last one, which is a maximum."""
+"""Figures of one group in one micro-batch: sums over samples, except the last one, which is a
+maximum."""
 
 
 class BatchMetrics:
-    """Sums over the samples of one logical batch; they stay on the device until a method reads them."""
+    """Sums over the samples of one logical batch.
+
+    They stay on the device until a method reads them.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
-        """Number of samples of the logical batch, if known; it includes samples without any backward."""
+        """Number of samples of the logical batch, if known; it includes samples without any
+        backward."""
         self._groups: dict[str, list[Tensor]] = {}
         self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding per group
         self._signal: Tensor | None = None
@@ -66,7 +74,10 @@ class BatchMetrics:
         self._fresh.clear()
 
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
-        """Add the loss of one micro-batch: a mean over its rows, or one value per row; skip non-finite rows."""
+        """Add the loss of one micro-batch: a mean over its rows, or one value per row.
+
+        Skip non-finite rows.
+        """
         if loss.dim() == 0:
             rows = 1 if is_padding_B is None else int((~is_padding_B).sum())
             total = loss * rows
@@ -85,9 +96,10 @@ class BatchMetrics:
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by those of all ranks; `stack` gathers the vectors of all ranks as rows.
+        """Replace the figures by those of all ranks.
 
-        Every rank must pass the same `labels` of all groups, because a rank may not have used a group.
+        `stack` gathers the vectors of all ranks as rows. Every rank must pass the same `labels` of
+        all groups, because a rank may not have used a group.
         """
         self._take_stock()
         nothing = torch.zeros(len(FIGURES), dtype=torch.float64)
@@ -113,9 +125,9 @@ class BatchMetrics:
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        A sample without a gradient in the group, or with a non-finite one, counts as unclipped, so one
-        sample always changes each entry by 1/2. Other samples of the micro-batch may decide if a group
-        runs at all (experts, a branch).
+        A sample without a gradient in the group, or with a non-finite one, counts as unclipped, so
+        one sample always changes each entry by 1/2. Other samples of the micro-batch may decide if
+        a group runs at all (experts, a branch).
         """
         self._take_stock()
         nothing = [torch.zeros(len(FIGURES), dtype=torch.float64)]

@@ -1,1 +1,4 @@
-"""dpshard in other frameworks and under other libraries' interfaces; import each by its own name."""
+"""dpshard in other frameworks and under other libraries' interfaces.
+
+Import each by its own name.
+"""

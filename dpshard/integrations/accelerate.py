@@ -31,11 +31,11 @@ _DISTRIBUTED = (
 
 
 def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> PrivacyEngine:
-    """Return an engine for the prepared `model`; add its state to `accelerator.save_state` and `load_state`.
+    """Return an engine for the prepared `model`.
 
-    `settings` are those of `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches`
-    gives each process its share. Raises ConfigurationError if the accelerator would change or hide
-    gradients.
+    Add its state to `accelerator.save_state` and `load_state`. `settings` are those of
+    `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches` gives each process its
+    share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
     refuse_unsupported(accelerator)
     engine = PrivacyEngine(model, **settings)
@@ -44,7 +44,7 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
 
 
 def refuse_unsupported(accelerator: Accelerator) -> None:
-    """Raise ConfigurationError if `accelerator` would change gradients, hide them, or split samples."""
+    """Raise ConfigurationError if `accelerator` would change or hide gradients or split samples."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) divides losses before "
@@ -71,8 +71,8 @@ def refuse_unsupported(accelerator: Accelerator) -> None:
 def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
     """Make `accelerator` shard by `plugin` on processes without a GPU, for tests and first tries.
 
-    accelerate turns FSDP on only for GPUs, and uses DDP elsewhere; its FSDP code works on the CPU too.
-    Does nothing if FSDP is on already, or if there is one process.
+    accelerate turns FSDP on only for GPUs, and uses DDP elsewhere; its FSDP code works on the CPU
+    too. Does nothing if FSDP is on already, or if there is one process.
     """
     if accelerator.distributed_type is not DistributedType.MULTI_CPU:
         return

@@ -1,7 +1,8 @@
 """The interface of fastDP on the engine of dpshard: the constructor, and `attach(optimizer)`.
 
-A loop over a DataLoader feeds its own batches, and the engine cannot check how they were drawn. Iterate
-over `privacy_engine.batches(dataset, micro_batch_size)` instead (docs/coming-from-fastdp.md).
+A loop over a DataLoader feeds its own batches, and the engine cannot check how they were drawn.
+Iterate over `privacy_engine.batches(dataset, micro_batch_size)` instead
+(docs/coming-from-fastdp.md).
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ class PrivacyEngine(core.PrivacyEngine):
         target_epsilon: Budget of the whole run.
         target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one is better.
         clipping_fn: "automatic", "Abadi", or "global".
-        clipping_mode: "MixOpt", "MixGhostClip", or "ghost": changes time and memory, never the result.
-        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each block.
+        clipping_mode: "MixOpt", "MixGhostClip", or "ghost": changes time and memory, never the
+            result.
+        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each
+            block.
         accounting_mode: "rdp", or "glw", which is dpshard's "pld".
         loss_reduction: Reduction of the loss over the rows of the micro-batch: "mean" or "sum".
-        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. There is no second pass to
-            save, the noise is right on any number of ranks under any seed, and `metrics()` has the
-            gradient-SNR.
+        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. There is no second pass
+            to save, the noise is right on any number of ranks under any seed, and `metrics()` has
+            the gradient-SNR.
 
     Raises ConfigurationError for settings out of range, TypeError for unknown ones.
     """
@@ -111,7 +114,10 @@ class PrivacyEngine(core.PrivacyEngine):
         optimizer.__dict__.update(privacy_engine=self, **methods)
 
     def privatize(self) -> None:
-        """See dpshard.PrivacyEngine; with a sum loss, do not divide by the batch size, as in fastDP."""
+        """See dpshard.PrivacyEngine.
+
+        With a sum loss, do not divide by the batch size, as in fastDP.
+        """
         released = self.step
         super().privatize()
         if self.step > released and self.mechanism.loss_reduction == "sum":
@@ -128,9 +134,10 @@ class PrivacyEngine(core.PrivacyEngine):
 
 
 def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
-    """Return the names of the trainable parameters of each block; `heads` are the first layers of blocks.
+    """Return the names of the trainable parameters of each block.
 
-    Raises ConfigurationError for an unknown head, or if parameters precede the first one.
+    `heads` are the first layers of blocks. Raises ConfigurationError for an unknown head, or if
+    parameters precede the first one.
     """
     known = {name for name, _ in module.named_modules()}
     if unknown := sorted(set(heads) - known):

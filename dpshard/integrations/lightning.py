@@ -1,10 +1,11 @@
 """Lightning: a callback that makes the fitting of a LightningModule private.
 
 [Note: Lightning on logical batches]
-The callback's train loader yields logical batches, so Lightning's steps count releases. The callback
-calls the module's `training_step` once per micro-batch. Lightning itself runs the last backward, within
-the closure of the optimizer's step. There, its zero_grad comes between forward and backward, and would
-discard clipped sums. The callback therefore calls zero_grad before the first micro-batch instead.
+The callback's train loader yields logical batches, so Lightning's steps count releases. The
+callback calls the module's `training_step` once per micro-batch. Lightning itself runs the last
+backward, within the closure of the optimizer's step. There, its zero_grad comes between forward and
+backward, and would discard clipped sums. The callback therefore calls zero_grad before the first
+micro-batch instead.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class PrivateTraining(L.Callback):
         **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
             target_delta, ... Loader and Trainer give batch size, sample size and steps.
 
-    `engine` is the engine after fitting has begun. Checkpoints hold its state and the random states of
-    dropout, so a recomputed step releases the same value. The callback supports one process. On several,
-    use accelerate, the Trainer of Hugging Face, or your own loop.
+    `engine` is the engine after fitting has begun. Checkpoints hold its state and the random states
+    of dropout, so a recomputed step releases the same value. The callback supports one process. On
+    several, use accelerate, the Trainer of Hugging Face, or your own loop.
 
     Raises ConfigurationError for a module or Trainer that would not be private as accounted.
     """
@@ -60,7 +61,10 @@ class PrivateTraining(L.Callback):
     # --- the fit ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create the engine or resume from the checkpoint; make the module loop over micro-batches."""
+        """Create the engine or resume from the checkpoint.
+
+        Make the module loop over micro-batches.
+        """
         _refuse(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
@@ -101,9 +105,10 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """Return the output of the last micro-batch, for Lightning's backward; run backward for the others.
+        """Return the output of the last micro-batch, for Lightning's backward.
 
-        Raises ConfigurationError if `logical_batch` does not come from `private.loader`.
+        Run backward for the others. Raises ConfigurationError if `logical_batch` does not come from
+        `private.loader`.
         """
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
@@ -150,7 +155,10 @@ class PrivateTraining(L.Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state and random states; they hold the run secret: guard them like the data."""
+        """Return the engine's state and random states.
+
+        They hold the run secret: guard them like the data.
+        """
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -171,7 +179,8 @@ class _LogicalBatches:
         engine = self._callback.engine
         if engine is None:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
-        # A loader draws a seed for its workers; a resumed epoch needs the random states of the first run.
+        # A loader draws a seed for its workers; a resumed epoch needs the random states of the
+        # first run.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
                 self._loader.dataset, self._micro_batch_size, steps=len(self), **loading_options(self._loader)
@@ -200,7 +209,7 @@ def _refuse(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    """Return the random states of torch (all devices), numpy and Python, as tensors and plain values."""
+    """Return random states of torch (all devices), numpy and Python: tensors and plain values."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the global one, which data augmentation uses
     return {
         "torch": torch.get_rng_state(),

@@ -1,10 +1,10 @@
 """Hugging Face Trainer: `PrivateTrainer` is a Trainer with private training; everything else stays.
 
 [Note: Trainer on logical batches]
-One item of the Trainer's train loader is one logical batch, without accumulation. So its steps, logs,
-schedulers and checkpoints count releases. `training_step` loops over micro-batches. The Trainer can clip
-gradients, divide them by the tokens of the batch, or scale them for half precision. This would
-invalidate the accounting, so it is switched off with a message, or refused.
+One item of the Trainer's train loader is one logical batch, without accumulation. So its steps,
+logs, schedulers and checkpoints count releases. `training_step` loops over micro-batches. The
+Trainer can clip gradients, divide them by the tokens of the batch, or scale them for half
+precision. This would invalidate the accounting, so it is switched off with a message, or refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ShardsOnCPU:
-    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU; see `shard_on_cpu`."""
+    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU.
+
+    See `shard_on_cpu`.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator."""
@@ -60,12 +63,12 @@ class _Private(ShardsOnCPU):
         model, args: Arguments of the Trainer, like all others. The expected logical batch is
             per_device_train_batch_size * gradient_accumulation_steps * processes. A micro-batch has
             per_device_train_batch_size rows.
-        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier, target_delta,
-            max_grad_norm, clipping_style, ... The Trainer gives batch size, sample size, steps and loss
-            reduction.
+        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
+            target_delta, max_grad_norm, clipping_style, ... The Trainer gives batch size, sample
+            size, steps and loss reduction.
 
-    `engine` is the engine after training has begun. Raises ConfigurationError for arguments that would
-    break the accounting.
+    `engine` is the engine after training has begun. Raises ConfigurationError for arguments that
+    would break the accounting.
     """
 
     def __init__(
@@ -101,7 +104,10 @@ class _Private(ShardsOnCPU):
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; raise ConfigurationError if it would change gradients or split samples."""
+        """Create the accelerator.
+
+        Raises ConfigurationError if it would change gradients or split samples.
+        """
         super().create_accelerator_and_postprocess()
         refuse_unsupported(self.accelerator)  # type: ignore[attr-defined]
 
@@ -124,7 +130,7 @@ class _Private(ShardsOnCPU):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _begin(self, steps: int, released: int) -> None:
-        """Create the engine after model and optimizer are wrapped and loaded, before the first batch.
+        """Create the engine before the first batch; model and optimizer must be wrapped and loaded.
 
         `released` is the Trainer's number of steps. Raises CheckpointError if the ledger differs.
         """
@@ -154,8 +160,8 @@ class _Private(ShardsOnCPU):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the clipped sums of all micro-batches, and add the noise.
 
-        Returns the mean loss over the samples of all ranks; NaN for an empty logical batch, which the
-        Trainer does not log.
+        Returns the mean loss over the samples of all ranks; NaN for an empty logical batch, which
+        the Trainer does not log.
         """
         trainer, engine = self, self.engine
         assert engine is not None
@@ -200,10 +206,10 @@ class _Private(ShardsOnCPU):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """Return a function of outputs and labels that replaces the model's loss, or None to keep it.
+        """Return a function of outputs and labels to replace the model's loss; None to keep it.
 
-        The function returns losses [B] or their mean. A model's own loss is a mean over the tokens of the
-        whole batch, which mixes samples.
+        The function returns losses [B] or their mean. A model's own loss is a mean over the tokens
+        of the whole batch, which mixes samples.
         """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
@@ -240,7 +246,10 @@ class _Private(ShardsOnCPU):
 
 
 class PrivateTrainer(_Private, Trainer):
-    """A transformers.Trainer with differentially private training; add `privacy={"target_epsilon": 3.0}`."""
+    """A transformers.Trainer with differentially private training.
+
+    Add `privacy={"target_epsilon": 3.0}`.
+    """
 
 
 class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
@@ -264,7 +273,8 @@ class _LogicalBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         engine, args = self._trainer.engine, self._trainer.args  # type: ignore[attr-defined]
         assert engine is not None
-        # A loader draws a seed; without the fork a resumed epoch would have other random states than the first run.
+        # A loader draws a seed; without the fork a resumed epoch would have other random states
+        # than the first run.
         with torch.random.fork_rng(devices=[]):
             batches = engine.batches(
                 self.dataset,
@@ -292,7 +302,8 @@ class _Begin(TrainerCallback):
 def _uneven(labels: Tensor) -> Tensor:
     """Return `labels` with all except one token of the first sample ignored.
 
-    Samples then differ in length, so verification detects a mean over all tokens in any first batch.
+    Samples then differ in length, so verification detects a mean over all tokens in any first
+    batch.
     """
     if labels.dim() < 2 or labels.is_floating_point():
         return labels
@@ -324,8 +335,8 @@ def _logits(outputs: Any, labels: Tensor) -> Tensor:
 def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return True if the model's own loss predicts the next token; tested on one sample.
 
-    For one sample the mean over all tokens is the mean over its own, so it must equal `_token_losses`.
-    Raises ConfigurationError if it equals neither variant, or both.
+    For one sample the mean over all tokens is the mean over its own, so it must equal
+    `_token_losses`. Raises ConfigurationError if it equals neither variant, or both.
     """
     labels = inputs["labels"]
     one = {
@@ -334,7 +345,8 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
     model.eval()
     with torch.no_grad():
-        # The likeliest class at every position, and the unlikeliest at the first, make both variants differ.
+        # The likeliest class at every position, and the unlikeliest at the first, make both
+        # variants differ.
         _, rest = _loss_and_rest(model(**one))
         logits = _logits(rest, one["labels"])
         one["labels"] = logits.argmax(-1)

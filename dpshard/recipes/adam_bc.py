@@ -1,9 +1,10 @@
 """Adam with the second moment of the gradient without its noise.
 
 [Note: What noise does to Adam]
-Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient is
-g + z with z ~ N(0, s^2), so v is about E[g^2] + s^2. If the noise exceeds the signal, Adam divides all
-elements by about s, and becomes SGD with momentum. s is public, so AdamBC subtracts its mean square.
+Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient
+is g + z with z ~ N(0, s^2), so v is about E[g^2] + s^2. If the noise exceeds the signal, Adam
+divides all elements by about s, and becomes SGD with momentum. s is public, so AdamBC subtracts its
+mean square.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class AdamBC(Optimizer):
     m, v as in Adam; n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient;
     p <- (1 - lr decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
 
-    A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v' does.
-    `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` bounds the difference
-    v' - n' from below, because it is noisy and may be negative. Only `floor` needs tuning.
+    A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v'
+    does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` bounds the
+    difference v' - n' from below, because it is noisy and may be negative. Only `floor` needs
+    tuning.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Pre-training from scratch: the settings of DP-BERT (Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5)."""
+"""Pre-training from scratch with the settings of DP-BERT.
+
+Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainingRecipe:
-    """Settings of a pre-training run, by default those of DP-BERT; change them with `dataclasses.replace`.
+    """Settings of a pre-training run, by default those of DP-BERT.
 
-    The scale of weights under LayerNorm does not change the output. Noise makes these weights grow, and
-    then their gradients shrink. The large weight decay prevents this; as in Algorithm 1 of the paper, it
-    applies to all parameters.
+    Change them with `dataclasses.replace`. The scale of weights under LayerNorm does not change the
+    output. Noise makes these weights grow, and then their gradients shrink. The large weight decay
+    prevents this; as in Algorithm 1 of the paper, it applies to all parameters.
     """
 
     steps: int = 20_000
@@ -34,8 +37,8 @@ class PretrainingRecipe:
     last_batch: int = 1_048_576
     """Expected logical batch from the last level on."""
     levels: int = 5
-    """Number of equally spaced batch sizes, first and last included. Five are 196,608 samples apart, and
-    draw 14.1% fewer samples than the last size at every step."""
+    """Number of equally spaced batch sizes, first and last included. Five are 196,608 samples
+    apart, and draw 14.1% fewer samples than the last size at every step."""
     ramp_steps: int = 7_500
     """Steps that the levels share."""
     learning_rate: float = 6.0902e-4
@@ -43,14 +46,16 @@ class PretrainingRecipe:
     betas: tuple[float, float] = (0.75, 0.9)
     """Decay of Adam's first and second moment per step."""
     eps: float = 1e-11
-    """Xi, added to the root of the second moment. Gradients are clipped to thousandths, so 1e-8 is large."""
+    """Xi, added to the root of the second moment. Gradients are clipped to thousandths, so 1e-8 is
+    large."""
     weight_decay: float = 1.0
-    """Lambda: each step multiplies weights by 1 - learning rate * lambda, apart from Adam's moments."""
+    """Lambda: each step multiplies weights by 1 - learning rate * lambda, apart from Adam's
+    moments."""
     max_grad_norm: float = 3.2429e-3
     """Clipping norm C. Nearly every gradient is longer, so clipping keeps only its direction."""
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return arguments of `PrivacyEngine`: batch schedule, clipping norm and clipping function."""
+        """Return arguments of `PrivacyEngine`: batch schedule, clipping norm, clipping function."""
         phases = stepped_batches(
             self.first_batch, self.last_batch, levels=self.levels, ramp_steps=self.ramp_steps, steps=self.steps
         )

@@ -2,12 +2,12 @@
 
 [Note: Scaled parameters]
 All elements of a gradient get the same noise. Adam divides by the root of the second moment, so it
-amplifies the noise of small elements. Scaling gradients by such a factor s first puts clipping and noise
-into the geometry of Adam's steps. A weight is w = s u, and training changes u. By the chain rule the
-gradient of u is exactly s times that of w; the engine has rules for tensors derived from parameters. The
-optimizer divides the private gradient by s, steps on w, and writes w = s' u' with the next scale. Scales
-depend only on private gradients, so epsilon stays the same. After Ganesh, McMahan & Thakurta 2025,
-arXiv:2507.01129.
+amplifies the noise of small elements. Scaling gradients by such a factor s first puts clipping and
+noise into the geometry of Adam's steps. A weight is w = s u, and training changes u. By the chain
+rule the gradient of u is exactly s times that of w; the engine has rules for tensors derived from
+parameters. The optimizer divides the private gradient by s, steps on w, and writes w = s' u' with
+the next scale. Scales depend only on private gradients, so epsilon stays the same. After Ganesh,
+McMahan & Thakurta 2025, arXiv:2507.01129.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def unscale_parameters(model: nn.Module) -> None:
 class ScaledAdam(Optimizer):
     """AdamW on the weights of a model after `scale_parameters`.
 
-    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model, so that
-    `max_grad_norm` keeps its meaning. v' is Adam's second moment. `floor` bounds the ratio of scales.
+    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model, so
+    that `max_grad_norm` keeps its meaning. v' is Adam's second moment. `floor` bounds the ratio of
+    scales.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ DEFAULT_CLIPPINGS = (
     ("layer-wise", "auto"),
     ("param-wise", "auto"),
 )
-"""One variant of each style, and a mode with two backward passes, which is slower and needs less memory."""
+"""One variant of each style, and a mode with two backward passes, which is slower and needs less
+memory."""
 WARMUP = 2
 """Number of steps before timing begins."""
 
@@ -58,7 +59,7 @@ class Measured:
     variant: Variant
     seconds: Spread
     ratio: Spread
-    """Time over the time of the ordinary step of the same round, which is compiled if this one is."""
+    """Ratio to the ordinary step of the same round, which is compiled if this one is."""
     flops: int
     """FLOPs of matrix products, convolutions and attention."""
     peak: int | None
@@ -102,9 +103,9 @@ def compare(
 ) -> Comparison:
     """Measure the model of the function `path` (package.module:function) with and without privacy.
 
-    All variants share the memory while they are timed. Peaks are measured afterwards, each in a fresh
-    process. Raises ConfigurationError if the function does not return the four parts of a Subject, and
-    the engine's errors about the model.
+    All variants share the memory while they are timed. Peaks are measured afterwards, each in a
+    fresh process. Raises ConfigurationError if the function does not return the four parts of a
+    Subject, and the engine's errors about the model.
     """
     make = load(path)
     variants = [

@@ -1,8 +1,8 @@
 """Peak memory of a training step, measured in a fresh process.
 
 On the CPU it is the high-water mark of resident memory (VmHWM of /proc/self/status), reset through
-/proc/self/clear_refs after a first step, minus the resident memory before the model was built. On a GPU it
-is the maximum that torch's allocator handed out.
+/proc/self/clear_refs after a first step, minus the resident memory before the model was built. On a
+GPU it is the maximum that torch's allocator handed out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _peak_of_gpu(make: Make) -> int:
 
 
 def return_what_is_freed() -> None:
-    """Make glibc return freed tensors to the system at once, so that resident memory is memory in use."""
+    """Make glibc return freed memory to the system at once, so resident memory is all in use."""
     libc = ctypes.CDLL(None)
     for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
         libc.mallopt(parameter, 65536)

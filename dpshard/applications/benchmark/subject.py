@@ -28,7 +28,7 @@ class Subject:
 
     model: nn.Module
     x: Any
-    """Inputs: a tensor, a tuple of them (positional), or a dict of them (by keyword); B rows each."""
+    """Inputs: a tensor, a tuple (positional), or a dict (by keyword) of tensors with B rows."""
     y: Any
     """Targets: a tensor, or a tuple or dict of them; B rows each."""
     loss_fn: Callable[[Any, Any], Tensor]
@@ -56,7 +56,8 @@ class Subject:
 def load(path: str) -> Callable[[], Subject]:
     """Return the function at `path` (package.module:function), wrapped to check every result.
 
-    Puts the working directory on the module path. Raises ConfigurationError if `path` names no function.
+    Puts the working directory on the module path. Raises ConfigurationError if `path` names no
+    function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):

@@ -37,8 +37,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Return the seconds of every step in each of `rounds` rounds.
 
-    A round takes each step once, in a random order. Before, each step runs `warmup` times, so that the
-    times exclude verification and compilation. `on_step` gets the name of each finished step.
+    A round takes each step once, in a random order. Before, each step runs `warmup` times, so that
+    the times exclude verification and compilation. `on_step` gets the name of each finished step.
     """
     for name, step in steps.items():
         for _ in range(warmup):

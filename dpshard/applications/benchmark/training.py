@@ -1,4 +1,4 @@
-"""Whole training steps for measurement, private and ordinary: batch, forward, backward, noise, SGD, zero_grad."""
+"""Whole training steps, private and ordinary: batch, forward, backward, noise, SGD, zero_grad."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Privacy:
 
 
 def expected_batch(rows: int) -> int:
-    """Return the expected batch size for micro-batches of `rows` rows; a batch seldom reaches the cap."""
+    """Return the expected batch size for micro-batches of `rows` rows.
+
+    A batch seldom reaches the cap.
+    """
     return max(1, round(0.75 * rows))
 
 
@@ -79,8 +82,8 @@ class NonPrivate:
 class Private:
     """Training with dpshard: Poisson sampling, padding, clipping, noise and ledger.
 
-    Each logical batch is one micro-batch of B rows. Its size is Poisson, capped at B; the other rows are
-    padding.
+    Each logical batch is one micro-batch of B rows. Its size is Poisson, capped at B; the other
+    rows are padding.
     """
 
     def __init__(
@@ -122,7 +125,10 @@ class Private:
         return self.engine.mechanism.clipping_groups
 
     def verify(self) -> None:
-        """Compare clipping and loss with plain autograd; raise VerificationError if the loss mixes samples."""
+        """Compare clipping and loss with plain autograd.
+
+        Raises VerificationError if the loss mixes samples.
+        """
         x, loss_fn = self.subject.x, self.subject.loss_fn
         args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         leaves, tree = tree_flatten(self.subject.y)

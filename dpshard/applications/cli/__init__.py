@@ -1,4 +1,4 @@
-"""The command line: `dpshard train`, `dpshard account`, `dpshard audit`, `dpshard plan`, and their helpers.
+"""The command line `dpshard`: a module per command, and helpers.
 
 Commands import heavy modules when they run, because `dpshard --help` must not wait for torch.
 """

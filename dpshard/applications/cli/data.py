@@ -92,7 +92,10 @@ def _pydoc(settings: TrainSettings) -> Data:
 
 
 def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
-    """Split `dataset` at random, by SPLIT_SEED, into the fractions of the settings; `labels` are [N] or None."""
+    """Split `dataset` at random, by SPLIT_SEED, into the fractions of the settings.
+
+    `labels` are [N] or None.
+    """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
     test = round(len(order) * settings.test_fraction)
     validation = test + round(len(order) * settings.validation_fraction)
@@ -124,13 +127,13 @@ def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) ->
 
 
 def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Return each text, and the text shifted by one: the target of every position is the next byte."""
+    """Return each text, and the text shifted by one: targets are the next bytes."""
     ids = _all_tokens(texts, settings)
     return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
 
 
 def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Return each text with 15% of its bytes masked (at least one, by SPLIT_SEED), and the masked bytes."""
+    """Return each text with 15% of its bytes masked (at least one), and the masked bytes."""
     ids = _all_tokens(texts, settings)
     own = ids < BYTES
     lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)

@@ -1,4 +1,4 @@
-"""The user's own data: image folders, JSON lines, CSV, .npz, and data sets of the Hugging Face hub."""
+"""The user's own data: image folders, JSON lines, CSV, .npz, and Hugging Face data sets."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ LARGEST_BATCH = 256
 """Expected batch size on data with more than twice as many samples."""
 LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
 LARGEST_PRETRAINING_BATCH = 4096
-"""Expected batch size at the end of pre-training on data with more than four times as many samples."""
+"""Final expected batch size of pre-training on data with more than four times as many samples."""
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
-    """Return `settings` with model, batch size, optimizer and learning rate for `data`, if not given.
+    """Return `settings` with defaults of model, batch size, optimizer and learning rate for `data`.
 
-    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger than the
-    data set.
+    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger
+    than the data set.
     """
     samples = size(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:

@@ -1,10 +1,10 @@
-"""Launcher of the ranks of a sharded run on this machine; it also detects ranks of another launcher.
+"""Launcher of the ranks of a sharded run; it also detects ranks of another launcher.
 
 [Note: Who reports an error]
-When a rank fails, its connections to other ranks break, and these fail too. Only the first one prints the
-error (world.py). A killed rank cannot print, so the launcher does. The launcher also ends ranks that hang
-after another failed. Ranks have sessions of their own, so Ctrl-C reaches only the launcher. It forwards the
-signal to all ranks; they agree on a last step, save, and stop.
+When a rank fails, its connections to other ranks break, and these fail too. Only the first one
+prints the error (world.py). A killed rank cannot print, so the launcher does. The launcher also
+ends ranks that hang after another failed. Ranks have sessions of their own, so Ctrl-C reaches only
+the launcher. It forwards the signal to all ranks; they agree on a last step, save, and stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATIENCE = 20.0
 
 
 def joined() -> bool:
-    """Return True if `start`, torchrun, or SLURM's srun started this process as one of several ranks."""
+    """Return True if this process is a rank that `start`, torchrun, or SLURM's srun started."""
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "RANK" not in os.environ:
         _translate_slurm()
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

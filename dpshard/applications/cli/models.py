@@ -26,7 +26,7 @@ FITTING: dict[Kind, list[str]] = {
 
 
 def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
-    """Build the model `name` for `data`, with logits [B, classes], or [B, T, classes] for a language model.
+    """Build the model `name` for `data`; logits are [B, classes], or per token [B, T, classes].
 
     Raises ConfigurationError if the model cannot learn this kind of data, or has layers without
     per-sample gradients.
@@ -84,9 +84,10 @@ def choose(data: Data, task: str) -> str:
 
 
 class MLP(nn.Module):
-    """Two layers with a cosine between; the first starts as random Fourier features, which suit few noisy steps.
+    """Two layers with a cosine between.
 
-    Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+    The first starts as random Fourier features, which suit few noisy steps: Rahimi and Recht 2007,
+    "Random features for large-scale kernel machines".
     """
 
     def __init__(self, features: int, classes: int, *, normalize: bool, width: int = 512) -> None:
@@ -164,7 +165,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches, a class token, position embeddings, blocks; Dosovitskiy et al. 2021, arXiv:2010.11929."""
+    """Vision transformer of Dosovitskiy et al. 2021, arXiv:2010.11929."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -175,7 +176,8 @@ class VisionTransformer(nn.Module):
         self.positions = nn.Parameter(torch.randn(1, 1 + (shape[1] // side) * (shape[2] // side), width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        # The head reads all tokens, because few noisy steps do not train attention to fill the class token.
+        # The head reads all tokens, because few noisy steps do not train attention to fill the
+        # class token.
         self.head = nn.Linear(self.positions[0].numel(), classes)
         nn.init.zeros_(self.head.weight)
         with torch.no_grad():
@@ -211,7 +213,10 @@ class GPT(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 of transformers, untrained and small; token embedding and output head are one parameter."""
+    """GPT-2 of transformers, untrained and small.
+
+    Token embedding and output head are one parameter.
+    """
 
     def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -233,7 +238,10 @@ class GPT2(nn.Module):
 
 
 class BERT(nn.Module):
-    """BERT of transformers, untrained and small; token embedding and output head are one parameter."""
+    """BERT of transformers, untrained and small.
+
+    Token embedding and output head are one parameter.
+    """
 
     def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -254,7 +262,10 @@ class BERT(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """A bidirectional transformer over bytes; its head reads the mean over the text's own positions."""
+    """A bidirectional transformer over bytes.
+
+    Its head reads the mean over the text's own positions.
+    """
 
     def __init__(self, length: int, classes: int, width: int = 64, depth: int = 1, heads: int = 4) -> None:
         super().__init__()

@@ -25,10 +25,11 @@ def is_own(name: str) -> bool:
 
 
 def build(name: str, data: Data) -> nn.Module:
-    """Return the network that the function `name` builds for the shape of one x and the number of classes.
+    """Return the network that `name` builds for the shape of one x and the number of classes.
 
-    Its logits must be [B, classes], or [B, T, classes] for a language model. Raises ConfigurationError if
-    the function cannot be imported, or if its result is not a module with such logits.
+    Its logits must be [B, classes], or [B, T, classes] for a language model. Raises
+    ConfigurationError if the function cannot be imported, or if its result is not a module with
+    such logits.
     """
     model = _function(name)(tuple(data.train[0][0].shape), data.classes)
     if not isinstance(model, nn.Module):
@@ -38,7 +39,7 @@ def build(name: str, data: Data) -> nn.Module:
 
 
 def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
-    """Raise ConfigurationError, on all ranks, unless `model` has the same values on each of them."""
+    """Raise ConfigurationError on all ranks unless `model` has the same values on each rank."""
     digest = hashlib.sha256()
     for x in model.state_dict().values():
         digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -118,7 +118,10 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text; on narrow pages a table with many columns becomes a list of its rows."""
+    """Return a table of text.
+
+    On narrow pages a table with many columns becomes a list of its rows.
+    """
 
     def line(row: Sequence[str]) -> str:
         return "".join(

@@ -67,11 +67,12 @@ def command(
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,
 ) -> None:
-    """Count the cost of a private step on many GPUs, on one core: collectives, FLOPs and peak memory.
+    """Count collectives, FLOPs and peak memory of a private step on many GPUs, on one core.
 
     The real step runs on tensors without values. Only the lines "By formula" are estimates.
 
-    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
+    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing
+    --gpu-memory 80
     """
     chosen = [parse_clipping(text) for text in clipping or ()]
     with console.err.status("loading ...") as status:
@@ -106,7 +107,10 @@ def command(
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
-    """Return style and mode of `STYLE[:MODE]`; raise ConfigurationError for unknown ones, with a list."""
+    """Return style and mode of `STYLE[:MODE]`.
+
+    Raises ConfigurationError for unknown ones, with a list.
+    """
     style, _, mode = text.partition(":")
     check_choice("clipping", style, get_args(ClippingStyle))
     check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))

@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """Write the privacy report of a run: its guarantee, its mechanism, its cost, and its limits.
 
-    The report is one HTML file without external links, for a browser or a printer. It includes the bounds
-    of `dpshard audit RUN`, if you ran that before.
+    The report is one HTML file without external links, for a browser or a printer. It includes the
+    bounds of `dpshard audit RUN`, if you ran that before.
     """
     folder = RunFolder.open(run)
     target = out or folder.path / ("report-public.html" if public else "report.html")

@@ -19,8 +19,9 @@ from dpshard.config import BatchSchedule
 class TrainingProgress:
     """A bar with step, loss, epsilon and its target, samples per second and remaining time.
 
-    Without a terminal, the class prints one line per evaluation instead. Computing epsilon takes a tenth of
-    a second or more, so the bar shows the epsilon of the next evaluation. The spent epsilon never exceeds it.
+    Without a terminal, the class prints one line per evaluation instead. Computing epsilon takes a
+    tenth of a second or more, so the bar shows the epsilon of the next evaluation. The spent
+    epsilon never exceeds it.
     """
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:

@@ -1,4 +1,4 @@
-"""The settings of a training run: a frozen dataclass, filled from defaults, a YAML file and flags in this order."""
+"""The settings of a training run, from defaults, a YAML file and flags, in this order."""
 
 from __future__ import annotations
 
@@ -220,8 +220,9 @@ class TrainSettings:
 def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     """Return the settings of the task's recipe, overridden by each layer in turn.
 
-    A setting clears settings that it excludes, such as steps and epochs, in the layers below. Raises
-    ConfigurationError for unknown keys (it lists the known ones) and for values of the wrong type.
+    A setting clears settings that it excludes, such as steps and epochs, in the layers below.
+    Raises ConfigurationError for unknown keys (it lists the known ones) and for values of the wrong
+    type.
     """
     hints = get_type_hints(TrainSettings)
     for name in (name for layer in layers for name in layer):
@@ -235,7 +236,10 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping."""
+    """Return the mapping in a YAML file.
+
+    Raises ConfigurationError if it is unreadable or not a mapping.
+    """
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -248,7 +252,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_phases(text: str) -> list[tuple[int, int]]:
-    """Parse `"128x50,512x100"` as [(128, 50), (512, 100)]: expected batch size and steps of each phase."""
+    """Parse "128x50,512x100" as [(128, 50), (512, 100)]: batch size and steps of each phase."""
     try:
         return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
     except ValueError as error:
@@ -256,7 +260,10 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**flags` of a command by one option per setting, named after it; None means not given."""
+    """Replace the `**flags` of a command by one option per setting, named after it.
+
+    None means not given.
+    """
     hints = get_type_hints(TrainSettings)
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -380,4 +387,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr_schedule": "quadratic",
     },
 }
-"""Settings of --recipe. They repeat numbers of dpshard.recipes, which imports torch; fitting.py sets batches."""
+"""Settings of --recipe. They repeat numbers of dpshard.recipes, which imports torch; fitting.py
+sets batches."""

@@ -76,7 +76,7 @@ def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
 
 
 def _replicas(world: int) -> tuple[int, int]:
-    """Return the number of replicas and of shards per replica: one replica per machine, or two on one machine."""
+    """Return numbers of replicas (one per machine, or two on one machine) and shards of each."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     replicas = world // local if world > local else 2
     if world % replicas:

@@ -35,11 +35,11 @@ def command(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a model with differential privacy; without any option, a classifier of handwritten digits.
+    """Train a model with differential privacy, by default a classifier of handwritten digits.
 
-    The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report with
-    the accuracy and the exact privacy guarantee. Ctrl-C saves and stops. --resume continues, also after a
-    crash, at no further cost.
+    The run folder holds settings, metrics,
+    checkpoints, plots, the weights (model.pt), and a report with the accuracy and the exact privacy
+    guarantee. Ctrl-C saves and stops. --resume continues, also after a crash, at no further cost.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if resume is None:

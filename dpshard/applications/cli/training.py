@@ -1,9 +1,10 @@
 """A training run of data, model, engine and optimizer, which can stop and resume at any step.
 
 [Note: Bit for bit]
-A step is a function of the state at its start. The run secret and the step are the key of batch and noise.
-The run's seed, the step and the micro-batch seed PyTorch's draws in the forward pass (dropout). So
-checkpoints need no generator states, and a resumed run repeats the steps after its checkpoint exactly.
+A step is a function of the state at its start. The run secret and the step are the key of batch and
+noise. The run's seed, the step and the micro-batch seed PyTorch's draws in the forward pass
+(dropout). So checkpoints need no generator states, and a resumed run repeats the steps after its
+checkpoint exactly.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy [B] of every sample: logits [B, C], y [B], or logits [B, T, C], y [B, T].
+    """Return the cross-entropy [B] of each sample: logits [B, C], y [B]; or [B, T, C] and [B, T].
 
-    The loss of a text is the mean over its own tokens. Dividing by the tokens of the micro-batch would make
-    every sample's gradient depend on the length of the others.
+    The loss of a text is the mean over its own tokens. Dividing by the tokens of the micro-batch
+    would make every sample's gradient depend on the length of the others.
     """
     if y.dim() == 1:
         return F.cross_entropy(logits, y, reduction="none")
@@ -115,7 +116,10 @@ class Run:
         return nullcontext(lambda row: None)
 
     def take_step(self, logical_batch: Any) -> float:
-        """Take one optimizer step; return the mean loss over samples with a finite loss, or NaN without any."""
+        """Take one optimizer step.
+
+        Returns the mean loss over samples with a finite loss, or NaN without any.
+        """
         model = self.sharded.model
         model.train()
         for x, y in logical_batch:
@@ -133,7 +137,10 @@ class Run:
         return () if self.ranks.first else (self.ranks.rank,)  # each rank has its own samples and dropout
 
     def score(self, split: Any) -> dict[str, float]:
-        """Return loss and accuracy per sample of a held-out split, or per token with perplexity; {} if empty."""
+        """Return loss and accuracy per sample of a held-out split, or per token with perplexity.
+
+        Returns {} if it is empty.
+        """
         if size(split) == 0:
             return {}
         model = self.sharded.model
@@ -206,7 +213,10 @@ def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `name`; for "auto" a GPU if available. Raise ConfigurationError if unusable."""
+    """Return the device `name`; for "auto" a GPU if available.
+
+    Raises ConfigurationError if it cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -229,7 +239,10 @@ def draw_seed(*key: int) -> int:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, so that the run finishes and saves a step; a second signal acts as usual."""
+    """Collect SIGINT and SIGTERM, so that the run finishes and saves a step.
+
+    A second signal acts as usual.
+    """
     received: list[int] = []
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -248,7 +261,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block STOP_SIGNALS in child processes that start within, so that Ctrl-C lets a step finish."""
+    """Block STOP_SIGNALS in child processes that start within: Ctrl-C then lets a step finish."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -27,9 +27,10 @@ _LOST = re.compile(
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Yield all ranks of the run, or only this process. After a run of several ranks, end the process.
+    """Yield all ranks of the run, or only this process.
 
-    Only rank 0 prints. The first rank that fails prints the error, once.
+    After a run of several ranks, end the process. Only rank 0 prints. The first rank that fails
+    prints the error, once.
     """
     if not launch.joined():
         yield Ranks()

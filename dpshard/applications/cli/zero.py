@@ -26,7 +26,8 @@ def require_deepspeed() -> None:
 def wrap(model: nn.Module, stage: int, device: torch.device, optimizer: Optimizer) -> Any:
     """Return the DeepSpeedEngine of `model`, in float32, at ZeRO `stage`."""
     deepspeed = _imported(device)
-    # See docs/sharding-deepspeed.md. Only DeepSpeed's samplers and counters use the size of a micro-batch.
+    # See docs/sharding-deepspeed.md. Only DeepSpeed's samplers and counters use the size of a
+    # micro-batch.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -52,7 +53,8 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 def _imported(device: torch.device) -> Any:
-    # DeepSpeed selects an accelerator during its import, and would select a GPU that the user excluded.
+    # DeepSpeed selects an accelerator during its import, and would select a GPU that the user
+    # excluded.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 

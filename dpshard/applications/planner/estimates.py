@@ -1,4 +1,4 @@
-"""A plan: estimates of ordinary and private steps side by side, and the largest micro-batches that fit."""
+"""A plan: estimates of ordinary and private steps, and the largest micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ LARGEST = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Costs of one step of one rank; bytes count tensors, without memory of allocator or libraries."""
+    """Costs of one step of one rank.
+
+    Bytes count tensors, without memory of allocator or libraries.
+    """
 
     clipping: Clipping | None
     """Clipping; None for ordinary training."""
     flops: int
-    """Floating-point operations of matrix products, convolutions and attention; a multiply-add is two."""
+    """Floating-point operations of matrix products, convolutions and attention; a multiply-add is
+    two."""
     traffic: dict[tuple[str, str], Traffic]
     """Collectives by (kind, dtype)."""
     parts: dict[str, int]
     """Bytes by part at the moment of peak memory."""
     largest_micro_batch: int | None = None
-    """The largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a search."""
+    """The largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a
+    search."""
 
     @property
     def label(self) -> str:
@@ -74,9 +79,10 @@ class Plan:
 
     @property
     def model_states(self) -> dict[str, float]:
-        """Bytes per rank of parameters, gradients and Adam's states in mixed precision, by ZeRO stage.
+        """Bytes per rank of parameters, gradients and Adam states by ZeRO stage, mixed precision.
 
-        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023 Sec. 2.2.2.
+        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023
+        Sec. 2.2.2.
         """
         return zero_model_states(self.parameters, self.setup.ranks)
 
@@ -99,11 +105,11 @@ def make_plan(
     gpu_memory: float | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Count a step of ordinary training, and one step per item of `clippings`, on one rank of `setup`.
+    """Count a step of ordinary training, and one per item of `clippings`, on one rank of `setup`.
 
-    With `gpu_memory` (GiB) find the largest micro-batch that fits, for each. `report` gets the name of
-    each count. Raises ConfigurationError for an unknown model, an impossible mesh, or within a process
-    group.
+    With `gpu_memory` (GiB) find the largest micro-batch that fits, for each. `report` gets the name
+    of each count. Raises ConfigurationError for an unknown model, an impossible mesh, or within a
+    process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
@@ -136,9 +142,10 @@ def make_plan(
 
 
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
-    """Return the largest B with peak(B) <= limit, or 0; `known` is one pair (B, peak) of the growing `peak`.
+    """Return the largest B with peak(B) <= limit, or 0.
 
-    Peaks are nearly linear in B, so the line through the last two values finds the answer in a few counts.
+    `known` is one pair (B, peak) of the growing `peak`. Peaks are nearly linear in B, so the line
+    through the last two values finds the answer in a few counts.
     """
     points = [known]
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])

@@ -1,9 +1,9 @@
-"""Counts of a step on fake tensors: collectives, floating-point operations, and live memory by part.
+"""Counts of a step on fake tensors: collectives, FLOPs, and live memory by part.
 
 [Note: Fake tensors and their values]
-A fake tensor has a shape and a dtype, and no values. The step reads values, for example to test a norm for
-infinity. `UnreadValues` returns False for every bool and 0 for every number. Only this mode replaces
-values, and only for fake tensors, so it cannot weaken a check in training.
+A fake tensor has a shape and a dtype, and no values. The step reads values, for example to test a
+norm for infinity. `UnreadValues` returns False for every bool and 0 for every number. Only this
+mode replaces values, and only for fake tensors, so it cannot weaken a check in training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
 """Parts of memory.
 
-parameters: shards and gathered parameters; optimizer: its states; gradients: gradients of parameters, whole
-and sharded, with their reduction buffers; records: tensors that book-keeping keeps from a layer's backward
-for the clipped sum; activations: all other tensors, saved for backward or temporary.
+parameters: shards and gathered parameters; optimizer: its states; gradients: gradients of
+parameters, whole and sharded, with their reduction buffers; records: tensors that book-keeping
+keeps from a layer's backward for the clipped sum; activations: all other tensors, saved for
+backward or temporary.
 """
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
@@ -100,7 +101,10 @@ class Counts:
 
 
 class Meter(TorchDispatchMode):
-    """A mode that counts operations on the tensors of one fake mode; enter it before you build the model."""
+    """A mode that counts operations on the tensors of one fake mode.
+
+    Enter it before you build the model.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -167,7 +171,8 @@ class Meter(TorchDispatchMode):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Meter:
-        # FSDP frees and allocates gathered parameters by resizing their storage; dispatch modes miss that.
+        # FSDP frees and allocates gathered parameters by resizing their storage; dispatch modes
+        # miss that.
         self._resize = torch.UntypedStorage.resize_
         meter, resize = self, self._resize
 

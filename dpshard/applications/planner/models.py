@@ -30,7 +30,8 @@ class Subject:
     inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
     """Function of the micro-batch size that returns keyword inputs of the model, and targets."""
     loss: Callable[[Any, Tensor], Tensor]
-    """Function of the model's output and the targets that returns the mean loss over the micro-batch."""
+    """Function of the model's output and the targets that returns the mean loss over the
+    micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,9 @@ PRESETS: dict[str, Transformer] = {
 }
 """Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
 
-GPT2-XL and ViT-Gigantic are the models of Radford et al. 2019 and Zhai et al. 2022. For the others the paper
-gives only the number of parameters, and heads and layers of ViT-10B. The other values here meet this number.
+GPT2-XL and ViT-Gigantic are the models of Radford et al. 2019 and Zhai et al. 2022. For the others
+the paper gives only the number of parameters, and heads and layers of ViT-10B. The other values
+here meet this number.
 """
 
 
@@ -152,9 +154,10 @@ class _ViT(nn.Module):
 
 
 def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
-    """Build a preset, or the transformers configuration hf:NAME_OR_PATH (a name, folder, or JSON file).
+    """Build a preset, or a transformers configuration hf:NAME_OR_PATH (name, folder, or JSON).
 
-    Raises ConfigurationError for an unknown preset, or for a configuration that cannot be read or sharded.
+    Raises ConfigurationError for an unknown preset, or for a configuration that cannot be read or
+    sharded.
     """
     if name.startswith("hf:"):
         return _from_transformers(name.removeprefix("hf:"), seq, checkpointing)

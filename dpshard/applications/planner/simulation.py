@@ -1,11 +1,11 @@
-"""The real training step of one of many ranks, private or not, on fake tensors and a fake process group.
+"""The real training step of one rank, private or not, on fake tensors and a fake process group.
 
 [Note: What is real]
-Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are those of training.
-Tensors have no values, and collectives send nothing. The counted step is not the first one: the first step
-also creates the optimizer's states and probes the batch dimensions. The simulation omits verification at
-start-up, because it needs values. It also omits noise: its blocks of 2**20 elements cost little memory and
-no matrix products.
+Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are those of
+training. Tensors have no values, and collectives send nothing. The counted step is not the first
+one: the first step also creates the optimizer's states and probes the batch dimensions. The
+simulation omits verification at start-up, because it needs values. It also omits noise: its blocks
+of 2**20 elements cost little memory and no matrix products.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Setup:
     ranks: int
     """Number of GPUs."""
     shard: Sharding = "fsdp2"
-    """ddp: no shards; zero2: parameters stay gathered from forward to backward; fsdp2: shards of everything
-    (ZeRO-3); hsdp: shards within a node, replicated over nodes."""
+    """ddp: no shards; zero2: parameters stay gathered from forward to backward; fsdp2: shards of
+    everything (ZeRO-3); hsdp: shards within a node, replicated over nodes."""
     node: int = 8
     """Ranks of a node, which are the shards of hsdp."""
     micro_batches: int = 1
@@ -137,7 +137,8 @@ class Simulation:
             else MixedPrecisionPolicy()
         )
         for unit in (*subject.blocks, subject.model):
-            # With None, FSDP reshards blocks after their forward, and keeps the root for the backward that follows.
+            # With None, FSDP reshards blocks after their forward, and keeps the root for the
+            # backward that follows.
             kept = False if self.setup.shard == "zero2" else None
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
         return subject.model
@@ -154,7 +155,8 @@ class Simulation:
             self.model,
             self.meter,
             self._layouts,
-            # Every row is in every batch, so that every rank has exactly setup.micro_batches micro-batches.
+            # Every row is in every batch, so that every rank has exactly setup.micro_batches
+            # micro-batches.
             batch_size=rows,
             sample_size=rows,
             steps=2,
@@ -199,7 +201,7 @@ class Simulation:
 
 
 class _Engine(PrivacyEngine):
-    """An engine that labels its records, and shares the layouts of calls with other engines of the model."""
+    """An engine that labels its records, and shares the layouts of calls with the other engines."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -244,7 +246,7 @@ class _MicroBatches:
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Return DDP for fake tensors: its C++ reducer must not read them or wait for their collectives."""
+    """Return DDP for fake tensors: its C++ reducer must not read or await them."""
     ddp = _UnhookedDDP(model, init_sync=False)
 
     def reduce(group, bucket):  # no annotations: DDP reads them, and rejects postponed ones

@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions on a CPU: see [Note: Native code]; convolution.c has the algorithm."""
+"""Per-sample gradients of convolutions on a CPU: see [Note: Native code] and convolution.c."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.utils.flop_counter import register_flop_formula
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
-"""Smallest number of output channels per group; tiles have 16, and with fewer most of a tile is empty."""
+"""Smallest number of output channels per group; tiles have 16, and with fewer most of a tile is
+empty."""
 
 _MAX_POSITIONS = 2**16
-"""Largest number of positions of all images of a sample; their output gradients are packed at once."""
+"""Largest number of positions of all images of a sample; the code packs their gradients at once."""
 
 
 def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
@@ -31,11 +32,11 @@ def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, p
 def per_sample_gradients_(
     gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B]; all float32.
+    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B].
 
-    `images` are the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], in at most
-    three dimensions. G groups have P / G channels each. Raises ValueError for other dtypes or shapes; call
-    `takes_convolution` first.
+    All tensors are float32. `images` are the input [B, k, G * C, *space] and the output gradient
+    [B, k, P, *positions], in at most three dimensions. G groups have P / G channels each. Raises
+    ValueError for other dtypes or shapes; call `takes_convolution` first.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 
@@ -48,7 +49,7 @@ def gradient_norm_sq(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Return the squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_` without writing them."""
+    """Return the squared norms [B] of the gradients [B, *shape], without writing these."""
     return _call(None, shape, images, stride, padding, dilation)
 
 

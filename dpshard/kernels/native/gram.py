@@ -1,4 +1,4 @@
-"""Norms by Gram matrices on a CPU: see [Note: Native code]; gram.c has the algorithm."""
+"""Norms by Gram matrices on a CPU: see [Note: Native code] and gram.c."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.flop_counter import register_flop_formula
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _TILE = 8, 16
-"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer products.
-The code computes each column of tiles of a Gram matrix from the diagonal on."""
+"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer
+products. The code computes each column of tiles of a Gram matrix from the diagonal on."""
 
 
 def takes_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports ghost norms of rows and columns of `dtype` on `device`."""
+    """Return True if compiled code supports ghost norms of tensors of `dtype` on `device`."""
     return has_tiles(device, dtype)
 
 
@@ -32,9 +32,9 @@ def ghost_flops(T: int, R: int, C: int) -> int:
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    The bound adds the largest error of squares that underflow. It is at least
-    `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with
-    any strides. Raises ValueError otherwise; call `takes_ghost_norm` first.
+    The bound adds the largest error of squares that underflow. It is at least `relative_floor`
+    (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
+    strides. Raises ValueError otherwise; call `takes_ghost_norm` first.
     """
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:

@@ -38,7 +38,7 @@ _SIGNATURES = {
 """Return type and argument types of each function."""
 
 Team = tuple[int | None, int]
-"""Address of the function that starts threads (None: only this thread), and the number of threads."""
+"""Address of the function that starts threads (None: no other threads), and number of threads."""
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
@@ -67,7 +67,10 @@ def is_built() -> bool:
 
 
 def load(path: str) -> Library | None:
-    """Return the library at `path`; warn and return None if it has another interface or wrong results."""
+    """Return the library at `path`.
+
+    Warns and returns None if it has another interface or wrong results.
+    """
     try:
         loaded = Library(path)
         loaded.try_out()
@@ -137,9 +140,10 @@ class Library:
     def convolution_gradients(
         self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
     ) -> None:
-        """See convolution.per_sample_gradients_; `input`, `gradient`, `kernels` and `norms` are addresses.
+        """See convolution.per_sample_gradients_.
 
-        Without `kernels` compute only norms. Raises MemoryError.
+        `input`, `gradient`, `kernels` and `norms` are addresses. Without `kernels` compute only
+        norms. Raises MemoryError.
         """
         if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
@@ -151,7 +155,7 @@ class Library:
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
-        """Raise ArithmeticError if results differ from numpy: a faulty build must not lose noise or norms."""
+        """Raise ArithmeticError if results differ from numpy; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
         self._try_normalization()
@@ -187,7 +191,8 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        # In the last two cases, squares of one side underflow beside large values of the other side.
+        # In the last two cases, squares of one side underflow beside large values of the other
+        # side.
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]

@@ -1,4 +1,4 @@
-"""Per-sample gradients of normalisation layers on a CPU: see [Note: Native code] and normalization.c."""
+"""Per-sample gradients of normalisation on a CPU: see [Note: Native code] and normalization.c."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
 # It is an operator of torch, so that fake tensors work.
 @torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Return per-sample gradients [2, B, K] of weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
+    """Return per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
 
-    `x` and the `gradient` of y are float32. With `groups` > 0 they are [B, K, N], and each group of
-    K / groups rows is normalised together. With `groups` = 0 they are [B, N, K], and each row is normalised
-    separately. If not `centered`, the mean is replaced by 0. Raises ValueError for other dtypes or shapes.
+    y = w (x - mean) / sqrt(var + eps) + b. `x` and the `gradient` of y are float32. If `groups` is
+    positive, they are [B, K, N], and the layer normalises each group of K / groups rows together.
+    If `groups` is 0, they are [B, N, K], and the layer normalises each row separately. If not
+    `centered`, 0 replaces the mean. Raises ValueError for other dtypes or shapes.
     """
     compiled, shape = library(), x.shape
     fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)
