@@ -125,7 +125,7 @@ class BatchMetrics:
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        A sample without a gradient in the group, or with a non-finite one, counts as unclipped, so
+        A sample without a gradient in the group, or with a non-finite one, counts as unclipped. So
         one sample always changes each entry by 1/2. Other samples of the micro-batch may decide if
         a group runs at all (experts, a branch).
         """

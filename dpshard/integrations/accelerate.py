@@ -33,7 +33,7 @@ _DISTRIBUTED = (
 def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> PrivacyEngine:
     """Return an engine for the prepared `model`.
 
-    Add its state to `accelerator.save_state` and `load_state`. `settings` are those of
+    Add its state to `accelerator.save_state` and `load_state`. `settings` go to
     `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches` gives each process its
     share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """

@@ -181,7 +181,7 @@ def advise(comparison: Comparison) -> list[str]:
             assert best.variant.clipping is not None
             said.append(f"Of the modes of {style}, {best.variant.clipping[1]} is the fastest.")
     said.append(
-        "Modes differ in cost alone. Styles clip differently, so compare what the model learns as well; all-layer "
+        "Modes differ only in cost. Styles clip differently, so compare the accuracy of the model as well; all-layer "
         "clipping is the usual one."
     )
     return said

@@ -1,8 +1,8 @@
 """Peak memory of a training step, measured in a fresh process.
 
-On the CPU it is the high-water mark of resident memory (VmHWM of /proc/self/status), reset through
-/proc/self/clear_refs after a first step, minus the resident memory before the model was built. On a
-GPU it is the maximum that torch's allocator handed out.
+On the CPU it is the high-water mark of resident memory (VmHWM of /proc/self/status), minus the
+resident memory before the model was built. /proc/self/clear_refs resets the mark after a first
+step. On a GPU it is the maximum that torch's allocator handed out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def peak_of(make: Make) -> int:
     step = make()
     step()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
     for _ in range(STEPS):
         step()
     return _status("VmHWM") - before
