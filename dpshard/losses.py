@@ -1,4 +1,4 @@
-"""Losses of which every sample has its own, whatever the other samples of the micro-batch are."""
+"""Per-sample losses that do not depend on the other samples of the micro-batch."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ def sample_losses(
     ignore_index: int = -100,
     per: Literal["sample-mean", "sample-sum"] = "sample-mean",
 ) -> Tensor:
-    """Cross-entropy of each sample on its own, [B], float32 or wider.
+    """Return the cross-entropy [B] of each sample, float32 or wider.
 
-    `logits` [B, T, C] and `labels` [B, T] (or any number of dimensions between B and C; or [B, C] and [B]). Positions
-    whose label is `ignore_index` do not count. "sample-mean" divides by the number of positions that count in this
-    sample (a sample without any has loss 0), "sample-sum" by nothing. Neither divides by the tokens of the micro-batch,
-    as `F.cross_entropy` does: that would make the gradient of a sample depend on the length of the others, before it
-    is clipped, and no noise covers that.
+    Shapes: `logits` [B, T, C] with `labels` [B, T], or any number of dimensions between B and C, or
+    [B, C] with [B]. Positions with label `ignore_index` do not count. "sample-mean" divides by the
+    number of counted positions of the sample; a sample without any has loss 0. "sample-sum" does
+    not divide. `F.cross_entropy` divides by the tokens of the micro-batch: a sample's gradient then
+    depends on the length of other samples before clipping, and the noise does not cover that.
 
-    A causal language model predicts the next token: pass `logits[:, :-1]` and `ids[:, 1:]`. The loss to call
-    backward() on is the mean over the samples, or the sum with `PrivacyEngine(loss_reduction="sum")`.
+    A causal language model predicts the next token: pass `logits[:, :-1]` and `ids[:, 1:]`. Call
+    backward() on the mean over the samples, or on the sum with
+    `PrivacyEngine(loss_reduction="sum")`. Raises ConfigurationError for other shapes.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ConfigurationError(
-            f"logits have shape {tuple(logits.shape)}, which is not that of labels, {tuple(labels.shape)}, and the "
-            f"classes. Pass logits [B, T, C] with labels [B, T], or [B, C] with [B]."
+            f"logits have shape {tuple(logits.shape)}, which is not the shape of labels, {tuple(labels.shape)}, plus "
+            f"the classes. Pass logits [B, T, C] with labels [B, T], or [B, C] with [B]."
         )
     if per not in ("sample-mean", "sample-sum"):
         raise ConfigurationError(f"per is {per!r}; pass 'sample-mean' or 'sample-sum'.")
-    # Half precision would not resolve the sum of many tokens.
+    # Half precision does not resolve the sum of many tokens.
     wide = logits.float() if logits.element_size() < 4 else logits
     losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
     total_B = losses.view(len(labels), -1).sum(1)

@@ -1,4 +1,4 @@
-"""Layers that have no per-sample gradient, and the layers that take their place."""
+"""Replacements for layers that have no per-sample gradient."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ _GROUPS = 32
 
 
 def replace_unsupported(model: nn.Module) -> dict[str, str]:
-    """Replace, in place, the layers of `model` that mix samples or write data into buffers; before the engine is made.
+    """Replace, in place, the layers of `model` that mix samples or write data into buffers.
 
-    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of at least two channels; BatchNorm1d, whose
-      input may be [B, C], one group. GroupNorm takes over eps and the parameters themselves (the same objects, so an
-      optimizer that holds them keeps them), not the running statistics: a trained model must be trained on.
-    - InstanceNorm with running statistics no longer tracks them; in training mode it computes the same.
-    - Embedding and EmbeddingBag with sparse gradients get dense ones, which are equal; noise reaches every row.
+    Call it before you create the engine.
 
-    Returns what was done, by the name of the layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}. Raises
-    UnsupportedParameterError for a BatchNorm that does more than normalise (a subclass), and for a model that is one.
+    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of at least two channels.
+      BatchNorm1d becomes one group, because its input may be [B, C]. GroupNorm takes over eps and
+      the same parameter objects, so an optimizer keeps them. It does not take over the running
+      statistics: a trained model needs further training.
+    - InstanceNorm stops tracking running statistics; in training mode its output stays the same.
+    - Embedding and EmbeddingBag with sparse gradients get equal dense ones, because noise reaches
+      every row.
+
+    Returns the changes by name of the layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}.
+    Raises UnsupportedParameterError for a subclass of BatchNorm, which may do more than normalise,
+    and for a model that is itself a BatchNorm.
     """
     done: dict[str, str] = {}
     new: dict[nn.Module, nn.Module] = {}
@@ -53,7 +58,7 @@ def replace_unsupported(model: nn.Module) -> dict[str, str]:
 
 def _group_norm(norm: _BatchNorm) -> nn.GroupNorm:
     channels = norm.num_features
-    # A group of one channel would be constant where there is one position.
+    # A group of one channel with one position would be constant.
     most = 1 if isinstance(norm, nn.BatchNorm1d) else max(1, min(_GROUPS, channels // 2))
     groups = max(g for g in range(1, most + 1) if channels % g == 0)
     group_norm = nn.GroupNorm(groups, channels, norm.eps, affine=False)

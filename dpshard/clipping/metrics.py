@@ -1,4 +1,7 @@
-"""What a logical batch looked like from inside: for tuning and debugging. None of it is covered by epsilon."""
+"""Figures of one logical batch, for tuning and debugging.
+
+They are not private: epsilon does not cover them.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,34 @@ FIGURES = (
     "sum of norms",
     "largest norm",
 )
-"""Of a group and a micro-batch. All are sums over samples, but for the last one."""
+"""Figures of one group in one micro-batch: sums over samples, except the last one, which is a
+maximum."""
 
 
 class BatchMetrics:
-    """Sums over the samples of one logical batch, kept on the device and read only when they are asked for."""
+    """Sums over the samples of one logical batch.
+
+    They stay on the device until a method reads them.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
-        """Samples of the logical batch, if that is known: also those that a group, or any backward, did not reach."""
+        """Number of samples of the logical batch, if known; it includes samples without any
+        backward."""
         self._groups: dict[str, list[Tensor]] = {}
-        self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # of a micro-batch: threshold, norms, padding
+        self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding per group
         self._signal: Tensor | None = None
         self._noise = 0.0
         self._losses: list[tuple[Tensor, float]] = []
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the norms [B] of one group and micro-batch."""
+        """Add the norms [B] of one group in one micro-batch."""
         if group.label in self._fresh:
-            self._take_stock()  # the next micro-batch has begun
+            self._take_stock()  # this is the next micro-batch
         self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)
 
     def _take_stock(self) -> None:
-        """Turn the norms of a micro-batch into figures, of all groups at once: there may be hundreds."""
+        """Reduce the norms of a micro-batch to FIGURES, in one operation for hundreds of groups."""
         alike: dict[Any, list[str]] = {}
         for label, (threshold, norm_B, is_padding_B) in self._fresh.items():
             alike.setdefault((threshold, norm_B.shape, norm_B.device, id(is_padding_B)), []).append(label)
@@ -66,25 +74,32 @@ class BatchMetrics:
         self._fresh.clear()
 
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the loss of one micro-batch: a mean over its rows, or one value a row, of which finite ones count."""
+        """Add the loss of one micro-batch: a mean over its rows, or one value per row.
+
+        Skip non-finite rows.
+        """
         if loss.dim() == 0:
             rows = 1 if is_padding_B is None else int((~is_padding_B).sum())
             total = loss * rows
         else:
             real = loss if is_padding_B is None else loss[~is_padding_B.to(loss.device)]
-            real = real[real.isfinite()]  # the other samples are dropped, and counted
+            real = real[real.isfinite()]  # clipping drops and counts the other samples
             rows, total = len(real), real.sum()
-        if rows:  # the loss of padding alone may be NaN
+        if rows:  # without samples the loss may be NaN
             self._losses.append((total, float(rows)))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Take the norms of the clipped sum (a scalar tensor) and, expected, of its noise; both before the division."""
+        """Set the norm of the clipped sum (a scalar tensor) and the expected norm of its noise.
+
+        Both are before the division by the expected batch size.
+        """
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Make these the figures of all ranks: `stack` gives the vectors of all of them as rows.
+        """Replace the figures by those of all ranks.
 
-        All ranks hand over the same `labels`, those of all groups, for some may not have met a group at all.
+        `stack` gathers the vectors of all ranks as rows. Every rank must pass the same `labels` of
+        all groups, because a rank may not have used a group.
         """
         self._take_stock()
         nothing = torch.zeros(len(FIGURES), dtype=torch.float64)
@@ -108,11 +123,11 @@ class BatchMetrics:
         self._losses = [(total, float(count))] if count else []
 
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
-        """Sum over the samples of b - 1/2 for each group of `labels`, float64 [M] on the CPU.
+        """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        b is 0 for a norm above the threshold, else 1. One sample changes each entry by 1/2: whether a group runs at all
-        may depend on the other samples of a micro-batch (experts, a branch), and so may whether the gradient of a
-        sample there is zero, not finite, or nothing. All of these are alike, with b = 1.
+        A sample without a gradient in the group, or with a non-finite one, counts as unclipped. So
+        one sample always changes each entry by 1/2. Other samples of the micro-batch may decide if
+        a group runs at all (experts, a branch).
         """
         self._take_stock()
         nothing = [torch.zeros(len(FIGURES), dtype=torch.float64)]
@@ -120,7 +135,7 @@ class BatchMetrics:
         return self.samples / 2 - above_M
 
     def summary(self) -> dict[str, float]:
-        """See PrivacyEngine.metrics."""
+        """Return the figures by name; see PrivacyEngine.metrics."""
         self._take_stock()
         samples = dropped = clipped = counted = 0.0
         norms: dict[str, float] = {}

@@ -1,1 +1,4 @@
-"""dpshard in the frameworks and under the interfaces that people come from; each is imported by its own name."""
+"""dpshard in other frameworks and under other libraries' interfaces.
+
+Import each by its own name.
+"""

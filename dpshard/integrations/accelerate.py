@@ -1,4 +1,4 @@
-"""accelerate: an engine for what `accelerator.prepare` returns, plain, under DDP, or sharded by FSDP2.
+"""accelerate: an engine for a prepared model, plain, under DDP, or sharded by FSDP2.
 
 model, optimizer = accelerator.prepare(model, optimizer)
 engine = make_engine(accelerator, model, batch_size=256, ...)
@@ -31,10 +31,11 @@ _DISTRIBUTED = (
 
 
 def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> PrivacyEngine:
-    """An engine for the prepared `model`, whose state is in `accelerator.save_state` and `load_state` from now on.
+    """Return an engine for the prepared `model`.
 
-    `settings` are those of `dpshard.PrivacyEngine`. Data loaders are not prepared: `engine.batches` gives each process
-    its share. Raises ConfigurationError for an accelerator that would change gradients, or hide them.
+    Add its state to `accelerator.save_state` and `load_state`. `settings` go to
+    `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches` gives each process its
+    share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
     refuse_unsupported(accelerator)
     engine = PrivacyEngine(model, **settings)
@@ -43,7 +44,7 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
 
 
 def refuse_unsupported(accelerator: Accelerator) -> None:
-    """Raise ConfigurationError for an accelerator that would change gradients, hide them, or split samples."""
+    """Raise ConfigurationError if `accelerator` would change or hide gradients or split samples."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) divides losses before "
@@ -55,23 +56,23 @@ def refuse_unsupported(accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type not in _DISTRIBUTED:
         raise ConfigurationError(
-            f"Accelerator on {accelerator.distributed_type.value} is not supported: use FSDP2, or DDP; for DeepSpeed, "
-            f"deepspeed.initialize() and dpshard's own loop."
+            f"Accelerator on {accelerator.distributed_type.value} is not supported: use FSDP2 or DDP. For DeepSpeed, "
+            f"use deepspeed.initialize() and dpshard's own loop."
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise ConfigurationError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}, cp_size={parallelism.cp_size}, "
-            f"sp_size={parallelism.sp_size}) has several processes share a sample, but every process is given samples "
+            f"sp_size={parallelism.sp_size}) has several processes share a sample, but every process gets samples "
             f"of its own. Leave all of them at 1."
         )
 
 
 def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Have `accelerator` shard by `plugin` on processes without a GPU: for tests, and for a first try.
+    """Make `accelerator` shard by `plugin` on processes without a GPU, for tests and first tries.
 
-    accelerate turns FSDP on for GPUs alone, and falls back on DDP elsewhere. What it does then works on the CPU too.
-    Does nothing where FSDP is on already, or where there is one process.
+    accelerate turns FSDP on only for GPUs, and uses DDP elsewhere; its FSDP code works on the CPU
+    too. Does nothing if FSDP is on already, or if there is one process.
     """
     if accelerator.distributed_type is not DistributedType.MULTI_CPU:
         return
@@ -79,5 +80,5 @@ def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugi
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     state.fsdp_plugin = plugin
-    # As AcceleratorState itself does: later instances read it from there.
+    # AcceleratorState does the same, because later instances read the shared state.
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP

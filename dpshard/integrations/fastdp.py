@@ -1,7 +1,8 @@
 """The interface of fastDP on the engine of dpshard: the constructor, and `attach(optimizer)`.
 
-A loop over a DataLoader feeds its own batches, of which only its author knows how they were drawn; go over
-`privacy_engine.batches(dataset, micro_batch_size)` instead (docs/coming-from-fastdp.md).
+A loop over a DataLoader feeds its own batches, and the engine cannot check how they were drawn.
+Iterate over `privacy_engine.batches(dataset, micro_batch_size)` instead
+(docs/coming-from-fastdp.md).
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ class PrivacyEngine(core.PrivacyEngine):
         module: The model to train.
         batch_size: Expected logical batch size, over all ranks and accumulation steps.
         sample_size: Number of samples of the data set.
-        max_grad_norm: L2 norm that one sample contributes at most; 1 under clipping_fn="automatic", as in fastDP.
-        epochs: Length of the run; or `num_steps`.
+        max_grad_norm: Largest L2 norm of one sample; 1 under clipping_fn="automatic", as in fastDP.
+        epochs: Length of the run in epochs; or `num_steps`.
         num_steps: Length of the run in optimizer steps.
         noise_multiplier: Standard deviation of the noise over the sensitivity; or `target_epsilon`.
         target_epsilon: Budget of the whole run.
-        target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one says more.
+        target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one is better.
         clipping_fn: "automatic", "Abadi", or "global".
-        clipping_mode: "MixOpt", "MixGhostClip", or "ghost": time and memory, never the result.
-        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the layers at which blocks begin.
-        accounting_mode: "rdp", or "glw", which stands for dpshard's "pld".
-        loss_reduction: What the loss does over the rows of the micro-batch: "mean" or "sum".
-        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: Without effect: there is no second pass to save, the
-            noise is right on any number of ranks under any seed, and `metrics()` has the ratio of signal to noise.
+        clipping_mode: "MixOpt", "MixGhostClip", or "ghost": changes time and memory, never the
+            result.
+        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each
+            block.
+        accounting_mode: "rdp", or "glw", which is dpshard's "pld".
+        loss_reduction: Reduction of the loss over the rows of the micro-batch: "mean" or "sum".
+        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. There is no second pass
+            to save, the noise is right on any number of ranks under any seed, and `metrics()` has
+            the gradient-SNR.
 
-    Raises ConfigurationError for settings out of range, TypeError for those that are unknown.
+    Raises ConfigurationError for settings out of range, TypeError for unknown ones.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class PrivacyEngine(core.PrivacyEngine):
         else:
             style = _blocks(module, clipping_style)
         if noise_multiplier is not None:
-            target_epsilon = None  # a given noise goes first, as in fastDP
+            target_epsilon = None  # noise_multiplier overrides target_epsilon, as in fastDP
         super().__init__(
             module,
             batch_size=batch_size,
@@ -97,20 +101,23 @@ class PrivacyEngine(core.PrivacyEngine):
         )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` the methods that fastDP gives it; its gradients are private since the engine was made.
+        """Add fastDP's methods to `optimizer`; its gradients are private even without this call.
 
         Raises ConfigurationError if it holds none of the engine's parameters.
         """
         held = {p for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(self.owned()):
             raise ConfigurationError(
-                "The optimizer holds no parameter of the engine's model: make it of module.parameters()."
+                "The optimizer holds no parameter of the engine's model: create it with module.parameters()."
             )
         methods = {"get_privacy_spent": self.get_privacy_spent, "get_training_stats": self.get_training_stats}
         optimizer.__dict__.update(privacy_engine=self, **methods)
 
     def privatize(self) -> None:
-        """See dpshard.PrivacyEngine; but the sum of a sum loss is not divided by the batch size, as in fastDP."""
+        """See dpshard.PrivacyEngine.
+
+        With a sum loss, do not divide by the batch size, as in fastDP.
+        """
         released = self.step
         super().privatize()
         if self.step > released and self.mechanism.loss_reduction == "sum":
@@ -118,16 +125,20 @@ class PrivacyEngine(core.PrivacyEngine):
             torch._foreach_mul_(gradients, float(self.mechanism.schedule[released]))
 
     def get_privacy_spent(self) -> Mapping[str, float]:
-        """Epsilon spent so far at target_delta, under "eps_rdp" or "eps_pld"."""
+        """Return the epsilon spent so far at target_delta, under "eps_rdp" or "eps_pld"."""
         return {f"eps_{self.mechanism.accountant}": self.epsilon()}
 
     def get_training_stats(self) -> Mapping[str, float]:
-        """See `metrics`; not private."""
+        """Return `metrics()`; they are not private."""
         return self.metrics()
 
 
 def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
-    """Names of the trainable parameters of every block, which goes from its head to the next one."""
+    """Return the names of the trainable parameters of each block.
+
+    `heads` are the first layers of blocks. Raises ConfigurationError for an unknown head, or if
+    parameters precede the first one.
+    """
     known = {name for name, _ in module.named_modules()}
     if unknown := sorted(set(heads) - known):
         raise ConfigurationError(f"clipping_style names {', '.join(unknown)}, but the model has no such layer.")
@@ -142,7 +153,7 @@ def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
                 blocks.append([])
         if not blocks:
             raise ConfigurationError(
-                f"clipping_style: {name} comes before the first layer that begins a block. Name the first layer too."
+                f"clipping_style: {name} comes before the first named layer. Name the model's first layer too."
             )
         blocks[-1].append(name)
     return blocks

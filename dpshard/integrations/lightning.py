@@ -1,10 +1,11 @@
 """Lightning: a callback that makes the fitting of a LightningModule private.
 
 [Note: Lightning on logical batches]
-The train loader that the callback provides yields logical batches, so Lightning's steps count releases. The module's
-`training_step` is called once per micro-batch; Lightning itself does the last backward, within the closure of the
-optimizer's step. Its zero_grad comes between forward and backward there, where it would throw clipped sums away: while
-fitting it is done before the first micro-batch instead.
+The callback's train loader yields logical batches, so Lightning's steps count releases. The
+callback calls the module's `training_step` once per micro-batch. Lightning itself runs the last
+backward, within the closure of the optimizer's step. There, its zero_grad comes between forward and
+backward, and would discard clipped sums. The callback therefore calls zero_grad before the first
+micro-batch instead.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from dpshard.step.logical_batch import LogicalBatch
 
 
 class PrivateTraining(L.Callback):
-    """Makes fitting private: Trainer(callbacks=[private]).fit(module, private.loader), private = PrivateTraining(...).
+    """A callback for private fitting.
+
+    private = PrivateTraining(loader, ...); Trainer(callbacks=[private]).fit(module, private.loader)
 
     Args:
-        loader: The ordinary train loader; its batch_size is the expected logical batch. Poisson sampling takes the
-            place of its sampler.
-        micro_batch_size: Rows that the module sees at once; batch_size if not given.
-        **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier, target_delta, ... Batch
-            size, sample size and steps follow from the loader and the Trainer.
+        loader: The ordinary train loader; its batch_size is the expected logical batch. Poisson
+            sampling replaces its sampler.
+        micro_batch_size: Number of rows per forward; batch_size if not given.
+        **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
+            target_delta, ... Loader and Trainer give batch size, sample size and steps.
 
-    The engine is `engine`, once fitting has begun. Its state, and the random states that dropout draws from, are in the
-    checkpoints, so that a step that is computed again releases the same value. One process; on several, use
-    accelerate, the Trainer of Hugging Face, or a loop of your own.
+    `engine` is the engine after fitting has begun. Checkpoints hold its state and the random states
+    of dropout, so a recomputed step releases the same value. The callback supports one process. On
+    several, use accelerate, the Trainer of Hugging Face, or your own loop.
 
     Raises ConfigurationError for a module or Trainer that would not be private as accounted.
     """
@@ -58,12 +61,15 @@ class PrivateTraining(L.Callback):
     # --- the fit ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the engine, or go on with that of the checkpoint, and loop over micro-batches from now on."""
+        """Create the engine or resume from the checkpoint.
+
+        Make the module loop over micro-batches.
+        """
         _refuse(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
-                "This callback has seen a fit before, and another one adds to what is spent: fit with ckpt_path=, or "
-                "detach() the engine and make another PrivateTraining."
+                "This callback has seen a fit before, and another fit spends more privacy: fit with ckpt_path=, or "
+                "detach() the engine and create another PrivateTraining."
             )
         if self.engine is None:
             steps = trainer.max_steps if trainer.max_steps > 0 else len(self.loader) * int(trainer.max_epochs or 1)
@@ -77,19 +83,20 @@ class PrivateTraining(L.Callback):
 
         def private_backward(*args: Any, **kwargs: Any) -> None:
             backward(*args, **kwargs)
-            engine.privatize()  # before any on_after_backward logs gradients, or anybody clips them
+            engine.privatize()  # before any on_after_backward logs or clips gradients
 
         pl_module.training_step = training_step
         pl_module.backward = private_backward
         pl_module.optimizer_zero_grad = lambda *_: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hold the ledger against Lightning's count of steps."""
+        """Raise CheckpointError if the ledger differs from Lightning's count of steps."""
         assert self.engine is not None
         if self.engine.step != trainer.global_step:
             raise CheckpointError(
-                f"Lightning goes on at step {trainer.global_step}, the privacy engine at step {self.engine.step}: the "
-                f"checkpoint was made without this callback, and what was spent would be forgotten."
+                f"Lightning resumes at step {trainer.global_step}, the privacy engine at step {self.engine.step}: the "
+                f"checkpoint was saved without this callback, and what was spent would be forgotten. Resume from a "
+                f"checkpoint that was saved with it."
             )
         if self._loaded is not None:
             _restore_random(self._loaded["random"])
@@ -98,15 +105,19 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """The output for the last micro-batch, of which Lightning does the backward; those before are done."""
+        """Return the output of the last micro-batch, for Lightning's backward.
+
+        Run backward for the others. Raises ConfigurationError if `logical_batch` does not come from
+        `private.loader`.
+        """
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
-                "fit() was given a loader whose batches are no Poisson samples: call fit(module, private.loader)."
+                "fit() got a loader whose batches are not Poisson samples: call fit(module, private.loader)."
             )
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
         output = None
-        self._running = iter(logical_batch)  # the last micro-batch stays the current one until its backward is done
+        self._running = iter(logical_batch)  # keeps the last micro-batch current until its backward has run
         for micro_batch in self._running:
             output = step(trainer.strategy.batch_to_device(micro_batch), *others)
             if logical_batch.complete:
@@ -118,7 +129,7 @@ class PrivateTraining(L.Callback):
         return output
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Release a logical batch for which training_step has returned no loss, too."""
+        """Release the logical batch, even if training_step returned no loss."""
         assert self.engine is not None
         self._running = None
         self.engine.privatize()
@@ -126,14 +137,14 @@ class PrivateTraining(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log epsilon, as often as Lightning logs."""
+        """Log epsilon whenever Lightning logs."""
         assert self.engine is not None
         every = getattr(trainer, "log_every_n_steps", 0)
         if every and self.engine.step % every == 0:
             pl_module.log("epsilon", self.engine.epsilon(), prog_bar=True)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the module its own methods back."""
+        """Restore the module's own methods."""
         for name in ("training_step", "backward", "optimizer_zero_grad"):
             pl_module.__dict__.pop(name, None)
 
@@ -144,7 +155,10 @@ class PrivateTraining(L.Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state, which holds the run secret (guard checkpoints like the data), and random states."""
+        """Return the engine's state and random states.
+
+        They hold the run secret: guard them like the data.
+        """
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -153,7 +167,7 @@ class PrivateTraining(L.Callback):
 
 
 class _LogicalBatches:
-    """What Lightning takes for its train loader."""
+    """The train loader for Lightning; its items are logical batches."""
 
     def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int) -> None:
         self._callback, self._loader, self._micro_batch_size = callback, loader, micro_batch_size
@@ -165,7 +179,8 @@ class _LogicalBatches:
         engine = self._callback.engine
         if engine is None:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
-        # A loader draws a seed for its workers; a resumed epoch has to have the random states of the first run.
+        # A loader draws a seed for its workers; a resumed epoch needs the random states of the
+        # first run.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
                 self._loader.dataset, self._micro_batch_size, steps=len(self), **loading_options(self._loader)
@@ -173,28 +188,28 @@ class _LogicalBatches:
 
 
 def _refuse(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Raise ConfigurationError for what would not be private as accounted."""
+    """Raise ConfigurationError for settings that would not be private as accounted."""
     if not module.automatic_optimization:
         raise ConfigurationError(
-            "automatic_optimization=False: a module with a loop of its own makes its own PrivacyEngine, and goes over "
+            "automatic_optimization=False: create a PrivacyEngine in the module's own loop, and iterate over "
             "engine.batches(...)."
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
-            "accumulate_grad_batches divides losses before gradients are clipped: leave it at 1. The batch_size of the "
-            "loader is that of the logical batch, and micro_batch_size what fits into memory."
+            "accumulate_grad_batches divides losses before gradients are clipped: leave it at 1. The loader's "
+            "batch_size is the logical batch; set micro_batch_size to rows that fit into memory."
         )
     if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise ConfigurationError(
             f"{type(trainer.strategy).__name__} on {trainer.world_size} devices: this callback trains on one. On "
-            f"several use accelerate, the Trainer of Hugging Face, or a loop of your own; see docs/integrations.md."
+            f"several use accelerate, the Trainer of Hugging Face, or your own loop; see docs/integrations.md."
         )
     if trainer.max_steps <= 0 and (trainer.max_epochs or -1) < 0:
         raise ConfigurationError("max_epochs=-1: a private run has a length. Give max_epochs or max_steps.")
 
 
 def _random_states() -> dict[str, Any]:
-    """Of torch (all devices), numpy and Python, as tensors and plain values."""
+    """Return random states of torch (all devices), numpy and Python: tensors and plain values."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the global one, which data augmentation uses
     return {
         "torch": torch.get_rng_state(),

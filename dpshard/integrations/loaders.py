@@ -1,4 +1,4 @@
-"""What is kept of the DataLoader that Poisson sampling replaces."""
+"""The options of a DataLoader that survive when Poisson sampling replaces its sampler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How `loader` loads samples, as keywords of `engine.batches`; which samples it loads is for the engine to say."""
+    """Return the options of `loader` as keywords of `engine.batches`, without its sampler."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

@@ -1,10 +1,10 @@
-"""Hugging Face Trainer: `PrivateTrainer` is a Trainer whose training is private; everything else stays.
+"""Hugging Face Trainer: `PrivateTrainer` is a Trainer with private training; everything else stays.
 
 [Note: Trainer on logical batches]
-To the Trainer one item of the train loader is one logical batch, and it accumulates nothing: so its steps, logs,
-schedulers and checkpoints count releases. The loop over micro-batches is within `training_step`. What the Trainer would
-do to gradients in between (clip them, divide by the tokens of the batch, scale for half precision) would change what is
-accounted: it is switched off, with a message, or refused.
+One item of the Trainer's train loader is one logical batch, without accumulation. So its steps,
+logs, schedulers and checkpoints count releases. `training_step` loops over micro-batches. The
+Trainer can clip gradients, divide them by the tokens of the batch, or scale them for half
+precision. This would invalidate the accounting, so it is switched off with a message, or refused.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ STATE = "dpshard.json"
 _OURS = ("batch_size", "sample_size", "steps", "epochs", "loss_reduction")
 _LOGICAL_BATCH = "logical_batch"
 _OWN_LOSS = (
-    "Pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) is the mean over samples of each one's "
-    "own loss."
+    "Pass compute_loss_func=f; f(outputs, labels, num_items_in_batch) must return the mean over samples of each "
+    "sample's own loss."
 )
 
 _logger = logging.getLogger(__name__)
 
 
 class ShardsOnCPU:
-    """Mixed in before a Trainer: TrainingArguments(fsdp=True) holds without a GPU, too; see `shard_on_cpu`."""
+    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU.
+
+    See `shard_on_cpu`.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator."""
@@ -54,17 +57,18 @@ class ShardsOnCPU:
 
 
 class _Private(ShardsOnCPU):
-    """What makes a Trainer private; mix it in before a subclass of Trainer.
+    """A mix-in before a subclass of Trainer that makes its training private.
 
     Args:
-        model, args: Those of the Trainer, like all others. The expected logical batch is
-            per_device_train_batch_size * gradient_accumulation_steps * processes, a micro-batch has
+        model, args: Arguments of the Trainer, like all others. The expected logical batch is
+            per_device_train_batch_size * gradient_accumulation_steps * processes. A micro-batch has
             per_device_train_batch_size rows.
-        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier, target_delta, max_grad_norm,
-            clipping_style, ... Batch size, sample size, steps and loss reduction follow from the Trainer.
+        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
+            target_delta, max_grad_norm, clipping_style, ... The Trainer gives batch size, sample
+            size, steps and loss reduction.
 
-    `engine` is the engine, once training has begun. Raises ConfigurationError for arguments under which the training
-    would not be private as accounted.
+    `engine` is the engine after training has begun. Raises ConfigurationError for arguments that
+    would break the accounting.
     """
 
     def __init__(
@@ -78,13 +82,13 @@ class _Private(ShardsOnCPU):
         if given := [name for name in _OURS if name in privacy]:
             raise ConfigurationError(
                 f"privacy= holds {', '.join(given)}, which follow from the Trainer: leave them out. The expected batch "
-                f"is per_device_train_batch_size * gradient_accumulation_steps * processes, the length of the run "
-                f"num_train_epochs or max_steps, and every loss is a mean over samples."
+                f"is per_device_train_batch_size * gradient_accumulation_steps * processes. num_train_epochs or "
+                f"max_steps sets the length of the run. Every loss is a mean over samples."
             )
         own = [cls.__name__ for cls in type(self).__mro__ if issubclass(cls, _Private) and "compute_loss" in vars(cls)]
         if own[:-1]:
             raise ConfigurationError(
-                f"{own[0]} overrides compute_loss, so its loss is not held against that of one sample alone, and a "
+                f"{own[0]} overrides compute_loss, so its loss is not compared with the loss of single samples, and a "
                 f"mean over the tokens of a batch would pass. {_OWN_LOSS}"
             )
         args = TrainingArguments() if args is None else args
@@ -100,14 +104,17 @@ class _Private(ShardsOnCPU):
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; ConfigurationError if it would change gradients, or split samples."""
+        """Create the accelerator.
+
+        Raises ConfigurationError if it would change gradients or split samples.
+        """
         super().create_accelerator_and_postprocess()
         refuse_unsupported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The logical batches of an epoch, each within a dict."""
+        """Return the logical batches of an epoch, each within a dict."""
         trainer: Any = self
         if isinstance(trainer.train_dataset, Sized):
             check_dataset(
@@ -117,18 +124,21 @@ class _Private(ShardsOnCPU):
         return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The expected logical batch size."""
+        """Return the expected logical batch size."""
         return self._expected
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _begin(self, steps: int, released: int) -> None:
-        """Make the engine when model and optimizer are wrapped and loaded, before the first batch."""
+        """Create the engine before the first batch; model and optimizer must be wrapped and loaded.
+
+        `released` is the Trainer's number of steps. Raises CheckpointError if the ledger differs.
+        """
         trainer: Any = self
         if self.engine is not None and self._resumed_from is None:
             raise EngineInUseError(
-                "This Trainer has trained before. Another training of this model on the same data adds to what is "
-                "spent: resume from a checkpoint, or detach() the engine and make another PrivateTrainer."
+                "This Trainer has trained before. Another training of this model on the same data spends more "
+                "privacy: resume from a checkpoint, or detach() the engine and create another PrivateTrainer."
             )
         if self.engine is None:
             self.engine = PrivacyEngine(
@@ -143,14 +153,15 @@ class _Private(ShardsOnCPU):
             self._resumed_from = None
         if self.engine.step != released:
             raise CheckpointError(
-                f"The Trainer goes on at step {released}, the privacy engine at step {self.engine.step}: {STATE} of "
+                f"The Trainer resumes at step {released}, the privacy engine at step {self.engine.step}: {STATE} of "
                 f"the checkpoint belongs to another step. Resume from another checkpoint."
             )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect the clipped sums of all micro-batches, and add the noise; the mean loss of the samples of all ranks.
+        """Collect the clipped sums of all micro-batches, and add the noise.
 
-        NaN for an empty logical batch, which the Trainer leaves out of what it logs.
+        Returns the mean loss over the samples of all ranks; NaN for an empty logical batch, which
+        the Trainer does not log.
         """
         trainer, engine = self, self.engine
         assert engine is not None
@@ -159,13 +170,16 @@ class _Private(ShardsOnCPU):
             loss = super().training_step(model, micro_batch)  # type: ignore[misc]
             engine.record_loss(loss if self._losses_B is None else self._losses_B)
             trainer.current_flos += float(trainer.floating_point_ops(micro_batch))  # type: ignore[attr-defined]
-        engine.privatize()  # the Trainer looks at gradients before it steps
+        engine.privatize()  # the Trainer reads gradients before it steps
         return torch.tensor(engine.metrics().get("loss", math.nan), device=trainer.args.device)  # type: ignore[attr-defined]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training, a mean over samples of each one's own loss; never divided by the tokens of the batch."""
+        """Return the loss; in training the mean of the per-sample losses, never divided by tokens.
+
+        Raises ConfigurationError if the model's own loss would mix samples.
+        """
         if not model.training or self.engine is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         loss_fn = self._loss_outside(model, inputs)
@@ -173,8 +187,8 @@ class _Private(ShardsOnCPU):
             labels = inputs.get("labels")
             if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any()):
                 raise ConfigurationError(
-                    f"Samples have the label -100, which counts for nothing: the loss of the model divides by how many "
-                    f"others the batch holds, which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
+                    f"Samples have the label -100, which counts for nothing: the model divides its loss by the number "
+                    f"of other samples, which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
                 )
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
         inputs = dict(inputs)
@@ -192,9 +206,10 @@ class _Private(ShardsOnCPU):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """The loss of outputs and labels, [B] or their mean, that takes the place of the model's; None to keep that.
+        """Return a function of outputs and labels to replace the model's loss; None to keep it.
 
-        Models take the mean over the tokens of the whole batch, which mixes samples.
+        The function returns losses [B] or their mean. A model's own loss is a mean over the tokens
+        of the whole batch, which mixes samples.
         """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
@@ -220,7 +235,7 @@ class _Private(ShardsOnCPU):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.engine is not None and self.args.should_save:  # type: ignore[attr-defined]
-            # It holds the run secret: for its owner alone.
+            # The file holds the run secret: only its owner may read it.
             descriptor = os.open(Path(output_dir) / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(self.engine.state_dict(), file)
@@ -231,15 +246,18 @@ class _Private(ShardsOnCPU):
 
 
 class PrivateTrainer(_Private, Trainer):
-    """A transformers.Trainer whose training is differentially private; add `privacy={"target_epsilon": 3.0}`."""
+    """A transformers.Trainer with differentially private training.
+
+    Add `privacy={"target_epsilon": 3.0}`.
+    """
 
 
 class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
-    """A transformers.Seq2SeqTrainer whose training is differentially private; see PrivateTrainer."""
+    """A transformers.Seq2SeqTrainer with differentially private training; see PrivateTrainer."""
 
 
 class _LogicalBatches:
-    """What the Trainer takes for its train loader."""
+    """The train loader for the Trainer; its items are logical batches."""
 
     def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:
         size = len(dataset) if hasattr(dataset, "__len__") else 0
@@ -255,7 +273,8 @@ class _LogicalBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         engine, args = self._trainer.engine, self._trainer.args  # type: ignore[attr-defined]
         assert engine is not None
-        # A resumed epoch has the same random states as the first run, in which the loader was made at its start.
+        # A loader draws a seed; without the fork a resumed epoch would have other random states
+        # than the first run.
         with torch.random.fork_rng(devices=[]):
             batches = engine.batches(
                 self.dataset,
@@ -271,7 +290,7 @@ class _LogicalBatches:
 
 
 class _Begin(TrainerCallback):
-    """Calls back when a training begins."""
+    """A callback that calls `begin` with the Trainer's steps when training begins."""
 
     def __init__(self, begin: Callable[[int, int], None]) -> None:
         self._call = begin
@@ -281,7 +300,11 @@ class _Begin(TrainerCallback):
 
 
 def _uneven(labels: Tensor) -> Tensor:
-    """Labels of which the first sample keeps one: a mean over the tokens of all shows, whatever batch came first."""
+    """Return `labels` with all except one token of the first sample ignored.
+
+    Samples then differ in length, so verification detects a mean over all tokens in any first
+    batch.
+    """
     if labels.dim() < 2 or labels.is_floating_point():
         return labels
     uneven = labels.clone()
@@ -291,7 +314,10 @@ def _uneven(labels: Tensor) -> Tensor:
 
 
 def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
-    """Cross-entropy [B] of every sample, of labels [B, T] that name the token at, or (`shift`) after, each position."""
+    """Return the cross-entropy [B] of every sample for `labels` [B, T].
+
+    A label is the token at its position, or with `shift` the token after it.
+    """
     logits = _logits(outputs, labels)
     return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
 
@@ -307,18 +333,20 @@ def _logits(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the model's own loss predicts the next token, as it turns out for one sample.
+    """Return True if the model's own loss predicts the next token; tested on one sample.
 
-    On one sample the mean over all tokens is the mean over its own, so it must be what `_token_losses` gives.
+    For one sample the mean over all tokens is the mean over its own, so it must equal
+    `_token_losses`. Raises ConfigurationError if it equals neither variant, or both.
     """
     labels = inputs["labels"]
     one = {
         name: x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == len(labels) else x for name, x in inputs.items()
     }
-    one["labels"] = labels[:1].clamp(min=0)  # all of them count
+    one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
     model.eval()
     with torch.no_grad():
-        # The likeliest class of every place, but the unlikeliest of the first, tell a place from the one before.
+        # The likeliest class at every position, and the unlikeliest at the first, make both
+        # variants differ.
         _, rest = _loss_and_rest(model(**one))
         logits = _logits(rest, one["labels"])
         one["labels"] = logits.argmax(-1)
@@ -336,8 +364,8 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         )
     if max(apart) <= tolerance:
         raise ConfigurationError(
-            f"It cannot be told whether the labels of {type(model).__name__} name the token at a position, or after "
-            f"it: on one sample the loss is the same. {_OWN_LOSS}"
+            f"The labels of {type(model).__name__} may name the token at a position, or the token after it: on one "
+            f"sample both losses are equal. {_OWN_LOSS}"
         )
     return apart[1] < apart[0]
 
@@ -347,24 +375,24 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
 
 
 def _refuse(args: TrainingArguments) -> None:
-    """Raise ConfigurationError for arguments under which training would not be private as accounted."""
+    """Raise ConfigurationError for arguments that would break the accounting."""
     refused = {
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
         "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "
         "loss of each sample.": args.label_smoothing_factor != 0,
-        "neftune_noise_alpha scales its noise by the length to which the micro-batch is padded, so that a long sample "
+        "neftune_noise_alpha scales its noise by the length to which the micro-batch is padded, so a long sample "
         "changes the gradients of the others: leave it out.": bool(args.neftune_noise_alpha),
         "auto_find_batch_size begins again after an error within a logical batch: set "
         "per_device_train_batch_size.": args.auto_find_batch_size,
         "gradient_accumulation_kwargs of accelerator_config would accumulate logical batches: set "
-        "gradient_accumulation_steps, of which they consist.": _accumulates_again(args),
+        "gradient_accumulation_steps instead.": _accumulates_again(args),
         "DeepSpeed steps within its own backward: use FSDP2, or dpshard's loop with deepspeed.initialize().": bool(
             args.deepspeed
         ),
-        f"{args.n_gpu} GPUs in one process would be used by DataParallel, which sends each a part of the samples: "
+        f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which splits the samples: "
         f"start one process for each by torchrun.": args.n_gpu > 1,
-        "hub_strategy uploads whole checkpoints, and they hold the run secret, with which the noise can be taken off "
-        "again: choose 'end' or 'every_save'.": args.push_to_hub
+        "hub_strategy uploads whole checkpoints with the run secret, and its readers could subtract the noise: "
+        "choose 'end' or 'every_save'.": args.push_to_hub
         and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in ("checkpoint", "all_checkpoints"),
     }
     for reason, holds in refused.items():
@@ -378,17 +406,17 @@ def _accumulates_again(args: TrainingArguments) -> bool:
 
 
 def _neutral(args: TrainingArguments) -> TrainingArguments:
-    """A copy under which the Trainer leaves the gradients alone."""
+    """Return a copy of `args` that stops the Trainer from changing gradients."""
     neutral = copy.copy(args)
     if args.max_grad_norm:
         _logger.warning(
-            "max_grad_norm=%g of TrainingArguments is not applied: every sample is clipped, and to clip their noisy "
-            "sum again would only shrink the step. Samples have max_grad_norm of privacy={...}, 1 if not set.",
+            "max_grad_norm=%g of TrainingArguments is not applied: every sample is clipped, and clipping their noisy "
+            "sum again would only shrink the step. Set max_grad_norm of privacy={...} instead; its default is 1.",
             args.max_grad_norm,
         )
     neutral.max_grad_norm = 0.0
     neutral.gradient_accumulation_steps = 1  # of logical batches
-    neutral.ignore_data_skip = True  # the engine goes on with the batches of its own step
+    neutral.ignore_data_skip = True  # the engine resumes with the batches of its own step
     return neutral
 
 
@@ -398,5 +426,5 @@ def _read(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} has no readable {STATE}: without it, what was spent would be forgotten. Resume from a "
-            f"checkpoint of a PrivateTrainer (made without save_only_model)."
+            f"checkpoint of a PrivateTrainer (saved without save_only_model)."
         ) from error

@@ -1,7 +1,7 @@
-"""What makes private training work, as plain torch objects and plain numbers: schedules, optimizers, presets.
+"""Schedules, optimizers and presets for private training, as plain torch objects and plain numbers.
 
-Nothing in here decides privacy. An engine is given the numbers, and what it releases is public: optimizers may do with
-it what they like.
+This package does not decide privacy. The engine takes the numbers and releases gradients; an
+optimizer may post-process released gradients in any way.
 """
 
 from dpshard.recipes.adam_bc import AdamBC

@@ -1,4 +1,4 @@
-"""What the Adams of this package share: the check of their settings, and how a closure is evaluated."""
+"""Functions that the Adams of this package share: they check settings and evaluate closures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dpshard.errors import ConfigurationError
 
 
 def check_adam(betas: tuple[float, float], weight_decay: float) -> None:
-    """Raise ConfigurationError for settings that no Adam has."""
+    """Raise ConfigurationError unless 0 <= beta < 1 for both betas, and 0 <= weight_decay < inf."""
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
         raise ConfigurationError(f"betas={betas!r}: give two numbers, both at least 0 and below 1.")
     if not (is_number(weight_decay) and 0 <= weight_decay < math.inf):
-        raise ConfigurationError(f"weight_decay={weight_decay!r}: it is a finite number of at least 0.")
+        raise ConfigurationError(f"weight_decay={weight_decay!r}: it must be a finite number of at least 0.")
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The loss that `closure` returns, with gradients, within a step without them; None if there is no closure."""
+    """Return the loss of `closure`, evaluated with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,9 +1,10 @@
-"""Adam whose second moment is that of the gradient without its noise.
+"""Adam with the second moment of the gradient without its noise.
 
 [Note: What noise does to Adam]
-Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient is g + z with
-z ~ N(0, s^2), so v is about E[g^2] + s^2: where the noise is larger than the signal, all elements are divided by s
-alike, and Adam becomes SGD with momentum. Since s is public, its mean square can be subtracted.
+Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient
+is g + z with z ~ N(0, s^2), so v is about E[g^2] + s^2. If the noise exceeds the signal, Adam
+divides all elements by about s, and becomes SGD with momentum. s is public, so AdamBC subtracts its
+mean square.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class AdamBC(Optimizer):
     m, v as in Adam; n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient;
     p <- (1 - lr decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
 
-    With one batch size n' = s^2, which is the paper's; if it changes, n' weights each step as v' does. `noise_std()`
-    is asked at each step: pass `lambda: engine.gradient_noise_std`. `floor` bounds what an element is divided by, and
-    is the one number to tune: the difference is noisy, and may be negative.
+    A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v'
+    does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` bounds the
+    difference v' - n' from below, because it is noisy and may be negative. Only `floor` needs
+    tuning.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class AdamBC(Optimizer):
         check_adam(betas, weight_decay)
         if not callable(noise_std):
             raise ConfigurationError(
-                f"noise_std={noise_std!r}: it is asked at each step, so pass a function, "
+                f"noise_std={noise_std!r}: AdamBC calls it at each step, so pass a function, "
                 f"lambda: engine.gradient_noise_std."
             )
         super().__init__(params, {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay})
@@ -55,7 +57,7 @@ class AdamBC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
+        """Take one step; evaluate `closure` once, if given, as torch's Adam does."""
         loss = evaluated(closure)
         noise_std = float(self._noise_std())
         if not 0 <= noise_std < math.inf:
@@ -70,7 +72,7 @@ class AdamBC(Optimizer):
         state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
         assert gradient is not None  # see step
         if not state:
-            # As torch saves and loads them: all but the step in the dtype of the parameter.
+            # torch loads all state except the step in the dtype of the parameter.
             state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=parameter.dtype)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1

@@ -1,4 +1,7 @@
-"""Pre-training from scratch: the settings of DP-BERT (Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5)."""
+"""Pre-training from scratch with the settings of DP-BERT.
+
+Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +21,41 @@ from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainingRecipe:
-    """Settings of a run that belong together; the defaults are those of DP-BERT. Change them by `dataclasses.replace`.
+    """Settings of a pre-training run, by default those of DP-BERT.
 
-    Layers under LayerNorm do not depend on the scale of their weights, which noise makes grow and whose gradients then
-    shrink. Hence the large weight decay, of all parameters as in Algorithm 1 of the paper.
+    Change them with `dataclasses.replace`. The scale of weights under LayerNorm does not change the
+    output. Noise makes these weights grow, and then their gradients shrink. The large weight decay
+    prevents this; as in Algorithm 1 of the paper, it applies to all parameters.
     """
 
     steps: int = 20_000
     """Length of the run in optimizer steps."""
     warmup_steps: int = 7_500
-    """Over which the learning rate rises, linearly; afterwards it falls, quadratically, to 0."""
+    """Steps of the linear rise of the learning rate; afterwards it falls quadratically to 0."""
     first_batch: int = 262_144
-    """Expected logical batch at first, in samples: made of micro-batches, by accumulation."""
+    """Expected logical batch of the first level, in samples."""
     last_batch: int = 1_048_576
     """Expected logical batch from the last level on."""
     levels: int = 5
-    """Equally spaced batch sizes, first and last included. Five are 196,608 samples apart and draw 14.1% fewer samples
-    than the last one would at every step."""
+    """Number of equally spaced batch sizes, first and last included. Five are 196,608 samples
+    apart, and draw 14.1% fewer samples than the last size at every step."""
     ramp_steps: int = 7_500
     """Steps that the levels share."""
     learning_rate: float = 6.0902e-4
-    """At the end of warm-up."""
+    """Learning rate at the end of warm-up."""
     betas: tuple[float, float] = (0.75, 0.9)
-    """Decay of Adam's first and second moment a step."""
+    """Decay of Adam's first and second moment per step."""
     eps: float = 1e-11
-    """Xi, added to the root of the second moment: gradients are clipped to thousandths, so 1e-8 would be large."""
+    """Xi, added to the root of the second moment. Gradients are clipped to thousandths, so 1e-8 is
+    large."""
     weight_decay: float = 1.0
-    """Lambda: weights shrink by learning rate times this a step, apart from Adam's moments (decoupled)."""
+    """Lambda: each step multiplies weights by 1 - learning rate * lambda, apart from Adam's
+    moments."""
     max_grad_norm: float = 3.2429e-3
-    """Clipping norm C. Nearly every gradient is longer: all but directions is clipped away."""
+    """Clipping norm C. Nearly every gradient is longer, so clipping keeps only its direction."""
 
     def engine_settings(self) -> dict[str, Any]:
-        """Arguments of `PrivacyEngine`: the schedule, the clipping norm, and clipping as in the paper."""
+        """Return arguments of `PrivacyEngine`: batch schedule, clipping norm, clipping function."""
         phases = stepped_batches(
             self.first_batch, self.last_batch, levels=self.levels, ramp_steps=self.ramp_steps, steps=self.steps
         )
@@ -58,7 +64,7 @@ class PretrainingRecipe:
     def optimizer(
         self, parameters: Iterable[nn.Parameter], *, noise_std: Callable[[], float] | None = None
     ) -> Optimizer:
-        """Adam with decoupled weight decay; with `noise_std`, see AdamBC, its second moment is that without noise."""
+        """Return Adam with decoupled weight decay; with `noise_std`, an AdamBC."""
         settings: dict[str, Any] = {
             "lr": self.learning_rate,
             "betas": self.betas,
@@ -69,11 +75,11 @@ class PretrainingRecipe:
         return AdamW(parameters, eps=self.eps, **settings)
 
     def lr_scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """Linear warm-up, then quadratic decay."""
+        """Return the schedule of linear warm-up and quadratic decay."""
         return warmup_quadratic_decay(optimizer, warmup_steps=self.warmup_steps, steps=self.steps)
 
     def scaled(self, *, steps: int, last_batch: int) -> PretrainingRecipe:
-        """The same shape in `steps` steps up to batches of `last_batch` samples: for data that are not BERT's.
+        """Return the same recipe in `steps` steps, with batches up to `last_batch` samples.
 
         Raises ConfigurationError if the run is too short for the levels of the schedule.
         """
@@ -82,7 +88,9 @@ class PretrainingRecipe:
         ramp_steps = round(self.ramp_steps * steps / self.steps)
         if ramp_steps < self.levels:
             least = -(-self.levels * self.steps // self.ramp_steps)
-            raise ConfigurationError(f"steps={steps}: {self.levels} levels of the batch size take {least} steps or so.")
+            raise ConfigurationError(
+                f"steps={steps}: {self.levels} levels of the batch size need about {least} steps or more."
+            )
         return replace(
             self,
             steps=steps,

@@ -1,12 +1,13 @@
-"""Adam that scales gradients before they are clipped and noised: scale-then-privatise.
+"""Adam that scales gradients before clipping and noise: scale-then-privatise.
 
 [Note: Scaled parameters]
-Noise is the same for all elements of a gradient, and Adam, which divides by the root of the second moment, makes it
-large where gradients are small. If gradients are multiplied by such a scale s before, they are clipped and noised in
-the geometry in which Adam steps. A weight is written w = s u, and u is what is trained: by the chain rule its gradient
-is s times that of w, exactly, and engines know rules for what is derived from parameters. The optimizer divides the
-private gradient by s, steps on w, and writes w = s' u' for the next scale. Scales are computed from private gradients,
-so epsilon is the same. After Ganesh, McMahan & Thakurta 2025, arXiv:2507.01129.
+All elements of a gradient get the same noise. Adam divides by the root of the second moment, so it
+amplifies the noise of small elements. Scaling gradients by such a factor s first puts clipping and
+noise into the geometry of Adam's steps. A weight is w = s u, and training changes u. By the chain
+rule the gradient of u is exactly s times that of w; the engine has rules for tensors derived from
+parameters. The optimizer divides the private gradient by s, steps on w, and writes w = s' u' with
+the next scale. Scales depend only on private gradients, so epsilon stays the same. After Ganesh,
+McMahan & Thakurta 2025, arXiv:2507.01129.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ class _Scaled(nn.Module):
         self.register_buffer("scale", torch.ones_like(weight))
 
     def forward(self, u: Tensor) -> Tensor:
-        """The weight."""
+        """Return the weight w."""
         return u * self.scale
 
 
 def scale_parameters(model: nn.Module) -> None:
-    """Write every trainable parameter of `model` as w = s u, with s = 1: before the engine is made, and `ScaledAdam`.
+    """Write every trainable parameter of `model` as w = s u, with s = 1.
 
-    The model computes what it did; its parameters have names such as "0.parametrizations.weight.original". Norms of
-    scaled weights need per-sample gradients, so this costs memory: a copy of the largest weight a row of the
-    micro-batch. Raises ConfigurationError for parameters in shards, for shared ones, and for a model that was scaled.
+    Call it before you create the engine and `ScaledAdam`. The model's output stays the same. Its
+    parameters get names such as "0.parametrizations.weight.original". Norms of scaled weights need
+    per-sample gradients: memory grows by one copy of the largest weight per row of the micro-batch.
+    Raises ConfigurationError for sharded or shared parameters, and for a scaled model.
     """
     if any(isinstance(module, _Scaled) for module in model.modules()):
         raise ConfigurationError("The parameters of this model are scaled already: call scale_parameters once.")
@@ -56,7 +58,7 @@ def scale_parameters(model: nn.Module) -> None:
         if len(names) > 1:
             raise ConfigurationError(f"{' and '.join(names)} are one parameter, which cannot be scaled: untie them.")
         if hasattr(parameter, "to_local"):
-            raise ConfigurationError(f"{names[0]} is in shards: scaled parameters are for whole ones, as under DDP.")
+            raise ConfigurationError(f"{names[0]} is in shards: scale whole parameters, as under DDP.")
     for parameter, (name,) in owners.items():
         if parameter.requires_grad:
             path, _, own = name.rpartition(".")
@@ -64,7 +66,7 @@ def scale_parameters(model: nn.Module) -> None:
 
 
 def unscale_parameters(model: nn.Module) -> None:
-    """Give `model` its weights back under their own names, after training (and `engine.detach()`)."""
+    """Restore the weights of `model` under their own names; call it after `engine.detach()`."""
     for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         lists: Any = module.parametrizations
         for name in [n for n, (first, *_) in lists.items() if isinstance(first, _Scaled)]:
@@ -72,10 +74,11 @@ def unscale_parameters(model: nn.Module) -> None:
 
 
 class ScaledAdam(Optimizer):
-    """AdamW on the weights of a model whose parameters `scale_parameters` has written as s u.
+    """AdamW on the weights of a model after `scale_parameters`.
 
-    After each step s <- 1 / (sqrt(v') + floor), of root mean square 1 over the model, so that `max_grad_norm` keeps its
-    meaning. v' is Adam's second moment. `floor` bounds how differently elements are scaled.
+    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model.
+    So `max_grad_norm` keeps its meaning. v' is Adam's second moment. `floor` bounds the ratio of
+    scales.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class ScaledAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure`, if given, is evaluated once, as it is by torch's Adam."""
+        """Take one step; evaluate `closure` once, if given, as torch's Adam does."""
         loss = evaluated(closure)
         weights: dict[Tensor, Tensor] = {}
         fresh: dict[Tensor, Tensor] = {}
@@ -121,7 +124,7 @@ class ScaledAdam(Optimizer):
         return loss
 
     def _moved(self, u: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The weight after this step, and the next scale before it is normalized."""
+        """Return the weight after this step, and the next scale before normalization."""
         state, (beta1, beta2) = self.state[u], group["betas"]
         if not state:
             state["step"] = torch.zeros(())

@@ -1,4 +1,4 @@
-"""Batch sizes that grow and learning rates that shrink, over a run."""
+"""Growing batch sizes and decaying learning rates."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dpshard.errors import ConfigurationError
 
 
 def stepped_batches(first: int, last: int, *, levels: int, ramp_steps: int, steps: int) -> list[tuple[int, int]]:
-    """Phases [(expected batch size, steps), ...] from `first` to `last` samples, for `PrivacyEngine(batch_size=)`.
+    """Return phases [(expected batch size, steps), ...] for `PrivacyEngine(batch_size=)`.
 
-    `levels` equally spaced sizes share the first `ramp_steps` steps, as equally as whole steps can; `last` then holds
-    up to `steps`. The gradient shrinks as training goes on, and larger batches keep it above the noise; Anil et al.
-    2021, arXiv:2108.01624, Sec. 5.2.2. Raises ConfigurationError for impossible sizes.
+    `levels` equally spaced sizes from `first` to `last` samples share the first `ramp_steps` steps
+    equally, to rounding. `last` then holds up to `steps`. Gradients shrink during training, and
+    larger batches keep them above the noise: Anil et al. 2021, arXiv:2108.01624, Sec. 5.2.2. Raises
+    ConfigurationError for impossible sizes.
     """
     if not all(map(is_count, (first, last, levels, ramp_steps, steps))) or not (levels <= ramp_steps <= steps):
         raise ConfigurationError(
-            f"stepped_batches({first}, {last}, levels={levels}, ramp_steps={ramp_steps}, steps={steps}): all are "
+            f"stepped_batches({first}, {last}, levels={levels}, ramp_steps={ramp_steps}, steps={steps}): pass "
             f"positive ints, with levels <= ramp_steps <= steps."
         )
     sizes = [round(first + (last - first) * k / max(1, levels - 1)) for k in range(levels - 1)] + [last]
@@ -27,13 +28,14 @@ def stepped_batches(first: int, last: int, *, levels: int, ramp_steps: int, step
 
 
 def warmup_quadratic_decay(optimizer: Optimizer, *, warmup_steps: int, steps: int) -> LambdaLR:
-    """The optimizer's learning rate times (t + 1) / W during W warm-up steps, then times ((T - t) / (T - W))^2.
+    """Return a schedule with factor (t + 1) / W in W warm-up steps, then ((T - t) / (T - W))^2.
 
-    t is the step from 0, T = `steps`; past the end the factor is 0. Call `.step()` after each optimizer step.
+    t is the step from 0, T = `steps`; past the end the factor is 0. Call `.step()` after each
+    optimizer step. Raises ConfigurationError unless 0 <= W < T.
     """
     if not (is_count(steps) and isinstance(warmup_steps, int) and 0 <= warmup_steps < steps):
         raise ConfigurationError(
-            f"warmup_steps={warmup_steps!r}, steps={steps!r}: warm-up ends before the run does; both are whole numbers."
+            f"warmup_steps={warmup_steps!r}, steps={steps!r}: warm-up ends before the run does; pass whole numbers."
         )
 
     def factor(step: int) -> float:

@@ -1,4 +1,4 @@
-"""Measuring training steps: interleaved times, memory in fresh processes, floating-point operations."""
+"""Measurement of training steps: interleaved times, memory in fresh processes, FLOPs."""
 
 from dpshard.applications.benchmark.comparison import Comparison, Measured, compare
 from dpshard.applications.benchmark.subject import Subject, load

@@ -1,4 +1,4 @@
-"""A model of the user's: what privacy costs it, style by style and mode by mode, and which to choose."""
+"""The cost of privacy for a user's model, per clipping style and mode, and a recommendation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ DEFAULT_CLIPPINGS = (
     ("layer-wise", "auto"),
     ("param-wise", "auto"),
 )
-"""One of each style, and two backward passes, which take longer and keep less."""
+"""One variant of each style, and a mode with two backward passes, which is slower and needs less
+memory."""
 WARMUP = 2
-"""Steps before the clock runs."""
+"""Number of steps before timing begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to take a step: without privacy if there is no clipping."""
+    """One kind of training step."""
 
     clipping: tuple[str, str] | None
-    """Style and mode."""
+    """Style and mode; None for a step without privacy."""
     compiled: bool = False
 
     @property
@@ -44,7 +45,7 @@ class Variant:
         return ", ".join([*parts, "compiled"] if self.compiled else parts)
 
     def training(self, subject: Subject) -> Training:
-        """A training of `subject`, which takes this kind of steps."""
+        """Return a training of `subject` with this kind of step."""
         if self.clipping is None:
             return NonPrivate(subject, compiled=self.compiled)
         style, mode = self.clipping
@@ -53,40 +54,40 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step of one variant costs."""
+    """Costs of a step of one variant."""
 
     variant: Variant
     seconds: Spread
     ratio: Spread
-    """Times over the ordinary step of the same round, which is compiled if this one is."""
+    """Ratio to the ordinary step of the same round, which is compiled if this one is."""
     flops: int
-    """Of matrix products, convolutions and attention."""
+    """FLOPs of matrix products, convolutions and attention."""
     peak: int | None
-    """Bytes at most, model included; None if it was not measured."""
+    """Peak memory in bytes, model included; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All variants, the ordinary step first (and, if compiled ones were asked for, compiled after the eager ones)."""
+    """All variants: the ordinary step first, compiled variants after eager ones."""
 
     rows: int
-    """Samples of the micro-batch."""
+    """Number of samples of the micro-batch."""
     parameters: int
     """Number of trained parameters."""
     device: str
     measured: list[Measured]
 
     def baseline(self, measured: Measured) -> Measured:
-        """The ordinary step that `measured` is compared with."""
+        """Return the ordinary step that `measured` is compared with."""
         return self.find(Variant(None, measured.variant.compiled))
 
     def find(self, variant: Variant) -> Measured:
-        """What was measured of `variant`."""
+        """Return the measurement of `variant`."""
         return next(m for m in self.measured if m.variant == variant)
 
 
 def steps_of(clippings: Sequence[tuple[str, str]], rounds: int, *, compiled: bool, memory: bool) -> int:
-    """How often `compare` will call `on_step`."""
+    """Return how often `compare` calls `on_step`."""
     variants = (len(clippings) + 1) * (1 + compiled)
     return variants * (WARMUP + rounds + memory)
 
@@ -100,11 +101,11 @@ def compare(
     memory: bool = True,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Measure the model of the function `path` (package.module:function) without privacy, and in each clipping.
+    """Measure the model of the function `path` (package.module:function) with and without privacy.
 
-    All of them are in memory at once while they are timed; peaks are taken afterwards, each in a fresh process.
-    Raises ConfigurationError for a function that returns something else than a Subject's four parts, and whatever the
-    engine refuses about the model.
+    All variants share the memory while they are timed. Peaks are measured afterwards, each in a
+    fresh process. Raises ConfigurationError if the function does not return the four parts of a
+    Subject, and the engine's errors about the model.
     """
     make = load(path)
     variants = [
@@ -117,7 +118,7 @@ def compare(
     for training in trainings.values():
         if isinstance(training, Private):
             training.verify()
-            break  # whether samples are mixed depends on model and loss, not on the clipping
+            break  # one is enough: model and loss can mix samples, clipping cannot
     times = interleave(
         {label: training.step for label, training in trainings.items()}, rounds=rounds, warmup=WARMUP, on_step=on_step
     )
@@ -139,8 +140,8 @@ def compare(
 
 
 def peak_of_variant(path: str, variant: Variant) -> int:
-    """Bytes of a training at most; to be called in a fresh process."""
-    warnings.simplefilter("ignore")  # said already
+    """Return the peak memory of a training in bytes; call it in a fresh process."""
+    warnings.simplefilter("ignore")  # the parent process has shown them
     make = load(path)
     x = torch.randn(4, 2)
     rehearsal = variant.training(Subject(nn.Linear(2, 2), x, x, nn.functional.mse_loss))
@@ -160,7 +161,7 @@ def _parameters(model: nn.Module) -> int:
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Which style and mode to choose, in sentences."""
+    """Return sentences that recommend a style and a mode."""
     private = [m for m in comparison.measured if m.variant.clipping is not None]
     fastest = min(private, key=lambda m: m.ratio.median * comparison.baseline(m).seconds.median)
     said = [f"Fastest: {fastest.variant.label} ({fastest.ratio.median:.2f} times the ordinary step)."]
@@ -180,7 +181,7 @@ def advise(comparison: Comparison) -> list[str]:
             assert best.variant.clipping is not None
             said.append(f"Of the modes of {style}, {best.variant.clipping[1]} is the fastest.")
     said.append(
-        "Modes differ in cost alone. Styles clip differently, so compare what the model learns as well; all-layer "
+        "Modes differ only in cost. Styles clip differently, so compare the accuracy of the model as well; all-layer "
         "clipping is the usual one."
     )
     return said

@@ -1,8 +1,8 @@
-"""The peak of memory of a training step, in a process of its own.
+"""Peak memory of a training step, measured in a fresh process.
 
-On the CPU it is what the kernel saw resident: the high-water mark of the process (VmHWM of /proc/self/status), reset
-(by /proc/self/clear_refs) after a first step, less what was resident before the model was built. On a GPU it is what
-torch's allocator had handed out at most.
+On the CPU it is the high-water mark of resident memory (VmHWM of /proc/self/status), minus the
+resident memory before the model was built. /proc/self/clear_refs resets the mark after a first
+step. On a GPU it is the maximum that torch's allocator handed out.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dpshard.applications.benchmark.timing import Step
 from dpshard.errors import DpshardError
 
 Make = Callable[[], Step]
-"""Builds model, optimizer and what belongs to them, and returns the step."""
+"""A function that builds model and optimizer, and returns the step."""
 
 STEPS = 3
-"""Steps over which the peak is taken: Poisson batches differ."""
+"""Number of measured steps; more than one, because Poisson batches differ."""
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt(3)
 
 
 class OutOfMemoryError(DpshardError, MemoryError):
-    """The measured process was killed, or its GPU was full."""
+    """Error of a measured process that was killed, or filled its GPU."""
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns in a new process; both it and the arguments must be picklable.
+    """Return the result of `function` in a new process; function and arguments must be picklable.
 
-    Raises what it raises, and OutOfMemoryError if the process was killed.
+    Raises the errors of `function`, and OutOfMemoryError if the process was killed.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=return_what_is_freed) as pool:
@@ -47,9 +47,9 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def peak_of(make: Make) -> int:
-    """Bytes that a training takes at most while it steps, its model included; call it in a fresh process.
+    """Return the peak memory of a training in bytes, model included; call it in a fresh process.
 
-    What is loaded with the first use of a library belongs to no step: use the libraries before.
+    Use all libraries once before, so that the figure excludes code that they load at first use.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -59,7 +59,7 @@ def peak_of(make: Make) -> int:
     step = make()
     step()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
     for _ in range(STEPS):
         step()
     return _status("VmHWM") - before
@@ -81,7 +81,7 @@ def _peak_of_gpu(make: Make) -> int:
 
 
 def return_what_is_freed() -> None:
-    """Have glibc give freed tensors back at once, so that what is resident is what is alive, for every contender."""
+    """Make glibc return freed memory to the system at once, so resident memory is all in use."""
     libc = ctypes.CDLL(None)
     for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
         libc.mallopt(parameter, 65536)
@@ -93,4 +93,4 @@ def _status(field: str) -> int:
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
-    raise DpshardError(f"/proc/self/status has no {field}: memory can be measured on Linux only.")
+    raise DpshardError(f"/proc/self/status has no {field}: dpshard measures CPU memory only on Linux.")

@@ -1,4 +1,4 @@
-"""What is measured: a model with its data and its loss, as a function of the user's makes it."""
+"""The subject of a measurement: a model with its data and its loss, built by a user's function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Subject:
 
     model: nn.Module
     x: Any
-    """Inputs: a tensor, a tuple of them (positional), or a dict of them (by keyword); B rows each."""
+    """Inputs: a tensor, a tuple (positional), or a dict (by keyword) of tensors with B rows."""
     y: Any
     """Targets: a tensor, or a tuple or dict of them; B rows each."""
     loss_fn: Callable[[Any, Any], Tensor]
-    """From the model's output and the targets to the mean loss, []."""
+    """Function of the model's output and the targets that returns the mean loss []."""
 
     @property
     def rows(self) -> int:
@@ -41,11 +41,11 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def loss(self, x: Any, y: Any) -> Tensor:
-        """The mean loss [] over a micro-batch."""
+        """Return the mean loss [] over a micro-batch."""
         if isinstance(x, Mapping):
             output = self.model(**x)
         else:
@@ -54,9 +54,10 @@ class Subject:
 
 
 def load(path: str) -> Callable[[], Subject]:
-    """The function that `path` (package.module:function) names, with what it returns checked at every call.
+    """Return the function at `path` (package.module:function), wrapped to check every result.
 
-    Modules of the working directory are found. Raises ConfigurationError for a path that leads nowhere.
+    Puts the working directory on the module path. Raises ConfigurationError if `path` names no
+    function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):

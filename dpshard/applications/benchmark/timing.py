@@ -1,4 +1,4 @@
-"""Times of steps that take turns: what else happens on the machine happens to all of them alike."""
+"""Times of steps that take turns, so that other load on the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import quantiles
 import torch
 
 Step = Callable[[], object]
-"""One whole training step; it returns when it is done, but for what the device still works on."""
+"""One whole training step; the device may still compute when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Of one figure or more."""
+        """Return median and quartiles of at least one figure."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0], 1)
         low, median, high = quantiles(figures, n=4, method="inclusive")
@@ -35,10 +35,10 @@ class Spread:
 def interleave(
     steps: Mapping[str, Step], *, rounds: int, warmup: int = 2, on_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[float]]:
-    """Seconds of every step in each of `rounds` rounds, in which each is taken once, in an order of its own.
+    """Return the seconds of every step in each of `rounds` rounds.
 
-    Before, each is taken `warmup` times, so that what is done once (verification, compilation) is done. `on_step` is
-    told the name of each step that was taken.
+    A round takes each step once, in a random order. Before, each step runs `warmup` times, so that
+    the times exclude verification and compilation. `on_step` gets the name of each finished step.
     """
     for name, step in steps.items():
         for _ in range(warmup):
@@ -59,7 +59,7 @@ def interleave(
 
 
 def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """How many times longer a step took than the baseline of the same round."""
+    """Return the spread of the ratios of `times` to the `baseline` of the same round."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 

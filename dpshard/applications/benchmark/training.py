@@ -1,4 +1,4 @@
-"""Whole training steps, private and not, as they are measured: batch, forward, backward, noise, SGD, zero_grad."""
+"""Whole training steps, private and ordinary: batch, forward, backward, noise, SGD, zero_grad."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpshard.applications.benchmark.subject import Subject
 from dpshard.engine import PrivacyEngine
 
 LEARNING_RATE = 1e-4
-"""Of the steps that are timed: so small that the weights, and with them the values, stay what they were."""
+"""Learning rate of timed steps; so small that weights hardly change."""
 STEPS = 100_000
-"""Length of the runs that steps are taken from; more than anybody times."""
+"""Length of a run in steps; more than any benchmark takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step was taken on."""
+    """The batch of one step."""
 
     x: Any
     y: Any
@@ -32,16 +32,16 @@ class Batch:
 
 
 class Training(Protocol):
-    """A training that can be measured a step at a time."""
+    """A training that takes one step at a time."""
 
     def step(self) -> Batch:
-        """Take one whole step, on a batch of its own."""
+        """Take one whole step on the next batch, and return the batch."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Privacy:
-    """The mechanism that is measured; it changes results, not time."""
+    """Settings of the measured mechanism."""
 
     clipping_style: str = "all-layer"
     clipping_mode: str = "auto"
@@ -50,17 +50,20 @@ class Privacy:
 
 
 def expected_batch(rows: int) -> int:
-    """The expected batch size that goes with micro-batches of `rows`: some padding, seldom a row too many."""
+    """Return the expected batch size for micro-batches of `rows` rows.
+
+    A batch seldom reaches the cap.
+    """
     return max(1, round(0.75 * rows))
 
 
 class NonPrivate:
-    """Ordinary training on `rows` random rows a step (default: as many as the subject has)."""
+    """Ordinary training on `rows` random rows per step; by default all rows of the subject."""
 
     def __init__(self, subject: Subject, *, rows: int | None = None, lr: float = LEARNING_RATE, compiled: bool = False):
         self.subject = subject
         self.rows = rows or subject.rows
-        # model.compile() compiles nothing of a model of torch's own, such as nn.Sequential.
+        # model.compile() does not compile torch's own modules, such as nn.Sequential.
         self._called = replace(subject, model=torch.compile(subject.model)) if compiled else subject
         self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
         self._draws = torch.Generator().manual_seed(0)
@@ -77,9 +80,10 @@ class NonPrivate:
 
 
 class Private:
-    """dpshard, with everything that a private step is: Poisson sampling, padding, clipping, noise, the ledger.
+    """Training with dpshard: Poisson sampling, padding, clipping, noise and ledger.
 
-    Each logical batch is one micro-batch of B rows, some of them padding: its size is Poisson, capped at B.
+    Each logical batch is one micro-batch of B rows. Its size is Poisson, capped at B; the other
+    rows are padding.
     """
 
     def __init__(
@@ -121,7 +125,10 @@ class Private:
         return self.engine.mechanism.clipping_groups
 
     def verify(self) -> None:
-        """Hold clipping and loss to plain autograd; VerificationError if samples have no loss of their own."""
+        """Compare clipping and loss with plain autograd.
+
+        Raises VerificationError if the loss mixes samples.
+        """
         x, loss_fn = self.subject.x, self.subject.loss_fn
         args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         leaves, tree = tree_flatten(self.subject.y)
@@ -135,7 +142,7 @@ class Private:
     def step(self) -> Batch:
         """Take one step on the next logical batch."""
         logical_batch, taken = next(self._batches), []
-        for leaves in logical_batch:  # once, since its size is capped
+        for leaves in logical_batch:  # one micro-batch, because the size is capped
             x, y = tree_unflatten(list(leaves), self._tree)
             self.subject.loss(x, y).backward()
             taken.append(Batch(x, y, logical_batch.is_padding))

@@ -1,6 +1,6 @@
-"""The command line: `dpshard train`, `dpshard account`, `dpshard audit`, `dpshard plan`, and what serves them.
+"""The command line `dpshard`: a module per command, and helpers.
 
-Modules that a command does not need are imported when it runs: `dpshard --help` must not wait for torch.
+Commands import heavy modules when they run, because `dpshard --help` must not wait for torch.
 """
 
 from typing import Annotated
@@ -27,7 +27,7 @@ app = typer.Typer(
 def about(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Answer what is asked of no command in particular."""
+    """Print the version or the help, if the user names no command."""
     if version:
         typer.echo(f"dpshard {__version__}")
     elif context.invoked_subcommand is None:

@@ -1,4 +1,4 @@
-"""`dpshard bench`: what privacy costs a model of the user's."""
+"""`dpshard bench`: the cost of privacy for the user's model."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ def command(
             "[dim]\\[default: each style, and all-layer:mixed-ghost][/]",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Steps of each that are timed, in turns.")] = 20,
+    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each variant, in turns.")] = 20,
     compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too.")] = False,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, in fresh processes.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
-    """Measure what private training costs your model: time, memory and FLOPs beside ordinary training.
+    """Measure time, memory and FLOPs of private training for your model, beside ordinary training.
 
-    Whole steps take turns, so a busy machine slows all of them alike; ratios are of steps of the same round.
+    Whole steps take turns, so a busy machine slows all of them alike. A ratio divides two steps of
+    one round.
 
     For example: dpshard bench my_project.bench:subject --clipping all-layer --clipping layer-wise
     """

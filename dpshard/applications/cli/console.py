@@ -1,4 +1,4 @@
-"""What goes to the terminal besides progress: one line an error, one line a warning."""
+"""Terminal output: progress bars, and one line per error or warning."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dpshard.errors import DpshardError
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
 
-# Typer brings a copy of click of its own, or takes the installed one, depending on its version.
+# Some versions of Typer vendor click, others use the installed one.
 UsageError: Any = typer.BadParameter.__base__
 
 USER_ERROR = 2
-"""Exit code of a refusal, as for a wrong option; 1 is left to bugs."""
+"""Exit code of a refusal, as for a wrong option; bugs have 1."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, by the shell's convention 128 + SIGINT."""
 
 
 class OneLineErrors(TyperGroup):
-    """A command group that answers errors with one line, and shows warnings as one line each."""
+    """A command group that prints each error and each warning on one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; its refusals become a line on stderr and exit code 2, anything else stays a bug."""
-        # dp-accounting logs a warning for every Renyi order that it leaves out, which is part of its method.
+        """Run the command; print a refusal on stderr and exit with code 2, and let bugs pass."""
+        # dp-accounting's method skips some Renyi orders, and it logs a warning for each.
         logging.getLogger("absl").setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.showwarning = _warning_printer()
@@ -49,22 +49,22 @@ class OneLineErrors(TyperGroup):
 
 
 def print_error(message: object) -> None:
-    """An error, on a line of its own."""
+    """Print an error on one line."""
     err.print(f"[bold red]error:[/] {escape(one_line(message))}")
 
 
 class Advance(Protocol):
-    """Moves a progress bar on by one step."""
+    """A function that advances a progress bar by one step."""
 
     def __call__(self, description: str | None = None, *, total: int | None = None) -> None:
-        """`description` and `total` take the place of what was shown before."""
+        """Advance the bar by one step; replace its `description` and `total` if given."""
 
 
 @contextmanager
 def progress(description: str, total: int | None, *, speaking: bool = True) -> Iterator[Advance]:
-    """A bar over `total` steps (None: not known yet), with the time that remains; yields what moves it.
+    """Yield a function that advances a bar over `total` steps (None: not known yet).
 
-    On a terminal alone, and only if `speaking`: of several ranks one shows it.
+    The bar shows only on a terminal, and only if `speaking`, which one of several ranks sets.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -88,7 +88,7 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
 
 @contextmanager
 def warnings_only_if(speaking: bool) -> Iterator[None]:
-    """A block in which warnings of all ranks but one are silent: they would say the same."""
+    """Silence warnings within the block unless `speaking`: all ranks would repeat them."""
     if speaking:
         yield
         return
@@ -98,7 +98,7 @@ def warnings_only_if(speaking: bool) -> Iterator[None]:
 
 
 def one_line(message: object) -> str:
-    """The text of `message` on a single line."""
+    """Return the text of `message` on a single line."""
     return " ".join(str(message).split())
 
 

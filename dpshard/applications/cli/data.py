@@ -1,4 +1,4 @@
-"""The data that ships with Python and scikit-learn, and what all data look like to a run: three splits of (x, y)."""
+"""Data that ship with Python and scikit-learn, and the form of all data: three splits of (x, y)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import ConfigurationError, DataError
 
 BYTES = 256
-"""Token ids of text: the 256 bytes, a vocabulary that is nobody's secret; then BEGIN, and PAD."""
+"""Number of byte tokens. The ids are the 256 bytes, a public vocabulary, then BEGIN and PAD."""
 BEGIN, PAD = BYTES, BYTES + 1
 VOCABULARY = BYTES + 2
 MASK = VOCABULARY
-"""What stands for a masked byte, where there are any."""
+"""Token id of a masked byte."""
 IGNORED = -100
 """Target of a position that has no loss."""
 
 MASKED_SHARE = 0.15
 
 SPLIT_SEED = 0
-"""The held-out samples are the same in every run, whatever its seed: nothing may be tuned on them."""
+"""Seed of the splits: every run holds out the same samples, because no run may tune on them."""
 
 
 class Kind(Enum):
-    """What x and y are."""
+    """Kinds of x and y."""
 
     IMAGE = auto()  # x float [C, H, W] in [0, 1], y class
     FEATURES = auto()  # x float [D], y class
@@ -42,22 +42,22 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Three disjoint splits; only `train` is trained on, and only it is protected."""
+    """Three disjoint splits; the run trains on and protects only `train`."""
 
     train: Dataset[Any]
     validation: Dataset[Any]
     test: Dataset[Any]
     kind: Kind
     sample: str
-    """What one protected sample is, for the privacy statement: "one image"."""
+    """Name of one protected sample in the privacy statement, such as "one image"."""
     classes: int = VOCABULARY
     """Number of classes, or of tokens."""
     guessing: float | None = None
-    """Share of the test samples that always guessing their commonest class gets right; None without classes."""
+    """Share of the commonest class in the test samples; None without classes."""
 
 
 def load(settings: TrainSettings) -> Data:
-    """The data of a run. Raises DataError if they cannot be read, or if there is nothing to train on."""
+    """Return the data of a run. Raises DataError if they cannot be read, or if `train` is empty."""
     if settings.task == "digits":
         data = _digits(settings)
     elif settings.task == "pydoc":
@@ -92,7 +92,10 @@ def _pydoc(settings: TrainSettings) -> Data:
 
 
 def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
-    """`dataset` divided at random, always in the same way, by the fractions of the settings; `labels` [N] if any."""
+    """Split `dataset` at random, by SPLIT_SEED, into the fractions of the settings.
+
+    `labels` are [N] or None.
+    """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
     test = round(len(order) * settings.test_fraction)
     validation = test + round(len(order) * settings.validation_fraction)
@@ -101,7 +104,7 @@ def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = Non
         facts["guessing"] = float(labels[torch.from_numpy(order[:test])].bincount().max()) / test
 
     def part(indices: Any) -> Dataset[Any]:
-        if isinstance(dataset, TensorDataset):  # which the engine reads by whole micro-batches
+        if isinstance(dataset, TensorDataset):  # the engine reads whole micro-batches of a TensorDataset
             return TensorDataset(*dataset[torch.from_numpy(indices)])
         return Subset(dataset, indices.tolist())
 
@@ -111,26 +114,26 @@ def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = Non
 
 
 def tokens(text: str, length: int) -> Tensor:
-    """Token ids [length + 1] of a text: BEGIN, its first `length` bytes, PAD."""
+    """Return the token ids [length + 1] of a text: BEGIN, its first `length` bytes, PAD."""
     ids = [BEGIN, *text.encode()[:length]]
     return torch.tensor(ids + [PAD] * (length + 1 - len(ids)))
 
 
 def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) -> Data:
-    """Texts that teach what the objective of the settings says, each a sample."""
+    """Return the splits of `texts` for the objective of the settings; each text is a sample."""
     if settings.objective == "masked":
         return splits(masked(texts, settings), settings, kind=Kind.MASKED, sample=sample, classes=VOCABULARY + 1)
     return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample=sample)
 
 
 def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Each text and the same text shifted by one, so that the next byte is predicted at every position."""
+    """Return each text, and the text shifted by one: targets are the next bytes."""
     ids = _all_tokens(texts, settings)
     return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
 
 
 def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Each text, 15% of its bytes masked, at least one: chosen at random, but always the same ones; and those bytes."""
+    """Return each text with 15% of its bytes masked (at least one), and the masked bytes."""
     ids = _all_tokens(texts, settings)
     own = ids < BYTES
     lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)
@@ -146,5 +149,5 @@ def _all_tokens(texts: Sequence[str], settings: TrainSettings) -> Tensor:
 
 
 def size(dataset: Any) -> int:
-    """Number of samples."""
+    """Return the number of samples."""
     return len(dataset)

@@ -1,4 +1,4 @@
-"""The user's own data: image folders, JSON lines, CSV, .npz, and data sets of the Hugging Face hub."""
+"""The user's own data: image folders, JSON lines, CSV, .npz, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tif
 
 
 def load(settings: TrainSettings) -> Data:
-    """The data that `settings.data` names."""
+    """Read the data that `settings.data` names; raise DataError if they cannot be read."""
     source = str(settings.data)
     if source.startswith("hf:"):
         return _hugging_face(source.removeprefix("hf:"), settings)
@@ -47,18 +47,18 @@ def load(settings: TrainSettings) -> Data:
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Image files with class numbers, decoded when they are asked for."""
+    """Image files with class numbers, decoded at access."""
 
     def __init__(self, items: Sequence[tuple[Path, int]], size: int) -> None:
         self.items = items
         self.size = size
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Image [3, size, size] in [0, 1], and its class."""
+        """Return an image [3, size, size] in [0, 1], and its class."""
         from PIL import Image
 
         path, label = self.items[index]
@@ -67,7 +67,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def image_tensor(image: Any, size: int) -> Tensor:
-    """A PIL image as a float tensor [3, size, size] in [0, 1]."""
+    """Convert a PIL image to a float tensor [3, size, size] in [0, 1]."""
     pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float32) / 255
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
@@ -89,7 +89,7 @@ def _image_folder(folder: Path, settings: TrainSettings) -> Data:
 
 
 def _check_images(paths: Sequence[Path]) -> None:
-    """Raise DataError for a broken file: it is to stop a run before it starts, not when the image is drawn."""
+    """Raise DataError for a broken file, before the run starts."""
     from PIL import Image
 
     for path in paths:
@@ -110,7 +110,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
-"""Rows by their place in the file: "line 7"."""
+"""Rows by their place in the file, such as "line 7"."""
 
 
 def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> Rows:
@@ -139,7 +139,7 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
         try:
             row = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number}: no JSON: {error}") from error
+            raise ValueError(f"line {number}: not JSON: {error}") from error
         if row is not None and not isinstance(row, dict):
             raise ValueError(f"line {number}: expected an object with named fields")
         if row is not None:
@@ -149,7 +149,7 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
 def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
     text, label = settings.text_column, settings.label_column
     columns = list(next(iter(rows.values())))
-    named = text != TEXT_COLUMN  # then it has to be there; else the data may be numbers
+    named = text != TEXT_COLUMN  # then the column must exist; else the data may be numbers
     if text in columns:
         texts = [str(cell) for cell in _column(rows, text, source)]
         if label not in columns:
@@ -163,7 +163,7 @@ def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
     else:
         missing = repr(text) if named else f"{text!r} or {label!r}"
         raise DataError(
-            f"{source} has no column {missing}, but {', '.join(map(repr, columns))}: name the columns by "
+            f"{source} has no column {missing}, but {', '.join(map(repr, columns))}: name the columns with "
             f"--text-column and --label-column."
         )
     y, classes = _classes(_column(rows, label, source))
@@ -184,13 +184,13 @@ def _numbers(rows: Rows, column: str, source: str) -> list[float]:
             numbers.append(float(value))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{source}, {place}: {column}={value!r} is no number; a column of text is named by --text-column."
+                f"{source}, {place}: {column}={value!r} is not a number; name a column of text with --text-column."
             ) from error
     return numbers
 
 
 def _classes(labels: Sequence[Any]) -> tuple[Tensor, int]:
-    """Class numbers [N] of the labels, in sorted order, and how many there are."""
+    """Return class numbers [N] of the labels, in sorted order, and the number of classes."""
     try:
         names = sorted(set(labels), key=lambda label: (str(type(label)), label))
     except TypeError as error:
@@ -232,7 +232,7 @@ def _npz(path: Path, settings: TrainSettings) -> Data:
 
 
 class HubImages(Dataset[tuple[Tensor, int]]):
-    """The images of a Hugging Face data set, decoded when they are asked for."""
+    """The images of a Hugging Face data set, decoded at access."""
 
     def __init__(self, rows: Any, column: str, labels: Tensor, size: int) -> None:
         self.rows = rows
@@ -241,11 +241,11 @@ class HubImages(Dataset[tuple[Tensor, int]]):
         self.size = size
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Image [3, size, size] in [0, 1], and its class."""
+        """Return an image [3, size, size] in [0, 1], and its class."""
         return image_tensor(self.rows[index][self.column], self.size), self.labels[index]
 
 
@@ -255,17 +255,17 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     except ImportError as error:
         raise ConfigurationError("Data of the Hugging Face hub need `datasets`: pip install 'dpshard[hf]'.") from error
     name, _, config = name.partition(":")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces every retry; we say how it ended
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no message per retry; our error follows
     try:
         parts = datasets.load_dataset(name, config or None)
-    except Exception as error:  # whatever the hub, the network or a damaged file may raise
+    except Exception as error:  # hub, network and damaged files raise many types
         raise DataError(f"The data set {name!r} cannot be loaded from the Hugging Face hub: {error}") from error
     rows = parts["train"] if "train" in parts else next(iter(parts.values()))
     image = next((name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
     if image is None:
         return _table({f"row {number}": row for number, row in enumerate(rows.to_list())}, f"hf:{name}", settings)
     if settings.label_column not in rows.features:
-        raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label by --label-column.")
+        raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label with --label-column.")
     labels, classes = _classes(rows[settings.label_column])
     dataset = HubImages(rows, image, labels, settings.image_size)
     return splits(dataset, settings, labels=labels, kind=Kind.IMAGE, sample="one image", classes=classes)

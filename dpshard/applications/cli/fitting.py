@@ -1,4 +1,4 @@
-"""The settings that were left open, chosen to fit the data; of these only kind and size are looked at."""
+"""Defaults of open settings, from the kind and the size of the data and nothing else about them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT
 
 LARGEST_BATCH = 256
-"""Expected batch size on data of which this is less than half."""
+"""Expected batch size on data with more than twice as many samples."""
 LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
 LARGEST_PRETRAINING_BATCH = 4096
-"""Expected batch size at the end of pre-training on data of which this is less than a quarter."""
+"""Final expected batch size of pre-training on data with more than four times as many samples."""
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
-    """`settings` with a model, batch size, optimizer and learning rate for `data`, where none was given.
+    """Return `settings` with defaults of model, batch size, optimizer and learning rate for `data`.
 
-    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger than the data set.
+    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger
+    than the data set.
     """
     samples = size(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:
         raise ConfigurationError(
             f"objective='masked' is for texts without labels, and these data are others ({data.sample}): take --task "
-            f"pydoc, or --data with a text column alone."
+            f"pydoc, or --data with a text column and no label column."
         )
     model = models.choose(data, settings.task) if settings.model == "auto" else settings.model
     models.check_fits(model, data)
@@ -48,6 +49,6 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
 
 
 def _growing(samples: int, steps: int) -> str:
-    """The batches of DP-BERT, scaled down to `samples`, as --phases."""
+    """Return the batches of DP-BERT, scaled down to `samples`, as --phases."""
     recipe = DP_BERT.scaled(steps=steps, last_batch=min(LARGEST_PRETRAINING_BATCH, max(1, samples // 4)))
     return ",".join(f"{size}x{count}" for size, count in recipe.engine_settings()["batch_size"])

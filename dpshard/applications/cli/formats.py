@@ -1,4 +1,4 @@
-"""How figures are written, for people and as JSON."""
+"""Formats of figures, for users and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEIGHBOURS = {
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON, which knows neither NaN nor infinity: they become null."""
+    """Return `value` as strict JSON; NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

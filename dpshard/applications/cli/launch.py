@@ -1,10 +1,10 @@
-"""Starts the ranks of a sharded run on this machine, or finds out that somebody else has started them.
+"""Launcher of the ranks of a sharded run; it also detects ranks of another launcher.
 
-[Note: Who tells what went wrong]
-A rank that fails takes the others with it: their connections to it break. Only the first one says why
-(world.py). A rank that was killed says nothing, so the process that has started the ranks does; and it does
-not wait for ranks that hang after another has failed. Ctrl-C reaches that process alone, for ranks have sessions of
-their own: it hands the signal to all of them, they agree on the step after which they stop, and save.
+[Note: Who reports an error]
+When a rank fails, its connections to other ranks break, and these fail too. Only the first one
+prints the error (world.py). A killed rank cannot print, so the launcher does. The launcher also
+ends ranks that hang after another failed. Ranks have sessions of their own, so Ctrl-C reaches only
+the launcher. It forwards the signal to all ranks; they agree on a last step, save, and stop.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pathlib import Path
 from dpshard.applications.cli import console
 
 STORE = "DPSHARD_STORE"
-"""Environment variable: the file over which ranks that `start` has started find each other."""
+"""Environment variable: path of the file through which ranks of `start` find each other."""
 LIFELINE = "DPSHARD_LIFELINE"
-"""Environment variable: a file descriptor that is closed when the process that has started a rank is gone."""
+"""Environment variable: a file descriptor that closes when the launcher ends."""
 LOST = 75
-"""Exit code of a rank that has lost the connection to another: it is not the one to blame."""
+"""Exit code of a rank that lost the connection to another, and so did not cause the error."""
 PATIENCE = 20.0
-"""Seconds that ranks have to end after another has failed."""
+"""Seconds that other ranks have to end after one failed."""
 
 
 def joined() -> bool:
-    """Whether this process is a rank of several: started by `start`, by torchrun, or by srun of SLURM."""
+    """Return True if this process is a rank that `start`, torchrun, or SLURM's srun started."""
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "RANK" not in os.environ:
         _translate_slurm()
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start(count: int, arguments: Sequence[str]) -> int:
-    """Run `dpshard ARGUMENTS` as `count` ranks; the exit code of the run."""
+    """Run `dpshard ARGUMENTS` as `count` ranks, and return the exit code of the run."""
     with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
         lifeline, ours = os.pipe()
         environment = {
@@ -72,7 +72,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
 
 
 class _Forwarded:
-    """Collects SIGINT and SIGTERM; the second one acts as ever."""
+    """A context that collects SIGINT and SIGTERM; a second signal acts as usual."""
 
     def __enter__(self) -> list[int]:
         self.received: list[int] = []
@@ -96,7 +96,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
         for number in signals[forwarded:]:
             forwarded += 1
             for rank in ranks:
-                rank.send_signal(number)  # does nothing to one that has ended
+                rank.send_signal(number)  # no effect on a rank that has ended
         if deadline is None and set(codes) - {None, 0, console.INTERRUPTED}:
             deadline = time.monotonic() + PATIENCE
         if deadline is not None and time.monotonic() > deadline:
@@ -119,7 +119,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
 
 
 def _translate_slurm() -> None:
-    """Srun's variables in the names that torch knows."""
+    """Set torch's environment variables from srun's."""
     environment = os.environ
     environment["RANK"], environment["LOCAL_RANK"] = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
     environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]

@@ -1,4 +1,4 @@
-"""Small networks for the embedded inputs and for a first try on the user's own data."""
+"""Small networks for the embedded data and for first tries on the user's own data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ FITTING: dict[Kind, list[str]] = {
     Kind.LANGUAGE: ["gpt", "gpt2"],
     Kind.MASKED: ["bert"],
 }
-"""The models that can learn a kind of data."""
+"""Models for each kind of data."""
 
 
 def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
-    """The model `name` for `data`, with logits [B, classes], or [B, T, classes] for a language model.
+    """Build the model `name` for `data`; logits are [B, classes], or per token [B, T, classes].
 
-    Raises ConfigurationError if the model cannot learn this kind of data, or has layers without per-sample gradients.
+    Raises ConfigurationError if the model cannot learn this kind of data, or has layers without
+    per-sample gradients.
     """
     if own_model.is_own(name):
         model = own_model.build(name, data)
@@ -70,9 +71,9 @@ def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
 
 
 def choose(data: Data, task: str) -> str:
-    """The model that `auto` stands for."""
+    """Return the name of the model for `auto`."""
     if data.kind is Kind.IMAGE and task == "data":
-        return "cnn"  # the MLP, which suits the digits, does not see brightness and contrast
+        return "cnn"  # the MLP suits the digits, but drops brightness and contrast
     if data.kind is not Kind.LANGUAGE:
         return FITTING[data.kind][0]
     try:
@@ -83,9 +84,10 @@ def choose(data: Data, task: str) -> str:
 
 
 class MLP(nn.Module):
-    """Two layers with a cosine between: the first starts as random Fourier features, which few noisy steps can use.
+    """Two layers with a cosine between.
 
-    Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+    The first starts as random Fourier features, which suit few noisy steps: Rahimi and Recht 2007,
+    "Random features for large-scale kernel machines".
     """
 
     def __init__(self, features: int, classes: int, *, normalize: bool, width: int = 512) -> None:
@@ -99,15 +101,15 @@ class MLP(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, classes] of x [B, ...]."""
+        """Return logits [B, classes] of x [B, ...]."""
         x_BD = x.flatten(1)
-        if self.normalize:  # every image by its own mean and norm: no statistic of the data set
+        if self.normalize:  # by each image's own mean and norm, not by statistics of the data set
             x_BD = F.normalize(x_BD - x_BD.mean(1, keepdim=True), dim=1)
         return self.head(torch.cos(self.hidden(x_BD)))
 
 
 class CNN(nn.Module):
-    """Three convolutions, with GroupNorm since BatchNorm mixes samples."""
+    """Three convolutions, with GroupNorm because BatchNorm mixes samples."""
 
     def __init__(self, channels: int, classes: int, width: int = 32) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class CNN(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Logits [B, classes]."""
+        """Return logits [B, classes]."""
         return self.head(self.body(2 * x_BCHW - 1))
 
 
@@ -140,7 +142,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Attention output [B, T, D]; positions where `attend_BT` is false are not looked at."""
+        """Return attention output [B, T, D]; ignore positions where `attend_BT` is False."""
         qkv = self.qkv(x_BTD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if attend_BT is None else attend_BT[:, None, None, :]
         y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), attn_mask=mask, is_causal=self.causal)
@@ -157,31 +159,32 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Hidden states [B, T, D]."""
+        """Return hidden states [B, T, D]."""
         x_BTD = x_BTD + self.attention(self.norm_1(x_BTD), attend_BT)
         return x_BTD + self.mlp(self.norm_2(x_BTD))
 
 
 class VisionTransformer(nn.Module):
-    """Patches, a class token, position embeddings, blocks; Dosovitskiy et al. 2021, arXiv:2010.11929."""
+    """Vision transformer of Dosovitskiy et al. 2021, arXiv:2010.11929."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
         channels, side = shape[0], max(2, shape[1] // 8)
         self.patches = nn.Conv2d(channels, width, side, side)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        # As large as the patches: there are too few noisy steps to learn to tell places apart.
+        # As large as the patches, because few noisy steps cannot learn to distinguish positions.
         self.positions = nn.Parameter(torch.randn(1, 1 + (shape[1] // side) * (shape[2] // side), width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        # Reads all tokens, not the class token alone: few noisy steps do not teach attention what to gather there.
+        # The head reads all tokens, because few noisy steps do not train attention to fill the
+        # class token.
         self.head = nn.Linear(self.positions[0].numel(), classes)
         nn.init.zeros_(self.head.weight)
         with torch.no_grad():
             self.patches.weight.mul_(4)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Logits [B, classes]."""
+        """Return logits [B, classes]."""
         x_BTD = self.patches(2 * x_BCHW - 1).flatten(2).mT
         x_BTD = torch.cat([self.class_token.expand(len(x_BTD), -1, -1), x_BTD], dim=1) + self.positions
         for block in self.blocks:
@@ -190,7 +193,7 @@ class VisionTransformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model whose output head is its token embedding."""
+    """A causal language model with its token embedding as output head."""
 
     def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits [B, T, VOCABULARY] of the next token at every position."""
+        """Return logits [B, T, VOCABULARY] of the next token at every position."""
         x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
         for block in self.blocks:
             x_BTD = block(x_BTD)
@@ -210,7 +213,10 @@ class GPT(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 of transformers, untrained and small; token embedding and output head are one parameter."""
+    """GPT-2 of transformers, untrained and small.
+
+    Token embedding and output head are one parameter.
+    """
 
     def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -227,12 +233,15 @@ class GPT2(nn.Module):
         self.lm = GPT2LMHeadModel(config)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits [B, T, VOCABULARY] of the next token at every position."""
+        """Return logits [B, T, VOCABULARY] of the next token at every position."""
         return self.lm(input_ids=ids_BT, use_cache=False).logits
 
 
 class BERT(nn.Module):
-    """BERT of transformers, untrained and small; token embedding and output head are one parameter."""
+    """BERT of transformers, untrained and small.
+
+    Token embedding and output head are one parameter.
+    """
 
     def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -248,12 +257,15 @@ class BERT(nn.Module):
         self.lm = BertForMaskedLM(config)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits [B, T, vocabulary] of the token at every position."""
+        """Return logits [B, T, vocabulary] of the token at every position."""
         return self.lm(input_ids=ids_BT, attention_mask=(ids_BT != PAD).long()).logits
 
 
 class TextClassifier(nn.Module):
-    """A bidirectional transformer over bytes; the class is read off the mean over the text's own positions."""
+    """A bidirectional transformer over bytes.
+
+    Its head reads the mean over the text's own positions.
+    """
 
     def __init__(self, length: int, classes: int, width: int = 64, depth: int = 1, heads: int = 4) -> None:
         super().__init__()
@@ -265,7 +277,7 @@ class TextClassifier(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits [B, classes]."""
+        """Return logits [B, classes]."""
         attend_BT = ids_BT != PAD
         x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""A network of the user's own: `--model package.module:function`."""
+"""The user's own network: `--model package.module:function`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from dpshard.errors import ConfigurationError
 
 
 def is_own(name: str) -> bool:
-    """Whether `name` is that of a function, package.module:function."""
+    """Return True if `name` has the form package.module:function."""
     return re.fullmatch(OWN_MODEL, name) is not None
 
 
 def build(name: str, data: Data) -> nn.Module:
-    """What the function `name` returns for the shape of one x in `data` and the number of classes.
+    """Return the network that `name` builds for the shape of one x and the number of classes.
 
-    A network with logits [B, classes], or [B, T, classes] for a language model. Raises ConfigurationError if the
-    function cannot be imported, or if what it returns is no module with such logits.
+    Its logits must be [B, classes], or [B, T, classes] for a language model. Raises
+    ConfigurationError if the function cannot be imported, or if its result is not a module with
+    such logits.
     """
     model = _function(name)(tuple(data.train[0][0].shape), data.classes)
     if not isinstance(model, nn.Module):
@@ -38,21 +39,21 @@ def build(name: str, data: Data) -> nn.Module:
 
 
 def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
-    """Raise ConfigurationError, on all ranks, unless `model` has the same values on each of them."""
+    """Raise ConfigurationError on all ranks unless `model` has the same values on each rank."""
     digest = hashlib.sha256()
     for x in model.state_dict().values():
         digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     if len(set(ranks.gather(digest.hexdigest()))) > 1:
         raise ConfigurationError(
-            f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which --seed "
-            f"seeds, or read them from one file."
+            f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which "
+            f"--seed seeds, or read them from one file."
         )
 
 
 def _function(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it; the program `dpshard` has its own folder there
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; the program `dpshard` puts its own folder there
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -74,5 +75,5 @@ def _check_logits(name: str, model: nn.Module, data: Data) -> None:
     if found != expected:
         raise ConfigurationError(
             f"model={name!r}: for two samples, x {tuple(x.shape)}, the model returned {found}; it must return the "
-            f"logits, {expected}. Wrap a model that returns something else in a module of your own."
+            f"logits, {expected}. Wrap the model in a module that returns only its logits."
         )

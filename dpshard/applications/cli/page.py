@@ -1,4 +1,4 @@
-"""The parts of a page that stands alone: HTML and CSS, without links, scripts or fonts from elsewhere."""
+"""Parts of a self-contained HTML page, without external links, scripts or fonts."""
 
 from __future__ import annotations
 
@@ -78,30 +78,30 @@ footer { color: var(--soft); font-size: 0.85rem; }
 
 
 def document(title: str, *, subtitle: str, note: str, sections: Sequence[str]) -> str:
-    """The whole page. `title`, `subtitle` and `note` are text, sections are HTML."""
+    """Return the whole page. `title`, `subtitle` and `note` are text, sections are HTML."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>\n"
         f'<p class="note">{escape(note)}</p>\n' + "\n".join(sections) + "\n<footer>Written by dpshard report. "
-        "Epsilon means something together with delta, the neighbours and the unit alone.</footer>\n</body>\n</html>\n"
+        "Epsilon has a meaning only together with delta, the neighbours and the unit.</footer>\n</body>\n</html>\n"
     )
 
 
 def section(title: str, content: str, *, badge: str = "") -> str:
-    """A section; `content` is HTML, `badge` a short word beside its title."""
+    """Return a section; `content` is HTML, `badge` a short label beside its title."""
     mark = f'<span class="badge">{escape(badge)}</span>' if badge else ""
     return f"<section>\n<h2>{mark}{escape(title)}</h2>\n{content}\n</section>"
 
 
 def warning(text: str) -> str:
-    """What a reader must not overlook."""
+    """Return a warning that stands out; `text` is text."""
     return f'<p class="warning">{escape(text)}</p>'
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
-    """Figures to see at a glance: name, value, explanation, all text."""
+    """Return cards of figures: name, value and explanation, all text."""
 
     def card(name: str, value: str, text: str) -> str:
         kind = "card" if value[:1].isdigit() else "card words"
@@ -112,13 +112,16 @@ def cards(items: Sequence[tuple[str, str, str]]) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """A table of names and what is to be said of them, both HTML."""
+    """Return a table of names and values, both HTML."""
     lines = "".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in rows)
     return f'<table class="facts"><tbody>{lines}</tbody></table>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text; one of many columns becomes a list of its rows where the page is narrow."""
+    """Return a table of text.
+
+    On narrow pages a table with many columns becomes a list of its rows.
+    """
 
     def line(row: Sequence[str]) -> str:
         return "".join(
@@ -132,12 +135,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def bullets(items: Sequence[str]) -> str:
-    """A list of text."""
+    """Return a list of text."""
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def figure(svg: str, caption: str, beside: str = "") -> str:
-    """A picture (SVG) over its caption (text), and HTML to stand beside it."""
+    """Return a picture (SVG) over its caption (text), with the HTML `beside` it."""
     image = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)
     kind = ' class="beside"' if beside else ""
     return f"<figure{kind}>{image}{beside}<figcaption>{escape(caption)}</figcaption></figure>"

@@ -1,4 +1,4 @@
-"""`dpshard plan`: what a private step costs on many ranks, counted on one core without any of them."""
+"""`dpshard plan`: the cost of a private step on many ranks, counted on one core."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def command(
     shard: Annotated[
         Literal["ddp", "zero2", "fsdp2", "hsdp"],
         typer.Option(
-            help="ddp: nothing is sharded (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
-            "fsdp2: all is sharded (stage 3); hsdp: sharded in a node, replicated over nodes."
+            help="ddp: no shards (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
+            "fsdp2: shards of everything (stage 3); hsdp: shards within a node, replicated over nodes."
         ),
     ] = "fsdp2",
     node: Annotated[int, typer.Option(help="GPUs of a node, the shards of hsdp.")] = 8,
@@ -47,12 +47,12 @@ def command(
         int | None, typer.Option(help="Tokens of a sample (pixels along a side). [dim]\\[default: the model's][/]")
     ] = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Compute activations again in backward.")
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Recompute activations in backward.")
     ] = False,
     precision: Annotated[
-        Literal["bf16", "fp32"], typer.Option(help="Of forward and backward; reduced and updated in float32.")
+        Literal["bf16", "fp32"], typer.Option(help="Of forward and backward; reduction and update are float32.")
     ] = "bf16",
-    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Whose states are counted.")] = "adamw",
+    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Optimizer with its states.")] = "adamw",
     clipping: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,16 +62,17 @@ def command(
         ),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="GiB of a GPU: says what fits, and the largest micro-batches.")
+        float | None, typer.Option(help="GiB of a GPU: adds the styles that fit, and the largest micro-batches.")
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,
 ) -> None:
-    """Count what a private training step would cost on many GPUs: collectives, FLOPs and peak memory, on one core.
+    """Count collectives, FLOPs and peak memory of a private step on many GPUs, on one core.
 
-    The real step runs, on tensors without values: nothing is estimated by formula but the lines that say so.
+    The real step runs on tensors without values. Only the lines "By formula" are estimates.
 
-    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
+    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing
+    --gpu-memory 80
     """
     chosen = [parse_clipping(text) for text in clipping or ()]
     with console.err.status("loading ...") as status:
@@ -106,7 +107,10 @@ def command(
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
-    """Style and mode of `STYLE[:MODE]`; ConfigurationError lists the known ones."""
+    """Return style and mode of `STYLE[:MODE]`.
+
+    Raises ConfigurationError for unknown ones, with a list.
+    """
     style, _, mode = text.partition(":")
     check_choice("clipping", style, get_args(ClippingStyle))
     check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
@@ -190,7 +194,7 @@ def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the peak of memory by part, and the FLOPs, of every step of the plan."""
+    """Draw peak memory by part, and FLOPs, of every step of the plan."""
     from dpshard.applications.planner.meter import PARTS
 
     estimates = plan.estimates[::-1]

@@ -14,6 +14,6 @@ from dpshard.applications.cli.run_folder import RunFolder
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `dpshard train`, finished or not.")],
 ) -> None:
-    """Draw a run's metrics (loss, accuracy, epsilon, clip fraction, gradient-SNR) into RUN/plots, as PNG."""
+    """Draw loss, accuracy, epsilon, clip fraction and gradient-SNR of a run as PNG in RUN/plots."""
     for path in plots.draw(RunFolder.open(run)):
         console.out.print(str(path))

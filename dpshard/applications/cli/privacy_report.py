@@ -1,4 +1,4 @@
-"""`dpshard report`: the privacy report of a finished run, one HTML file that needs nothing else."""
+"""`dpshard report`: the privacy report of a finished run, in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAPTIONS = {
     "clip_fraction": "Share of samples whose gradient was longer than the clipping norm.",
     "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
 }
-"""Of the pictures of figures that epsilon does not cover."""
+"""Captions of pictures; epsilon does not cover their figures."""
 
 _NOISES = {
     "gaussian": "Gaussian",
@@ -35,16 +35,16 @@ _NOISES = {
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `dpshard train` that has finished.")],
     public: Annotated[
-        bool, typer.Option("--public", help="Leave out what epsilon does not cover: scores, losses, norms, audits.")
+        bool, typer.Option("--public", help="Leave out scores, losses, norms and audits: epsilon does not cover them.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write it. [dim]\\[default: RUN/report.html][/]")
     ] = None,
 ) -> None:
-    """Write the privacy report of a run: what is promised, by which mechanism, what it cost, what is not covered.
+    """Write the privacy report of a run: its guarantee, its mechanism, its cost, and its limits.
 
-    One HTML file without links to anything, for a browser or a printer; with the bounds of `dpshard audit RUN`, if that
-    was run before.
+    The report is one HTML file without external links, for a browser or a printer. It includes the
+    bounds of `dpshard audit RUN`, if you ran that before.
     """
     folder = RunFolder.open(run)
     target = out or folder.path / ("report-public.html" if public else "report.html")
@@ -53,11 +53,11 @@ def command(
 
 
 def render(folder: RunFolder, *, public: bool = False) -> str:
-    """The page, as text. Raises RunFolderError if the run has not finished."""
+    """Return the page as text. Raises RunFolderError if the run has not finished."""
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
-        raise RunFolderError(f"{folder.path} has not finished: go on with {resume} first.")
-    folder.settings()  # refuses a damaged config.yaml, which the page quotes
+        raise RunFolderError(f"{folder.path} has not finished: run {resume} first.")
+    folder.settings()  # raises for a damaged config.yaml, which the page quotes
     rows = folder.read_metrics()
     with intact(folder.metrics, "restore it from a copy"):
         budget = folder.settings().target_epsilon
@@ -77,7 +77,7 @@ def render(folder: RunFolder, *, public: bool = False) -> str:
         ]
         title = f"Privacy report: {report['task']}, {report['model']}"
     note = (
-        "This page holds nothing but what epsilon covers, and public constants."
+        "This page holds only figures that epsilon covers, and public constants."
         if public
         else "Scores, losses and norms on this page are exact functions of the data, which epsilon does not cover. "
         "To publish a report, write it with --public."
@@ -115,15 +115,15 @@ def _promise(report: Mapping[str, Any]) -> str:
     )
     odds = 1 / (1 + math.exp(-epsilon))
     meaning = (
-        f"Whatever anyone computes from the trained weights, or from all noisy gradients on the way, would "
-        f"have come out without that {_unit(privacy['protected_unit'])} as well, with a probability that differs by a "
-        f"factor of e<sup>ε</sup> = {math.exp(min(epsilon, 700)):.4g} at most, but for a probability of δ. Who knows "
-        f"all other samples, and held its presence for a toss of a coin before, holds it for at most {odds:.1%} sure "
-        f"after (and at least {1 - odds:.1%}), with the same exception."
+        f"Take any result that is computed from the trained weights, or from all noisy gradients of the run. Without "
+        f"one {_unit(privacy['protected_unit'])}, its probability changes by a factor of at most "
+        f"e<sup>ε</sup> = {math.exp(min(epsilon, 700)):.4g}, except for a probability of δ. Suppose that an attacker "
+        f"has all other samples, and starts from even odds that this one is present. The result moves this belief to "
+        f"at most {odds:.1%} and at least {1 - odds:.1%}, with the same exception."
     )
     relation = f"Neighbours ({escape(name)}): {escape(NEIGHBOURS[name])}."
     caution = (
-        page.warning("This epsilon is an approximation that may be too small (accountant: gdp). It is no bound.")
+        page.warning("This epsilon is an approximation that may be too small (accountant: gdp). It is not a bound.")
         if privacy["accountant"] == "gdp"
         else ""
     )
@@ -189,15 +189,15 @@ def _training(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 def _audit(folder: RunFolder) -> str:
     if not folder.audit.exists():
-        text = "<p>No attack was tried on this configuration. <code>dpshard audit RUN</code> does, for this page.</p>"
+        text = "<p>No attack was tried on this configuration. Run <code>dpshard audit RUN</code> to add one.</p>"
         return page.section("Audit", text)
     with intact(folder.audit, f"dpshard audit {folder.path} writes it anew"):
         found = attacks(_read(folder.audit))
         if not found:
             raise ValueError("it holds no attack")
     text = (
-        "<p>Attacks on the same settings, with an engine, noise and canaries of their own. Each proves a lower bound "
-        "on epsilon; the accounted one is an upper bound. They must not cross. A lower bound proves no privacy.</p>"
+        "<p>Each attack uses the same settings, with its own engine, noise and canaries. It proves a lower bound on "
+        "epsilon; accounting gives an upper bound. They must not cross. A lower bound does not prove privacy.</p>"
     )
     verdict = (
         page.warning("An attack proved more than was accounted: do not rely on this report.")
@@ -217,16 +217,16 @@ def _audit(folder: RunFolder) -> str:
 def _reproduce(folder: RunFolder, report: Mapping[str, Any], *, public: bool) -> str:
     privacy, settings = report["privacy"], folder.config.read_text("utf-8")
     data = folder.settings().data
-    if public and data is not None:  # names of files may tell whose data they hold
+    if public and data is not None:  # file names may identify people
         settings = settings.replace(data, "(your data)")
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
     elements = privacy.get("grid_elements")
     noise = f" --noise {privacy['noise']} --elements {elements}" if elements else ""
     commands = (
-        f"# in the run folder: the same settings, with noise and batches of its own\n"
+        f"# in the run folder: the same settings, with new noise and new batches\n"
         f"dpshard train --config config.yaml\n"
-        f"# epsilon, from the mechanism alone\n"
+        f"# epsilon, only from the mechanism\n"
         f"dpshard account --sample-size {privacy['sample_size']} --phases {phases} "
         f"--noise-multiplier {privacy['noise_multiplier']!r} --delta {privacy['delta']!r}{cap}{noise} "
         f"--accountant {privacy['accountant']}\n"

@@ -1,4 +1,4 @@
-"""The live line of a training run."""
+"""The progress bar of a training run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dpshard.config import BatchSchedule
 
 
 class TrainingProgress:
-    """A bar with step, loss, epsilon spent of its target, samples per second and the time that remains.
+    """A bar with step, loss, epsilon and its target, samples per second and remaining time.
 
-    Where the output is no terminal there is no bar, but a line at every evaluation. Epsilon takes a tenth of a second
-    to compute and more, so the bar shows it as of the next evaluation: what is spent is never more than what is shown.
+    Without a terminal, the class prints one line per evaluation instead. Computing epsilon takes a
+    tenth of a second or more, so the bar shows the epsilon of the next evaluation. The spent
+    epsilon never exceeds it.
     """
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
@@ -56,7 +57,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def update(self, row: Mapping[str, float]) -> None:
-        """Show the metrics of a step; epsilon is among them where it was computed exactly."""
+        """Show the metrics of a step; `row` has "epsilon" only at evaluations."""
         step = int(row["step"])
         spent = self._of_target(row["epsilon"]) if "epsilon" in row else f"≤ {self._of_target(self._bound(step))}"
         self._samples += row["realised_batch_size"]
@@ -73,7 +74,7 @@ class TrainingProgress:
             self._console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
-        """Epsilon as of the first evaluation that does not come before `step`."""
+        """Return the epsilon of the first evaluation at or after `step`."""
         mechanism, every = self._engine.mechanism, self._evaluate_every
         schedule = BatchSchedule(mechanism.schedule.sizes[: math.ceil(step / every) * every])
         plan = planned_releases(

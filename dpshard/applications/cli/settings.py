@@ -1,4 +1,4 @@
-"""The settings of a training run: one frozen dataclass, filled from defaults, a YAML file and flags, in this order."""
+"""The settings of a training run, from defaults, a YAML file and flags, in this order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
 """The pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
-"""Settings that may change when a run is resumed: they decide neither its result nor its guarantee."""
+"""Settings that may change at --resume; they do not affect result or guarantee."""
 
 
 def _setting(panel: str, default: Any, help: str) -> Any:
@@ -35,9 +35,9 @@ def _setting(panel: str, default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """Everything that decides a run; written to its folder, and fixed from then on.
+    """All settings of a run; its folder keeps them, and they must not change later.
 
-    The help texts below are those of `dpshard train --help`; the field names are the keys of the YAML file.
+    `dpshard train --help` shows the help texts below. The YAML file uses the field names as keys.
     """
 
     task: Literal["digits", "pydoc", "data"] = _setting(
@@ -56,7 +56,7 @@ class TrainSettings:
     text_column: str = _setting(DATA, TEXT_COLUMN, "Name of the text column or field.")
     label_column: str = _setting(DATA, "label", "Name of the label column or field.")
     objective: Literal["next", "masked"] = _setting(
-        DATA, "next", "What texts without labels teach: the next byte, or the 15% of their bytes that are masked."
+        DATA, "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
     )
     feature_scale: float = _setting(
         DATA, 1.0, "Number columns are divided by this. Choose it without looking at the data."
@@ -73,17 +73,16 @@ class TrainSettings:
     model: str = _setting(
         MODEL,
         "auto",
-        "Network: mlp (numbers; images, of which it does not see brightness and contrast), cnn or vit (images), gpt "
+        "Network: mlp (numbers, or images without their brightness and contrast), cnn or vit (images), gpt "
         "(ours) or gpt2 (transformers' GPT-2, small) for the next byte, bert (transformers' BERT, small) for masked "
         "bytes, text (a transformer) to classify text; auto "
-        "picks one that fits the data. Or one of your own, package.module:function: function(shape, classes) returns "
+        "picks one that fits the data. Or your own, package.module:function: function(shape, classes) returns "
         "a module with logits for x of that shape.",
     )
     replace_unsupported: bool = _setting(
         MODEL,
         False,
-        "In a network of your own, put layers with per-sample gradients in the place of those without: GroupNorm for "
-        "BatchNorm.",
+        "In your own network, replace layers without per-sample gradients: BatchNorm by GroupNorm.",
     )
 
     target_epsilon: float | None = _setting(
@@ -101,10 +100,10 @@ class TrainSettings:
     clipping_quantile: float | None = _setting(
         PRIVACY,
         None,
-        "Have each threshold follow this quantile of the gradient norms, 0 to 1, from max_grad_norm on; charged.",
+        "Each threshold follows this quantile of the gradient norms, 0 to 1, from max_grad_norm on; epsilon covers it.",
     )
     accountant: AccountantName = _setting(
-        PRIVACY, "pld", "Who computes epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
+        PRIVACY, "pld", "Method for epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
     )
     max_batch_size: str | None = _setting(
         PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
@@ -112,7 +111,7 @@ class TrainSettings:
     secure_mode: bool = _setting(
         PRIVACY,
         False,
-        "Draw the noise on the CPU for every device, from a cryptographic stream, so that its last bits tell nothing.",
+        "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing.",
     )
     noise: NoiseName = _setting(
         PRIVACY,
@@ -123,30 +122,28 @@ class TrainSettings:
     recipe: Literal["none", "dp-bert"] = _setting(
         TRAINING,
         "none",
-        "Settings that belong together, each overridden by its own option: dp-bert pre-trains a BERT from scratch as "
-        "Anil et al. 2021 did, with batches that grow (docs/recipes.md).",
+        "Set of settings; each option overrides its own: dp-bert pre-trains a BERT from scratch as "
+        "Anil et al. 2021 did, with growing batches (docs/recipes.md).",
     )
     batch_size: int | None = _setting(
         TRAINING,
         650,
-        "Expected logical batch in samples, drawn by Poisson sampling; large ones suit privacy. Of your own data: "
-        "256, or half of them if they are few.",
+        "Expected logical batch in samples, drawn by Poisson sampling; large ones suit privacy. For your own data: "
+        "256, or half of the samples if they are few.",
     )
     epochs: float | None = _setting(TRAINING, 30.0, "Length of the run in expected passes over the samples.")
     steps: int | None = _setting(TRAINING, None, "Length of the run in optimizer steps; instead of --epochs.")
     phases: str | None = _setting(
         TRAINING, None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
     )
-    micro_batch_size: int = _setting(
-        TRAINING, 256, "Samples that are computed at once; decides memory and speed, never the result."
-    )
+    micro_batch_size: int = _setting(TRAINING, 256, "Samples per forward; decides memory and speed, never the result.")
     optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
         TRAINING,
         "sgd",
         "Optimizer; auto is adam to classify text, else sgd; dp-bert is adamw with the paper's moments.",
     )
     learning_rate: float | None = _setting(
-        TRAINING, 0.5, "Learning rate at the first step; on your own data, one that suits the optimizer."
+        TRAINING, 0.5, "Learning rate at the first step; for your own data, the optimizer decides."
     )
     momentum: float = _setting(TRAINING, 0.9, "Momentum of sgd, 0 to 1.")
     weight_decay: float = _setting(TRAINING, 0.0, "Weight decay of the optimizer.")
@@ -177,14 +174,14 @@ class TrainSettings:
     nproc: int | None = _setting(
         RANKS,
         None,
-        "Processes to start on this machine, by default one for each GPU; under torchrun or srun, which start "
-        "them, leave it out. Each takes --micro-batch-size samples at once. May change at --resume.",
+        "Processes to start on this machine, by default one for each GPU. Leave it out under torchrun or srun, "
+        "which start them. Each takes --micro-batch-size samples at once. May change at --resume.",
     )
 
     def __post_init__(self) -> None:
         if self.model not in MODELS and not re.fullmatch(OWN_MODEL, self.model):
             raise ConfigurationError(
-                f"model={self.model!r} is unknown; choose one of {list(MODELS)}, or name a function of yours, "
+                f"model={self.model!r} is unknown; choose one of {list(MODELS)}, or name your own function, "
                 f"package.module:function."
             )
         for names, holds, range_ in _RANGES:
@@ -196,7 +193,7 @@ class TrainSettings:
         if (self.task == "data") != (self.data is not None):
             raise ConfigurationError("task=data and data=FOLDER, FILE or hf:NAME go together: give both or neither.")
         if self.batch_size is not None and self.phases is not None:
-            raise ConfigurationError("Give exactly one of batch_size and phases: they say how large a batch is.")
+            raise ConfigurationError("Give exactly one of batch_size and phases: both set the size of batches.")
         if self.nproc is not None and self.nproc < 1:
             raise ConfigurationError(f"nproc={self.nproc!r}: it must be at least 1.")
         if self.shard == "none" and (self.nproc or 1) > 1:
@@ -205,8 +202,8 @@ class TrainSettings:
             raise ConfigurationError(f"max_batch_size={self.max_batch_size!r}: it is a number of samples, or 'auto'.")
 
     def mechanism(self) -> dict[str, Any]:
-        """The arguments of PrivacyEngine that these settings decide: all but the model and the sample size."""
-        from dpshard.clipping.thresholds import QuantileTracking  # torch, for which `dpshard --help` does not wait
+        """Return the arguments of PrivacyEngine, except the model and the sample size."""
+        from dpshard.clipping.thresholds import QuantileTracking  # imports torch, which is slow for `dpshard --help`
 
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
@@ -216,15 +213,16 @@ class TrainSettings:
         }
 
     def to_yaml(self) -> str:
-        """A YAML file that `read_yaml` and `resolve` turn into the same settings."""
+        """Return YAML that `read_yaml` and `resolve` turn into the same settings."""
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
 
 
 def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
-    """Settings from a recipe for the task, overridden by each layer in turn.
+    """Return the settings of the task's recipe, overridden by each layer in turn.
 
-    What excludes another setting (steps and epochs, say) clears it in the layers below. Raises ConfigurationError for
-    unknown keys (it lists the known ones) and for values of the wrong type.
+    A setting clears settings that it excludes, such as steps and epochs, in the layers below.
+    Raises ConfigurationError for unknown keys (it lists the known ones) and for values of the wrong
+    type.
     """
     hints = get_type_hints(TrainSettings)
     for name in (name for layer in layers for name in layer):
@@ -238,7 +236,10 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ConfigurationError if it cannot be read or is something else."""
+    """Return the mapping in a YAML file.
+
+    Raises ConfigurationError if it is unreadable or not a mapping.
+    """
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -251,7 +252,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_phases(text: str) -> list[tuple[int, int]]:
-    """`"128x50,512x100"` as [(128, 50), (512, 100)]: expected batch size and number of steps of each phase."""
+    """Parse "128x50,512x100" as [(128, 50), (512, 100)]: batch size and steps of each phase."""
     try:
         return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
     except ValueError as error:
@@ -259,7 +260,10 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**flags` of a command by one option per setting, named after it; None means not given."""
+    """Replace the `**flags` of a command by one option per setting, named after it.
+
+    None means not given.
+    """
     hints = get_type_hints(TrainSettings)
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -284,7 +288,7 @@ def _option(setting: Field[Any], hint: Any) -> Any:
     notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in recipes.items()]
     listed = f"One of {', '.join(choices)}. " if choices else ""
     return typer.Option(
-        "--" + setting.name.replace("_", "-"),  # alone: a --no-... for what is off anyway would only fill the screen
+        "--" + setting.name.replace("_", "-"),  # without --no-...: every flag is off by default
         help=f"{setting.metadata['help']} {listed}[dim]\\[{'; '.join(notes)}][/]",
         metavar="NAME" if choices else None,
         rich_help_panel=setting.metadata["panel"],
@@ -303,7 +307,10 @@ def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`; YAML reads 1e-5 as text, and 3 where a float is meant."""
+    """Convert `value` to the type `hint`: YAML reads 1e-5 as text, and 3 as an int for a float.
+
+    Raises ConfigurationError if it has another type.
+    """
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
     if value is None and NoneType in get_args(hint):
         return None
@@ -365,7 +372,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "pydoc": {"batch_size": 256, "epochs": 10.0, "max_length": 64, "micro_batch_size": 64},
     "data": {"batch_size": None, "epochs": 10.0, "optimizer": "auto", "learning_rate": None},
 }
-"""Defaults of a task other than digits; tuned on validation splits only. None: see fitting.py."""
+"""Defaults of tasks except digits; tuned only on validation splits. None: see fitting.py."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dp-bert": {
@@ -380,4 +387,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr_schedule": "quadratic",
     },
 }
-"""Settings that --recipe brings: the numbers of dpshard.recipes, which imports torch. The batches fit the data."""
+"""Settings of --recipe. They repeat numbers of dpshard.recipes, which imports torch; fitting.py
+sets batches."""

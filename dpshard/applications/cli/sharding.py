@@ -1,4 +1,4 @@
-"""The model as --shard says: whole, replicated, or in shards; and its optimizer."""
+"""Wrapping of model and optimizer for --shard: whole, replicated, or sharded."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model that is ready for training."""
+    """A wrapped model with its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
-    """The optimizer that steps in the end, for schedulers and checkpoints."""
+    """The innermost optimizer, for schedulers and checkpoints."""
     step: Callable[[], None]
-    """Take a step, and drop the gradients."""
+    """Function that takes a step, and drops the gradients."""
     weights: Callable[[], dict[str, Any]]
-    """The whole parameters and buffers, on rank 0; called by all ranks."""
+    """Function that returns whole parameters and buffers on rank 0; all ranks must call it."""
     parameters: int
-    """How many numbers are trained."""
+    """Number of trained elements."""
 
 
 def shard(
     model: nn.Module, how: str, device: torch.device, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> Sharded:
-    """`model`, which is the same on all ranks, wrapped for training on all of them.
+    """Wrap `model`, which must be equal on all ranks, for training on all of them.
 
     Raises ConfigurationError if the number of ranks does not suit `how`.
     """
@@ -76,12 +76,12 @@ def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
 
 
 def _replicas(world: int) -> tuple[int, int]:
-    """Replicas, and shards of each: a replica a machine, or two on one machine."""
+    """Return numbers of replicas (one per machine, or two on one machine) and shards of each."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     replicas = world // local if world > local else 2
     if world % replicas:
         raise ConfigurationError(
-            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world}. Take a "
-            f"multiple of {replicas}, or --shard fsdp2."
+            f"shard='hsdp' divides the ranks into {replicas} replicas of one size, but there are {world} ranks. Take "
+            f"a multiple of {replicas}, or --shard fsdp2."
         )
     return replicas, world // replicas

@@ -27,26 +27,27 @@ def command(
         Path | None, typer.Option(help="YAML file with settings, named like the options below (which override it).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder to make. [dim]\\[default: runs/TASK-DATE-TIME][/]")
+        Path | None, typer.Option(help="Run folder to create. [dim]\\[default: runs/TASK-DATE-TIME][/]")
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Run folder to go on with; all settings but --shard and --nproc stay."),
+        typer.Option(metavar="RUN", help="Run folder to resume; all settings except --shard and --nproc stay."),
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a model with differential privacy; without any option, a classifier of handwritten digits.
+    """Train a model with differential privacy, by default a classifier of handwritten digits.
 
-    The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report with the accuracy
-    and the exact privacy guarantee. Ctrl-C saves and stops; --resume goes on, also after a crash, at no further cost.
+    The run folder holds settings, metrics,
+    checkpoints, plots, the weights (model.pt), and a report with the accuracy and the exact privacy
+    guarantee. Ctrl-C saves and stops. --resume continues, also after a crash, at no further cost.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if resume is None:
         settings, folder = resolve(read_yaml(config) if config else {}, given), None
     elif given.keys() - set(MAY_CHANGE) or config or out:
         raise ConfigurationError(
-            f"--resume takes all settings but {' and '.join(MAY_CHANGE)} from the run folder: leave the other options "
-            f"out."
+            f"--resume takes all settings except {' and '.join(MAY_CHANGE)} from the run folder: leave the other "
+            f"options out."
         )
     else:
         folder = RunFolder.open(resume)
@@ -64,14 +65,14 @@ def command(
 
 
 def resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
-    """The settings of a run with what may change about it."""
+    """Return the settings of a run with the changes in `given`."""
     if given.get("shard") == "none":
         given = {"nproc": None} | given
     return replace(settings, **given)
 
 
 def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> int:
-    """Have other processes do the work; their exit code."""
+    """Run the training in other processes, and return their exit code."""
     count = processes(settings)
     if folder is not None:
         return launch.start(
@@ -84,7 +85,7 @@ def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) 
 
 
 def processes(settings: TrainSettings) -> int:
-    """How many processes share the work: as many as were asked for, or one for each GPU."""
+    """Return the number of processes: --nproc, or one for each GPU."""
     import torch
 
     if settings.nproc is not None:
@@ -93,7 +94,7 @@ def processes(settings: TrainSettings) -> int:
 
 
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> None:
-    """Start a run, or go on with that in `folder`, up to its report."""
+    """Start a run, or resume the run in `folder`, and write its report."""
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.applications.cli import training, world
 
@@ -125,11 +126,11 @@ def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, r
         ranks.on_first(lambda: stack.enter_context(folder.locked()))
         checkpoints = run.checkpointer(folder)
         if not resumed:
-            checkpoints.save()  # a run that is killed early goes on with the same secret
+            checkpoints.save()  # a run that is killed early resumes with the same secret
         elif not checkpoints.load():
             raise CheckpointError(
                 f"There is no checkpoint in {folder.checkpoints}: the run was stopped before its first one, or they "
-                f"were removed. Start a new run, whose epsilon adds to what this one may have spent."
+                f"were removed. Start a new run, and add its epsilon to the epsilon that this run may have spent."
             )
         engine = run.engine
         verb = f"Resuming after step {engine.step} of" if resumed else "Training for"
@@ -161,6 +162,6 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
     write_atomically(folder.model, content.getvalue())
     try:
         plots.draw(folder)
-    except ConfigurationError as error:  # no matplotlib; a trained model is not lost for that
+    except ConfigurationError as error:  # without matplotlib a run still keeps its model
         warnings.warn(str(error), stacklevel=2)
-    final_report.write(folder, result)  # last: a run that has its report has finished
+    final_report.write(folder, result)  # last, because the report marks a finished run

@@ -1,9 +1,10 @@
-"""A training run: data, model, engine and optimizer put together, so that it can be stopped anywhere and go on.
+"""A training run of data, model, engine and optimizer, which can stop and resume at any step.
 
 [Note: Bit for bit]
-A step is a function of the state at its start. Batch and noise are keyed by the run secret and the step; what PyTorch
-draws in the forward pass (dropout) is seeded by the run's seed, the step and the micro-batch. So no generator has a
-history that a checkpoint would have to carry, and a resumed run repeats the steps after its checkpoint exactly.
+A step is a function of the state at its start. The run secret and the step are the key of batch and
+noise. The run's seed, the step and the micro-batch seed PyTorch's draws in the forward pass
+(dropout). So checkpoints need no generator states, and a resumed run repeats the steps after its
+checkpoint exactly.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy [B] of every sample on its own: logits [B, C], y [B], or logits [B, T, C], y [B, T].
+    """Return the cross-entropy [B] of each sample: logits [B, C], y [B]; or [B, T, C] and [B, T].
 
-    A text's loss is the mean over its own tokens. Dividing by the tokens of the micro-batch instead would make every
-    sample's gradient depend on the others' lengths.
+    The loss of a text is the mean over its own tokens. Dividing by the tokens of the micro-batch
+    would make every sample's gradient depend on the length of the others.
     """
     if y.dim() == 1:
         return F.cross_entropy(logits, y, reduction="none")
@@ -53,7 +54,7 @@ def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """Everything that one run works with."""
+    """The objects of one run."""
 
     settings: TrainSettings
     data: Data
@@ -65,7 +66,7 @@ class Run:
 
     @classmethod
     def prepare(cls, settings: TrainSettings, data: Data, ranks: Ranks) -> Run:
-        """A run before its first step, with settings that fit the data."""
+        """Return a run before its first step, with settings that fit the data."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         torch.manual_seed(settings.seed)
         model = models.build(settings.model, data, settings).to(device)
@@ -76,17 +77,17 @@ class Run:
         return cls(settings, data, device, sharded, engine, scheduler, ranks)
 
     def checkpointer(self, folder: RunFolder) -> Checkpointer:
-        """Saves and resumes this run in `folder`."""
+        """Return the Checkpointer of this run in `folder`."""
         settings = _Unchanged(folder, self.settings)
         return Checkpointer(
             folder.checkpoints, self.engine, self.sharded.optimizer, scheduler=self.scheduler, settings=settings
         )
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
-        """Take the steps that are left; False if a signal stopped the run before its end."""
+        """Take the remaining steps; return False if a signal stopped the run before its end."""
         engine, settings = self.engine, self.settings
         score_every = math.ceil(engine.steps / settings.evaluations)
-        with blocked_signals():  # for good in the worker processes, which start here
+        with blocked_signals():  # worker processes start here, and inherit the block
             batches = engine.batches(self.data.train, settings.micro_batch_size, num_workers=settings.num_workers)
         progress = TrainingProgress(console, engine, score_every)
         with self._metrics_file(folder) as append, stop_requests() as stops, progress:
@@ -115,7 +116,10 @@ class Run:
         return nullcontext(lambda row: None)
 
     def take_step(self, logical_batch: Any) -> float:
-        """One logical batch, one optimizer step; the mean loss over its samples (NaN if none has a finite one)."""
+        """Take one optimizer step.
+
+        Returns the mean loss over samples with a finite loss, or NaN without any.
+        """
         model = self.sharded.model
         model.train()
         for x, y in logical_batch:
@@ -130,10 +134,13 @@ class Run:
 
     @property
     def _number(self) -> tuple[int, ...]:
-        return () if self.ranks.first else (self.ranks.rank,)  # other samples, other dropout
+        return () if self.ranks.first else (self.ranks.rank,)  # each rank has its own samples and dropout
 
     def score(self, split: Any) -> dict[str, float]:
-        """Loss and accuracy per sample of a held-out split, or loss and perplexity per token; {} if it is empty."""
+        """Return loss and accuracy per sample of a held-out split, or per token with perplexity.
+
+        Returns {} if it is empty.
+        """
         if size(split) == 0:
             return {}
         model = self.sharded.model
@@ -155,7 +162,7 @@ class Run:
 
 
 def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:
-    """This rank's share of the batches, and which of them count: all ranks run the model equally often."""
+    """Return this rank's batches, and for each True if it counts; all ranks get the same number."""
     batches = list(BatchSampler(range(samples), batch_size, drop_last=False))
     numbers = range(ranks.rank, math.ceil(len(batches) / ranks.size) * ranks.size, ranks.size)
     return [batches[i % len(batches)] for i in numbers], [i < len(batches) for i in numbers]
@@ -163,17 +170,17 @@ def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list
 
 @dataclass(frozen=True)
 class _Unchanged:
-    """Keeps the settings of a run with its checkpoints, and refuses others."""
+    """The settings of a run in its checkpoints; loading refuses different ones."""
 
     folder: RunFolder
     settings: TrainSettings
 
     def state_dict(self) -> dict[str, Any]:
-        """What may not change."""
+        """Return the settings that must not change."""
         return {name: value for name, value in asdict(self.settings).items() if name not in MAY_CHANGE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise CheckpointError if anything has changed."""
+        """Raise CheckpointError if a setting has changed."""
         own = self.state_dict()
         changed = sorted(key for key in own.keys() | state_dict.keys() if own.get(key) != state_dict.get(key))
         if changed:
@@ -184,7 +191,7 @@ class _Unchanged:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
-    """The optimizer of the settings, over the trainable parameters."""
+    """Return the optimizer of the settings, over the trainable parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr, decay = settings.learning_rate, settings.weight_decay
     assert lr is not None  # see fitting
@@ -197,7 +204,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
 
 
 def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) -> LambdaLR:
-    """The learning rate of the settings over a run of `steps` steps."""
+    """Return the learning rate schedule of the settings over `steps` steps."""
     if settings.lr_schedule == "quadratic":
         return warmup_quadratic_decay(optimizer, warmup_steps=3 * steps // 8, steps=steps)
     # A cosine from 1 to 0, or 1 throughout.
@@ -206,7 +213,10 @@ def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """The device `name`; a GPU, if there is one, for "auto"."""
+    """Return the device `name`; for "auto" a GPU if available.
+
+    Raises ConfigurationError if it cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -217,19 +227,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
-    """The device of the settings; of several ranks, each has a GPU of its own."""
+    """Return the device of the settings; with several ranks, the rank's own GPU."""
     device = pick_device(settings.device)
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and not ranks.alone else device
 
 
 def draw_seed(*key: int) -> int:
-    """A seed for what PyTorch draws under `key`; see [Note: Bit for bit]."""
+    """Return the seed of PyTorch's draws under `key`; see [Note: Bit for bit]."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that a step is finished and saved; a second signal acts as ever."""
+    """Collect SIGINT and SIGTERM, so that the run finishes and saves a step.
+
+    A second signal acts as usual.
+    """
     received: list[int] = []
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -248,7 +261,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Processes that start within never see Ctrl-C, which a terminal sends to all, so that a step can be finished."""
+    """Block STOP_SIGNALS in child processes that start within: Ctrl-C then lets a step finish."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A rank of a sharded run: joining the others, leaving them, and which of them may speak."""
+"""One rank of a sharded run: it joins the process group, leaves it, and prints only on rank 0."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LOST = re.compile(
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """All ranks of the run, or this process alone. After a run of several ranks, this process ends.
+    """Yield all ranks of the run, or only this process.
 
-    Rank 0 alone prints. An error is printed once, by the rank on which it happened first.
+    After a run of several ranks, end the process. Only rank 0 prints. The first rank that fails
+    prints the error, once.
     """
     if not launch.joined():
         yield Ranks()
@@ -45,7 +46,7 @@ def joined(device: str) -> Iterator[Ranks]:
         if kinds != "gloo":
             _take_gpu()
         dist.init_process_group(kinds, store=dist.PrefixStore("train", store), rank=rank, world_size=size)
-        # torch 2.13 has renamed a collective; its older versions, which are supported too, know the old name alone.
+        # torch 2.13 renamed a collective; older supported versions have only the old name.
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
         with console.warnings_only_if(rank == 0):
             yield Ranks()
@@ -58,11 +59,11 @@ def joined(device: str) -> Iterator[Ranks]:
         code = _report(error, store, rank)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the threads of a process group may outlive it, and abort an orderly exit
+    os._exit(code)  # threads of the process group may still run, and would abort an ordinary exit
 
 
 def local_rank() -> int | None:
-    """Number of this rank on its machine; None in a run of one process."""
+    """Return the number of this rank on its machine; None in a run of one process."""
     return int(os.environ.get("LOCAL_RANK", 0)) if launch.joined() else None
 
 
@@ -85,11 +86,11 @@ def _report(error: BaseException, store: Any, rank: int) -> int:
     code = console.USER_ERROR if isinstance(error, DpshardError) else 1
     lost = _LOST.search(str(error)) is not None
     if lost and launch.STORE in os.environ:
-        return launch.LOST  # the launcher, or the rank that is gone, says why
+        return launch.LOST  # the launcher or the failed rank reports the reason
     try:
         first = store is None or int(store.compare_set("error", "", str(rank))) == rank
     except (RuntimeError, ValueError):
-        first = True  # rank 0, which held the store, is gone
+        first = True  # rank 0 holds the store, and has exited
     if first:
         where = f"rank {rank}: " if rank else ""
         if isinstance(error, DpshardError):

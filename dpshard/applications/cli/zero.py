@@ -1,4 +1,4 @@
-"""DeepSpeed for `dpshard train`: a configuration that is exact, a quiet start, and the weights at the end."""
+"""DeepSpeed for `dpshard train`: an exact configuration, a quiet start, and the final weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.errors import ConfigurationError
 
 
 def require_deepspeed() -> None:
-    """Raise ConfigurationError, with the command that installs it, if there is no DeepSpeed."""
+    """Raise ConfigurationError with the installation command unless DeepSpeed is installed."""
     if find_spec("deepspeed") is None:
         raise ConfigurationError(
             'DeepSpeed is not installed. Run: pip install --no-build-isolation "dpshard[deepspeed]", or take --shard '
@@ -24,9 +24,10 @@ def require_deepspeed() -> None:
 
 
 def wrap(model: nn.Module, stage: int, device: torch.device, optimizer: Optimizer) -> Any:
-    """The DeepSpeedEngine of `model`, in float32, by ZeRO `stage`."""
+    """Return the DeepSpeedEngine of `model`, in float32, at ZeRO `stage`."""
     deepspeed = _imported(device)
-    # See docs/sharding-deepspeed.md. The size of a micro-batch is for DeepSpeed's own samplers and counters.
+    # See docs/sharding-deepspeed.md. Only DeepSpeed's samplers and counters use the size of a
+    # micro-batch.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -40,7 +41,7 @@ def wrap(model: nn.Module, stage: int, device: torch.device, optimizer: Optimize
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    """The whole parameters and buffers, on rank 0; a rank holds no more than one parameter whole beside its shards."""
+    """Return whole parameters and buffers on rank 0; a rank gathers one parameter at a time."""
     import deepspeed
 
     found: dict[str, Any] = {}
@@ -52,11 +53,12 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 def _imported(device: torch.device) -> Any:
-    # DeepSpeed looks for an accelerator as it is imported: also for a GPU that shall not be used.
+    # DeepSpeed selects an accelerator during its import, and would select a GPU that the user
+    # excluded.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # A C++ extension for collectives on the CPU, which it would compile here and now; gloo does without.
+    # DeepSpeed would compile this C++ extension for CPU collectives now; gloo does not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,4 +1,4 @@
-"""Scale without a cluster: what a private training step costs on many ranks, before anybody rents them."""
+"""The planner: it counts the cost of a private training step on many ranks, without a cluster."""
 
 from dpshard.applications.planner.estimates import DEFAULT_CLIPPINGS, Estimate, Plan, make_plan
 from dpshard.applications.planner.models import PRESETS, Transformer

@@ -1,4 +1,4 @@
-"""A plan in words: what fits, what stands in the way, and the ways out."""
+"""Sentences about a plan: styles that fit, styles that do not fit, and ways out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dpshard.applications.planner.estimates import GIB, Estimate, Plan
 from dpshard.applications.planner.meter import RECORDS
 
 HEAVY = 0.2
-"""Records above this share of the peak are worth a word."""
+"""Share of the peak above which the advice mentions records."""
 
 
 def advise(plan: Plan) -> list[str]:
-    """Sentences for people, the most important first."""
+    """Return sentences for users, the most important first."""
     ordinary, *private = plan.estimates
     return [
         *_what_fits(plan, private),

@@ -1,4 +1,4 @@
-"""A plan: estimates of ordinary and private steps side by side, and the largest micro-batches that fit."""
+"""A plan: estimates of ordinary and private steps, and the largest micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ DEFAULT_CLIPPINGS = (
     Clipping("block-wise"),
     Clipping("layer-wise"),
 )
-"""What is compared unless something else is asked for."""
+"""Default variants of a plan."""
 
 LARGEST = 2**16
-"""Micro-batches above this are not looked for."""
+"""Upper limit of the search for micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One step of one rank; bytes are those of tensors, without what an allocator or a library adds."""
+    """Costs of one step of one rank.
+
+    Bytes count tensors, without memory of allocator or libraries.
+    """
 
     clipping: Clipping | None
-    """None: ordinary training."""
+    """Clipping; None for ordinary training."""
     flops: int
-    """Floating-point operations of matrix products, convolutions and attention; a multiplication and an addition are
+    """Floating-point operations of matrix products, convolutions and attention; a multiply-add is
     two."""
     traffic: dict[tuple[str, str], Traffic]
     """Collectives by (kind, dtype)."""
     parts: dict[str, int]
-    """Bytes at the moment at which memory peaks, by part."""
+    """Bytes by part at the moment of peak memory."""
     largest_micro_batch: int | None = None
-    """The largest micro-batch that fits the GPU; 0 if not even one sample does, None if it was not asked for."""
+    """The largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a
+    search."""
 
     @property
     def label(self) -> str:
-        """Name for people."""
+        """Name of the variant for users."""
         if self.clipping is None:
             return "not private"
         passes = "one pass" if self.clipping.passes == 1 else "two passes"
@@ -51,39 +55,40 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Peak memory in bytes."""
         return sum(self.parts.values())
 
     def sent(self, kind: str) -> Traffic:
-        """The collectives of one kind, whatever their dtype."""
+        """Return the collectives of one kind, summed over dtypes."""
         found = [traffic for (name, _), traffic in self.traffic.items() if name == kind]
         return Traffic(sum(t.calls for t in found), sum(t.nbytes for t in found))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `dpshard plan` answers."""
+    """The result of `dpshard plan`."""
 
     setup: Setup
     micro_batch: int
-    """Samples of a rank in one forward."""
+    """Number of samples of a rank in one forward."""
     parameters: int
     gpu_memory: int | None
-    """Bytes of a GPU."""
+    """Memory of a GPU in bytes."""
     estimates: tuple[Estimate, ...]
-    """The first one is ordinary training."""
+    """Estimates, ordinary training first."""
 
     @property
     def model_states(self) -> dict[str, float]:
-        """Bytes a rank of parameters, gradients and Adam's states under mixed precision, by stage of ZeRO.
+        """Bytes per rank of parameters, gradients and Adam states by ZeRO stage, mixed precision.
 
-        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023 Sec. 2.2.2.
+        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023
+        Sec. 2.2.2.
         """
         return zero_model_states(self.parameters, self.setup.ranks)
 
 
 def zero_model_states(parameters: int, ranks: int) -> dict[str, float]:
-    """See Plan.model_states."""
+    """Return the figures of Plan.model_states."""
     return {
         "stage 0 (DDP)": 16.0 * parameters,
         "stage 1": (4 + 12 / ranks) * parameters,
@@ -100,10 +105,11 @@ def make_plan(
     gpu_memory: float | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Count a step of ordinary training, and one for each of `clippings`, on one rank of `setup`.
+    """Count a step of ordinary training, and one per item of `clippings`, on one rank of `setup`.
 
-    With `gpu_memory` (GiB) the largest micro-batch that fits is found for each. `report` is told what is counted.
-    Raises ConfigurationError for an unknown model, an impossible mesh, or within a process group.
+    With `gpu_memory` (GiB) find the largest micro-batch that fits, for each. `report` gets the name
+    of each count. Raises ConfigurationError for an unknown model, an impossible mesh, or within a
+    process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
@@ -136,9 +142,10 @@ def make_plan(
 
 
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
-    """The largest B with peak(B) <= limit, for a growing `peak` of which one value (B, peak) is known; 0 if none.
+    """Return the largest B with peak(B) <= limit, or 0.
 
-    Peaks are all but linear in B, so the line through the last two values points to the answer, mostly in a few counts.
+    `known` is one pair (B, peak) of the growing `peak`. Peaks are nearly linear in B, so the line
+    through the last two values finds the answer in a few counts.
     """
     points = [known]
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])

@@ -1,10 +1,9 @@
-"""What a step on fake tensors costs: collectives, floating-point operations, and live memory by part.
+"""Counts of a step on fake tensors: collectives, FLOPs, and live memory by part.
 
 [Note: Fake tensors and their values]
-A fake tensor has a shape and a dtype, and no values. Where the step asks for one (whether a stale gradient holds
-anything, whether a norm is infinite), `UnreadValues` answers for it: no to every question, zero for every number. This
-is the only place where such an answer exists. It answers for fake tensors alone, so nothing here can weaken a check of
-a training.
+A fake tensor has a shape and a dtype, and no values. The step reads values, for example to test a
+norm for infinity. `UnreadValues` returns False for every bool and 0 for every number. Only this
+mode replaces values, and only for fake tensors, so it cannot weaken a check in training.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from dpshard.applications.flops import FORMULAS
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
-"""What memory is spent on.
+"""Parts of memory.
 
-parameters: shards, and what is gathered of them; optimizer: its states; gradients: those of parameters, whole and
-sharded, with the buffers in which they are reduced; records: what book-keeping holds back from one layer's backward
-for the clipped sum; activations: all the rest, that is what is saved for backward, and temporary tensors.
+parameters: shards and gathered parameters; optimizer: its states; gradients: gradients of
+parameters, whole and sharded, with their reduction buffers; records: tensors that book-keeping
+keeps from a layer's backward for the clipped sum; activations: all other tensors, saved for
+backward or temporary.
 """
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
@@ -45,10 +45,10 @@ _KINDS = {
 
 
 class UnreadValues(TorchDispatchMode):
-    """Answers where a value of a fake tensor is asked for; see [Note: Fake tensors and their values]."""
+    """A mode that returns values for fake tensors; see [Note: Fake tensors and their values]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; reading a value gives False, or 0."""
+        """Run the operation; return False or 0 for the value of a fake tensor."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -63,7 +63,7 @@ class Traffic:
 
     calls: int
     nbytes: int
-    """Sum over calls of the size of the whole tensor: gathered, not yet scattered, or reduced."""
+    """Bytes of the whole tensors (gathered, before the scatter, or reduced), summed over calls."""
 
 
 @dataclass(slots=True)
@@ -71,13 +71,13 @@ class _Storage:
     nbytes: int
     part: str
     recorded: int | None = None
-    """When it became a record."""
+    """Time at which it became a record."""
     reference: weakref.ref[Any] | None = None
 
 
 @dataclass(slots=True)
 class Counts:
-    """What one step cost."""
+    """Costs of one step."""
 
     flops: int = 0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -88,11 +88,11 @@ class Counts:
     time_of_peak: int = 0
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Collectives by (kind, dtype)."""
+        """Return the collectives by (kind, dtype)."""
         return {key: Traffic(self.calls[key], self.nbytes[key]) for key in sorted(self.calls)}
 
     def parts(self) -> dict[str, int]:
-        """Bytes by part at the moment at which memory peaked."""
+        """Return the bytes by part at the moment of peak memory."""
         found: dict[str, int] = dict.fromkeys(PARTS, 0)
         for storage in self.at_peak:
             was_record = storage.recorded is not None and storage.recorded <= self.time_of_peak
@@ -101,7 +101,10 @@ class Counts:
 
 
 class Meter(TorchDispatchMode):
-    """Counts what runs on the tensors of one fake mode; enter it before the model is built."""
+    """A mode that counts operations on the tensors of one fake mode.
+
+    Enter it before you build the model.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -112,12 +115,12 @@ class Meter(TorchDispatchMode):
         self._time = 0
 
     def restart(self) -> None:
-        """Count from here."""
+        """Reset the counts."""
         self.counts = Counts()
         self._note_peak()
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
-        """Say what tensors are; those that become records are what they were until now."""
+        """Set the part of `tensors`; an activation becomes a record only from now on."""
         for x in tensors:
             local = x._local_tensor if isinstance(x, DTensor) else x
             if not self._is_ours(local):
@@ -141,7 +144,7 @@ class Meter(TorchDispatchMode):
             self._count_collective(func, args, result)
         formula = FORMULAS.get(func._overloadpacket)
         outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
-        # What DTensor runs to learn how it shards is of another fake mode, and of global shape.
+        # DTensor's sharding propagation runs in another fake mode, on global shapes.
         if formula is not None and outputs:
             self.counts.flops += formula(*args, **kwargs, out_val=result)
         for x in outputs:
@@ -157,7 +160,7 @@ class Meter(TorchDispatchMode):
         kind = next((kind for kind, prefixes in _KINDS.items() if name.startswith(prefixes)), None)
         if kind is None:
             return  # waits and barriers
-        # In and out, each a tensor or a list of them: the whole is the larger one.
+        # Inputs and outputs are tensors or lists of tensors; the larger side is the whole tensor.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
         tensors = [x for side in sides for x in side]
         key = (kind, str(tensors[0].dtype).removeprefix("torch."))
@@ -168,7 +171,8 @@ class Meter(TorchDispatchMode):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Meter:
-        # FSDP frees and allocates gathered parameters by resizing their storage, which no dispatch mode sees.
+        # FSDP frees and allocates gathered parameters by resizing their storage; dispatch modes
+        # miss that.
         self._resize = torch.UntypedStorage.resize_
         meter, resize = self, self._resize
 

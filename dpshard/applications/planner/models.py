@@ -1,6 +1,6 @@
-"""The models that can be planned: shapes of the DP-ZeRO paper, and any configuration of transformers.
+"""Models of the planner: shapes of the DP-ZeRO paper, and any configuration of transformers.
 
-They are built on fake tensors, without values, so a hundred billion parameters cost no memory.
+Their parameters are fake tensors without values, so a hundred billion parameters cost no memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to plan with, and what it is fed."""
+    """A model of a plan, with its inputs and its loss."""
 
     model: nn.Module
     blocks: list[nn.Module]
-    """What is sharded, and gathered, as a unit; the rest of the model is one more."""
+    """Modules that FSDP shards and gathers as units; the rest of the model is one more unit."""
     inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
-    """From the micro-batch size to keyword inputs of the model, and targets."""
+    """Function of the micro-batch size that returns keyword inputs of the model, and targets."""
     loss: Callable[[Any, Tensor], Tensor]
-    """From the output of the model and the targets to the mean loss over the micro-batch."""
+    """Function of the model's output and the targets that returns the mean loss over the
+    micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +50,10 @@ class Transformer:
     patch: int | None = None
     """Pixels along a side of a patch; None: a GPT."""
     tied: bool = False
-    """Whether a GPT's output head is its token embedding."""
+    """True if a GPT's output head is its token embedding."""
 
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
-        """The model, for inputs of `seq` tokens or pixels."""
+        """Build the model for inputs of `seq` tokens or pixels."""
         length = seq or self.seq
         model = _ViT(self, length, checkpointing) if self.patch else _GPT(self, length, checkpointing)
 
@@ -74,8 +75,9 @@ PRESETS: dict[str, Transformer] = {
 }
 """Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
 
-GPT2-XL and ViT-Gigantic are those of Radford et al. 2019 and Zhai et al. 2022. Of the others the paper gives the number
-of parameters, and of ViT-10B heads and layers; widths and depths are chosen here to meet it.
+GPT2-XL and ViT-Gigantic are the models of Radford et al. 2019 and Zhai et al. 2022. For the others
+the paper gives only the number of parameters, and heads and layers of ViT-10B. The other values
+here meet this number.
 """
 
 
@@ -96,7 +98,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states [B, T, D]."""
+        """Return hidden states [B, T, D]."""
         if self.checkpointing:
             return checkpoint(self._run, x_BTD, use_reentrant=False, preserve_rng_state=False)
         return self._run(x_BTD)
@@ -122,7 +124,7 @@ class _GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [B, T, V] of token ids [B, T]."""
+        """Return scores [B, T, V] of token ids [B, T]."""
         h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h_BTD = block(h_BTD)
@@ -143,7 +145,7 @@ class _ViT(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [B, classes] of images [B, 3, H, W]."""
+        """Return scores [B, classes] of images [B, 3, H, W]."""
         h_BTD = self.patches(x).flatten(2).mT
         h_BTD = torch.cat([self.class_token.expand(len(h_BTD), -1, -1), h_BTD], 1) + self.positions
         for block in self.blocks:
@@ -152,9 +154,10 @@ class _ViT(nn.Module):
 
 
 def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
-    """A preset, or `hf:NAME_OR_PATH`: a transformers configuration by name, folder, or JSON file.
+    """Build a preset, or a transformers configuration hf:NAME_OR_PATH (name, folder, or JSON).
 
-    Raises ConfigurationError for an unknown preset, or a configuration that cannot be read or sharded.
+    Raises ConfigurationError for an unknown preset, or for a configuration that cannot be read or
+    sharded.
     """
     if name.startswith("hf:"):
         return _from_transformers(name.removeprefix("hf:"), seq, checkpointing)
@@ -178,7 +181,7 @@ def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subje
         model = (AutoModelForCausalLM if text else AutoModelForImageClassification).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(
-            f"hf:{name}: no causal language model or image classifier could be made of it ({error})."
+            f"hf:{name}: cannot build a causal language model or an image classifier from it ({error})."
         ) from error
     blocks = _largest_list(model)
     if checkpointing:
@@ -204,7 +207,5 @@ def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subje
 def _largest_list(model: nn.Module) -> list[nn.Module]:
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
-        raise ConfigurationError(
-            f"{type(model).__name__} has no ModuleList of blocks that could be sharded one by one."
-        )
+        raise ConfigurationError(f"{type(model).__name__} has no ModuleList of blocks to shard one by one.")
     return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))

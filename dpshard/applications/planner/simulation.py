@@ -1,11 +1,11 @@
-"""The real training step of one of many ranks, private or not, on fake tensors, with collectives that send nothing.
+"""The real training step of one rank, private or not, on fake tensors and a fake process group.
 
 [Note: What is real]
-Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are the ones that train; tensors
-have no values, and collectives no other side. What is counted is a step like any but the first one, which also makes
-the optimizer's states and lets the engine find out which dimensions carry samples. Two things are left out: the
-verification at start-up, which needs values, and the drawing of noise, whose blocks of 2**20 elements are neither
-memory nor matrix products to speak of.
+Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are those of
+training. Tensors have no values, and collectives send nothing. The counted step is not the first
+one: the first step also creates the optimizer's states and probes the batch dimensions. The
+simulation omits verification at start-up, because it needs values. It also omits noise: its blocks
+of 2**20 elements cost little memory and no matrix products.
 """
 
 from __future__ import annotations
@@ -39,44 +39,47 @@ Sharding = Literal["ddp", "zero2", "fsdp2", "hsdp"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Where and how a model is to be trained, private or not."""
+    """A model and its training set-up, private or not."""
 
     model: str | Transformer
     """Name of a preset, hf:NAME_OR_PATH, or the shape of a transformer."""
     ranks: int
     """Number of GPUs."""
     shard: Sharding = "fsdp2"
-    """ddp: nothing is sharded; zero2: parameters stay gathered from forward to backward; fsdp2: all is sharded
-    (ZeRO-3); hsdp: all is sharded within a node, and replicated over nodes."""
+    """ddp: no shards; zero2: parameters stay gathered from forward to backward; fsdp2: shards of
+    everything (ZeRO-3); hsdp: shards within a node, replicated over nodes."""
     node: int = 8
-    """Ranks of a node: the shards of hsdp."""
+    """Ranks of a node, which are the shards of hsdp."""
     micro_batches: int = 1
-    """Forward and backward passes a step."""
+    """Number of forward and backward passes per step."""
     seq: int | None = None
     """Tokens (pixels along a side) of a sample; None: the default of the model."""
     checkpointing: bool = False
-    """Whether activations are computed again in backward, block by block."""
+    """True to recompute activations in backward, block by block."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of parameters in forward and backward; they are stored, reduced and updated in float32."""
+    """Dtype of parameters in forward and backward; storage, reduction and update are float32."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """A clipping style and how its norms are computed; see PrivacyEngine."""
+    """A clipping style and mode; see PrivacyEngine."""
 
     style: str
     mode: str = "auto"
 
     @property
     def passes(self) -> int:
-        """Backward passes."""
+        """Number of backward passes."""
         return 2 if self.mode in ("mixed-ghost", "ghost", "fast-gradient") else 1
 
 
 @contextmanager
 def simulated(setup: Setup) -> Iterator[Simulation]:
-    """A simulation of one rank; ConfigurationError if a process group exists, or the mesh does not divide the ranks."""
+    """Yield a simulation of one rank.
+
+    Raises ConfigurationError if a process group exists, or if the mesh does not divide the ranks.
+    """
     if dist.is_initialized():
         raise ConfigurationError("A plan needs a process of its own: torch.distributed is initialised already.")
     if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
@@ -85,26 +88,26 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no noise, and that batches of this run are no samples
+            warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches, which are intended here
             yield Simulation(setup, fake, Meter(fake))
     finally:
         dist.destroy_process_group()
 
 
 class Simulation:
-    """One rank with its sharded model and optimizer, on which steps are counted."""
+    """One rank with its sharded model and optimizer; it counts steps."""
 
     def __init__(self, setup: Setup, fake: FakeTensorMode, meter: Meter) -> None:
         self.setup, self.fake, self.meter = setup, fake, meter
-        self._stepped = False  # whether the optimizer has its states
-        self._layouts: dict[Any, Layout] = {}  # found by the first engine, and the same for all
+        self._stepped = False  # True when the optimizer has its states
+        self._layouts: dict[Any, Layout] = {}  # the first engine finds them for all engines
         mesh = self._mesh()
         with fake, UnreadValues(), meter:
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())
             self.model = self._shard(self.subject, mesh)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            # Fused: no temporary copies, and no number that is read.
+            # The fused optimizer makes no temporary copies, and reads no values.
             kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
             self.optimizer = kind(parameters, lr=1e-3, fused=True)
             meter.label(self.model.parameters(), PARAMETERS)
@@ -134,13 +137,14 @@ class Simulation:
             else MixedPrecisionPolicy()
         )
         for unit in (*subject.blocks, subject.model):
-            # None: blocks are freed after their forward, the root is kept for the backward that follows at once.
+            # With None, FSDP reshards blocks after their forward, and keeps the root for the
+            # backward that follows.
             kept = False if self.setup.shard == "zero2" else None
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
         return subject.model
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """What a step costs; without `clipping`, that of ordinary training."""
+        """Return the costs of a step; without `clipping`, of ordinary training."""
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
@@ -151,7 +155,8 @@ class Simulation:
             self.model,
             self.meter,
             self._layouts,
-            # Every row is in every batch, so that all ranks have exactly the micro-batches that were asked for.
+            # Every row is in every batch, so that every rank has exactly setup.micro_batches
+            # micro-batches.
             batch_size=rows,
             sample_size=rows,
             steps=2,
@@ -168,14 +173,14 @@ class Simulation:
                     before = self._stepped, len(self._layouts)
                     self._step(logical_batch, micro_batch)
                     if before == (True, len(self._layouts)):
-                        break  # nothing was found out or made for the first time
+                        break  # this step created no state and probed nothing
         finally:
             engine.detach()
         return self.meter.counts
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
-        # Whatever earlier steps have left behind in reference cycles would be counted until Python happens to find it.
+        # Tensors of earlier steps in reference cycles would count until Python collects them.
         gc.collect()
         self.meter.restart()
         for _ in logical_batch:
@@ -191,12 +196,12 @@ class Simulation:
         self._stepped = True
 
     def _autocast(self) -> bool:
-        # Parameters of DDP are whole and in float32; under FSDP the policy has cast them.
+        # DDP's parameters are float32; under FSDP the policy casts them.
         return self.setup.shard == "ddp" and self.setup.precision == "bf16"
 
 
 class _Engine(PrivacyEngine):
-    """The engine, with its records labelled, and the layouts of calls shared with others of the same model."""
+    """An engine that labels its records, and shares the layouts of calls with the other engines."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -210,7 +215,7 @@ class _Engine(PrivacyEngine):
 
 
 def _labelled(tape: Tape, meter: Meter) -> Tape:
-    """A tape that tells the meter what its records are."""
+    """Make `tape` label its records in `meter`, and return it."""
     arrive = tape.arrive
 
     def labelled(use: Use, tensors: Any) -> None:
@@ -227,7 +232,7 @@ def _labelled(tape: Tape, meter: Meter) -> Tape:
 
 
 class _MicroBatches:
-    """The micro-batches of a step of ordinary training: DDP reduces in the last one."""
+    """Micro-batches of a step of ordinary training; DDP reduces only in the last one."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self.model, self.count = model, count
@@ -241,11 +246,11 @@ class _MicroBatches:
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """DDP for fake tensors: its reducer is C++, which must neither read them nor wait for a collective on them."""
+    """Return DDP for fake tensors: its C++ reducer must not read or await them."""
     ddp = _UnhookedDDP(model, init_sync=False)
 
-    def reduce(group, bucket):  # DDP reads annotations, and would not understand postponed ones
-        # What the reducer does by itself: the mean over ranks.
+    def reduce(group, bucket):  # no annotations: DDP reads them, and rejects postponed ones
+        # As the reducer itself does: the mean over ranks.
         total = bucket.buffer().div_(dist.get_world_size())
         dist.all_reduce(total)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -258,14 +263,14 @@ def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class _UnhookedDDP(DistributedDataParallel):
-    """DDP that does not report its hook, which computes what the reducer would have computed."""
+    """DDP that does not log its hook, because the hook computes the same as the reducer."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
 
 
 class _Reducer:
-    """DDP's reducer with the buckets that it starts with; to rebuild them it would broadcast their composition."""
+    """DDP's reducer that keeps its first buckets; a rebuild would broadcast their composition."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -278,7 +283,7 @@ class _Reducer:
 
 
 class _Rows(Dataset[int]):
-    """As many rows as it says, of nothing: the inputs are made in the step."""
+    """A data set of `rows` indices; the step creates the inputs."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,27 +1,27 @@
-"""Compiled C for the CPU, where numpy and torch leave much to gain; they do the same wherever it was not built.
+"""Compiled C for the CPU, much faster than numpy and torch, which replace it if it was not built.
 
 [Note: Native code]
-    box_muller, release_  normals of random words, and their addition to a sum (normals.c). In numpy they are seven
-                          passes over the cache, compiled one. Random bits still come from OpenSSL's cipher: no
-                          cryptography is of our own.
-    floored_ghost_norm_sq norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. In torch every product of a
-                          block of positions is a call, on matrices too small for its libraries, and what they make is
-                          written and read again; compiled, half of the products are made, and stay in the cache.
-    per_sample_gradients_ of convolutions, and norms alone, float32, on the same processors (convolution.c). In torch
-                          samples are groups of one convolution, which takes memory several times theirs, fresh from
-                          the system, to rearrange them in.
-    normalization_gradients
-                          of weights and biases, sample by sample, float32 (normalization.c). In torch the input is
-                          normalised again, written, multiplied, and read by two sums; compiled, a row or a group of
-                          rows stays in the cache from its mean to its gradients.
+- box_muller, release_: normals from random words, and their addition to a sum (normals.c). numpy
+  needs seven passes over the cache, compiled code one. Random bits still come from OpenSSL's
+  cipher: the package has no cryptography of its own.
+- floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch calls
+  a library for each product of a block of positions, on matrices too small for it, and writes and
+  reads every product. Compiled code computes half of the products, and keeps them in the cache.
+- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same
+  processors (convolution.c). torch makes samples the groups of one convolution. To rearrange them
+  it takes several times their memory, fresh from the system.
+- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c).
+  torch normalises the input again, writes it, multiplies it, and sums it twice. Compiled code keeps
+  a row or a group of rows in the cache from its mean to its gradients.
 
-Threads are those of torch: a pool of another kind would compete with them for the cores, on which OpenMP's threads wait
-for more work for milliseconds after the last operator. GOMP_parallel is what compilers call for `#pragma omp parallel`,
-and torch's build for Linux brings the library that has it; where it is not found, one thread does the work. How many
-there are changes no bit.
+The code runs on torch's threads. Threads of another pool would compete for the cores, because
+OpenMP's threads wait for work for milliseconds after the last operator. Compilers call
+GOMP_parallel for `#pragma omp parallel`, and torch's build for Linux brings the library that has
+it. Without this library the code runs on one thread. The number of threads does not change any bit.
 
-setuptools builds it with the package if there is a C compiler, and goes on without if there is none. What is drawn does
-not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0 switches it off.
+setuptools builds the code with the package if there is a C compiler, and skips it otherwise. The
+noise does not depend on it, except in the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0
+switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution

@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions on a CPU: see [Note: Native code], and convolution.c for how."""
+"""Per-sample gradients of convolutions on a CPU: see [Note: Native code] and convolution.c."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from torch.utils.flop_counter import register_flop_formula
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
-"""Output channels of a group: they are worked on by 16, of which most would be missing."""
+"""Smallest number of output channels per group; tiles have 16, and with fewer most of a tile is
+empty."""
 
 _MAX_POSITIONS = 2**16
-"""Of all images of a sample: their output gradients are packed at once."""
+"""Largest number of positions of all images of a sample; the code packs their gradients at once."""
 
 
 def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
-    """Whether compiled code makes the per-sample gradients of a kernel, with so many output channels in a group."""
+    """Return True if compiled code supports a kernel with `channels` output channels per group."""
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
-# Operators of torch, so that fake tensors pass through them and their products are counted.
+# They are operators of torch, so that fake tensors work and their FLOPs are counted.
 
 
 @torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
 def per_sample_gradients_(
     gradients: Tensor, images: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B]; all float32.
+    """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B].
 
-    `images` are the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], in at most three
-    dimensions; G groups have P / G channels each; see `takes_convolution`.
+    All tensors are float32. `images` are the input [B, k, G * C, *space] and the output gradient
+    [B, k, P, *positions], in at most three dimensions. G groups have P / G channels each. Raises
+    ValueError for other dtypes or shapes; call `takes_convolution` first.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 
@@ -47,7 +49,7 @@ def gradient_norm_sq(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """The squared norms [B] of the gradients [B, *shape] of `per_sample_gradients_`, which are written nowhere."""
+    """Return the squared norms [B] of the gradients [B, *shape], without writing these."""
     return _call(None, shape, images, stride, padding, dilation)
 
 

@@ -1,4 +1,4 @@
-"""Norms by Gram matrices on a CPU: see [Note: Native code], and gram.c for how."""
+"""Norms by Gram matrices on a CPU: see [Note: Native code] and gram.c."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from torch.utils.flop_counter import register_flop_formula
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _TILE = 8, 16
-"""Positions on the sides of a tile with AVX-512; with AVX2 it has half as many rows, and a few products fewer are made.
-Of a Gram matrix, columns of tiles are made from the diagonal on."""
+"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer
+products. The code computes each column of tiles of a Gram matrix from the diagonal on."""
 
 
 def takes_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code takes ghost norms of rows and columns of `dtype` there."""
+    """Return True if compiled code supports ghost norms of tensors of `dtype` on `device`."""
     return has_tiles(device, dtype)
 
 
 def ghost_flops(T: int, R: int, C: int) -> int:
-    """FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
+    """Return the FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
     height, width = _TILE
     n, below = -(-T // width), -(-T // height) * height
     return n * (2 * below - width * (n - 1)) * width * (R + C)
 
 
-# An operator of torch, so that fake tensors pass through it and its products are counted.
+# It is an operator of torch, so that fake tensors work and its FLOPs are counted.
 @torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
-    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and no less than they may have lost.
+    """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    What squares that underflow may hide is added, and none is below `relative_floor` (sum_t |rows_t| |cols_t|)^2.
-    Rows [B, G, T, R] and cols [B, G, T, C] of any strides, float32; see `takes_ghost_norm`.
+    The bound adds the largest error of squares that underflow. It is at least `relative_floor`
+    (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
+    strides. Raises ValueError otherwise; call `takes_ghost_norm` first.
     """
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:

@@ -1,4 +1,4 @@
-"""The compiled library: where it is, how it is called, whether it can be trusted, and the threads that it runs on."""
+"""The compiled library: path, signatures, a test of its results, and its threads."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SIGNATURES = {
     ),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
-"""What functions return and take."""
+"""Return type and argument types of each function."""
 
 Team = tuple[int | None, int]
-"""Address of what runs a function on several threads, None for this one alone; and their number."""
+"""Address of the function that starts threads (None: no other threads), and number of threads."""
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
@@ -46,7 +46,7 @@ Vectors = tuple[int, Sequence[int]]
 
 @functools.cache
 def library() -> Library | None:
-    """What was built with the package; None if nothing was, or if DPSHARD_NATIVE=0 switches it off."""
+    """Return the library built with the package; None without one, or if DPSHARD_NATIVE=0."""
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
     found = find_spec("dpshard.kernels.native._native")
@@ -54,7 +54,7 @@ def library() -> Library | None:
 
 
 def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code takes ghost norms, and gradients of convolutions, of tensors of `dtype` there."""
+    """Return True if compiled code supports ghost norms and convolutions of `dtype` on `device`."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     compiled = library()
@@ -62,19 +62,22 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_built() -> bool:
-    """Whether compiled code serves in this process."""
+    """Return True if this process uses compiled code."""
     return library() is not None
 
 
 def load(path: str) -> Library | None:
-    """The library at `path`; None, with a warning, if it is not one that these functions call, or computes wrongly."""
+    """Return the library at `path`.
+
+    Warns and returns None if it has another interface or wrong results.
+    """
     try:
         loaded = Library(path)
         loaded.try_out()
     except (OSError, AttributeError, ArithmeticError) as error:
         warnings.warn(
             f"{path} cannot be used ({error}), so numpy and torch do its work, more slowly. "
-            f"Install dpshard again; DPSHARD_NATIVE=0 silences this warning.",
+            f"Install dpshard again. DPSHARD_NATIVE=0 silences this warning.",
             stacklevel=2,
         )
         return None
@@ -82,7 +85,7 @@ def load(path: str) -> Library | None:
 
 
 def team() -> Team:
-    """The threads of torch, if they can be had."""
+    """Return torch's threads if GOMP_parallel is available, else only this thread."""
     return _gomp_parallel(), torch.get_num_threads()
 
 
@@ -95,9 +98,9 @@ def _gomp_parallel() -> int | None:
 
 
 class Library:
-    """The compiled functions of this folder, unchecked. The library is at `path`.
+    """The compiled functions of the library at `path`; they do not check arguments.
 
-    Raises OSError if there is none, and AttributeError if it is another one.
+    Raises OSError if there is no library, and AttributeError if it has another interface.
     """
 
     def __init__(self, path: str) -> None:
@@ -108,7 +111,7 @@ class Library:
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
         self.has_tiles = bool(self._c.dpshard_has_tiles())
-        """Whether the processor has the registers for `ghost_norms` and `convolution_gradients`."""
+        """True if the processor has the registers for `ghost_norms` and `convolution_gradients`."""
 
     def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
         """See normals.box_muller."""
@@ -124,7 +127,10 @@ class Library:
     def ghost_norms(
         self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
     ) -> None:
-        """See gram.floored_ghost_norm_sq; `sizes` are B, G, T, R, C, all positive; `norms` is the address of [B]."""
+        """See gram.floored_ghost_norm_sq.
+
+        `sizes` are B, G, T, R, C, all positive; `norms` is the address of [B]. Raises MemoryError.
+        """
         (x, of_x), (y, of_y) = rows, cols
         strides = _Strides(*of_x), _Strides(*of_y)
         all_sizes = _ProductSizes(*sizes)
@@ -134,18 +140,22 @@ class Library:
     def convolution_gradients(
         self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
     ) -> None:
-        """See convolution.per_sample_gradients_: addresses, that of `kernels` if they are asked for, and sizes."""
+        """See convolution.per_sample_gradients_.
+
+        `input`, `gradient`, `kernels` and `norms` are addresses. Without `kernels` compute only
+        norms. Raises MemoryError.
+        """
         if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
 
     def normalization_gradients(
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
     ) -> None:
-        """See normalization_gradients of normalization.py, and of normalization.c."""
+        """See normalization_gradients in normalization.py and in normalization.c."""
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
-        """Raise ArithmeticError if it computes otherwise than numpy: a faulty build must not drop noise, or a norm."""
+        """Raise ArithmeticError if results differ from numpy; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
         self._try_normalization()
@@ -181,7 +191,8 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        # The last ones are of rows whose squares underflow, beside large columns, and the reverse.
+        # In the last two cases, squares of one side underflow beside large values of the other
+        # side.
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]
@@ -206,7 +217,7 @@ class Library:
 
 
 def _scattered(*shape: int) -> NDArray[np.float32]:
-    """Numbers that look random, between -1 and 1."""
+    """Return fixed, irregular numbers between -1 and 1."""
     n = int(np.prod(shape))
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
 

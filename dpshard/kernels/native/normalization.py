@@ -1,4 +1,4 @@
-"""Per-sample gradients of normalisation layers on a CPU: see [Note: Native code], and normalization.c for how."""
+"""Per-sample gradients of normalisation on a CPU: see [Note: Native code] and normalization.c."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dpshard.kernels.native.library import library, team
 
 
 def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled code makes the gradients of weights and biases from an input of `dtype` there."""
+    """Return True if compiled code supports inputs of `dtype` on `device`."""
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
-# An operator of torch, so that fake tensors pass through it.
+# It is an operator of torch, so that fake tensors work.
 @torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Per-sample gradients [2, B, K] of the weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
+    """Return per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
 
-    `x` and the `gradient` of y are float32, [B, K, N] with `groups` of K / groups rows that are normalised together, or
-    [B, N, K] with rows that are, each alone, if `groups` is 0. If not `centered`, 0 takes the place of the mean.
+    y = w (x - mean) / sqrt(var + eps) + b. `x` and the `gradient` of y are float32. If `groups` is
+    positive, they are [B, K, N], and the layer normalises each group of K / groups rows together.
+    If `groups` is 0, they are [B, N, K], and the layer normalises each row separately. If not
+    `centered`, 0 replaces the mean. Raises ValueError for other dtypes or shapes.
     """
     compiled, shape = library(), x.shape
     fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)

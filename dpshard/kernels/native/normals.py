@@ -1,4 +1,4 @@
-"""Box and Muller's normals, and their release with a sum: by compiled code, or by numpy."""
+"""Box and Muller's normals, and their addition to a sum, in compiled code or numpy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dpshard.kernels.native.library import library, team
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[Any]) -> None:
-    """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n]. Box and Muller 1958.
+    """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    Of the words of a pair of normals, 31 bits of two make the radius, and one makes the angle, or two in float64. Units
-    are contiguous, and `normals` altogether. `words` may be spoilt, and `room` [3 or 4, units, n], of the dtype of the
-    normals, is worked in.
+    After Box and Muller 1958. A pair of normals takes its radius from 31 bits of each of two words.
+    It takes its angle from one word, or from two in float64. Each unit of `words` and all of
+    `normals` are contiguous. The function may overwrite `words`, and uses `room` [3 or 4, units,
+    n], of the dtype of the normals, as scratch memory.
     """
     compiled = library()
     if compiled is None:
@@ -26,9 +27,10 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[An
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
-    """Turn `x` [n] into (x + std * noise) / divisor in place; the sum with wider noise is rounded once.
+    """Replace `x` [n] by (x + std * noise) / divisor in place; round the sum with wider noise once.
 
-    Both are contiguous, float32 or float64, the noise not narrower; it may be spoilt.
+    Both arrays are contiguous, float32 or float64, and `noise` is not narrower than `x`. The
+    function may overwrite `noise`.
     """
     compiled = library()
     if compiled is None:

@@ -1,4 +1,4 @@
-"""What compiled code computes, in numpy: noise where nothing was built, and everything to try out what was."""
+"""The compiled functions in numpy: noise without a build, and references that test a build."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
-"""What the words of a pair of normals count: those of the radius, and those of the angle."""
+"""Scales of the words of a pair of normals: two of the radius, then two of the angle."""
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[Any]) -> None:
-    """See normals.box_muller; spoils `words`."""
+    """See normals.box_muller; overwrites `words`."""
     words[:, :2] &= 2**31 - 1
     kind = normals.dtype.type
     scales = np.array(_SCALES[: len(room)], kind)[:, None, None]
     np.multiply(words.swapaxes(0, 1), scales, out=room, dtype=kind, casting="same_kind")
     radius, fine, angle, *finer = room
-    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: near 0, where tails come from, all bits count.
+    # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: tails come from u near 0, where all bits count.
     fine += kind(2.0**-63)
     radius += fine
     np.log(radius, out=radius)
@@ -33,14 +33,14 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[An
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
-    """See normals.release_; spoils `noise`."""
+    """See normals.release_; overwrites `noise`."""
     noise *= std
     np.add(noise, x, out=x, casting="same_kind")
     x /= divisor
 
 
 def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor: float) -> NDArray[np.float64]:
-    """See gram.floored_ghost_norm_sq; in float64, with what would underflow in float32."""
+    """See gram.floored_ghost_norm_sq; float64, with the bound on float32's underflow."""
     gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols
     of_rows, of_cols = (np.linalg.norm(x.astype(np.float64), axis=3) for x in (rows, cols))
     scale, lost = (of_rows * of_cols).sum((1, 2)), float(np.finfo(np.float32).tiny) ** 0.5
@@ -58,7 +58,10 @@ def convolution_gradients(
     stride: tuple[int, int, int],
     dilation: tuple[int, int, int],
 ) -> NDArray[np.float64]:
-    """Gradients [B, G, R, C, *kernel] of padded images [B, k, G, C, *space]; gradient [B, k, G, R, *positions]."""
+    """Return gradients [B, G, R, C, *kernel].
+
+    `input` are padded images [B, k, G, C, *space]; `gradient` is [B, k, G, R, *positions].
+    """
     positions = gradient.shape[4:]
     out = np.empty((*gradient.shape[:1], *gradient.shape[2:4], input.shape[3], *kernel))
     for at in np.ndindex(*kernel):
@@ -73,7 +76,7 @@ def convolution_gradients(
 def normalization_gradients(
     x: NDArray[Any], gradient: NDArray[Any], groups: int, eps: float, centered: bool
 ) -> NDArray[np.float64]:
-    """See normalization.normalization_gradients; in float64."""
+    """See normalization.normalization_gradients; float64."""
     wide = x.astype(np.float64)
     rows = wide.reshape(len(x), groups, -1) if groups else wide
     rows = rows - rows.mean(2, keepdims=True) if centered else rows
