@@ -30,7 +30,9 @@ _TODAY = (
     "over all ranks (see docs/sharding.md)"
 )
 
-_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+_NAMESPACES = frozenset(
+    {"c10d", "_dtensor", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+)
 """Of the operators that send tensors to other ranks."""
 _SILENT = ("barrier", "wait_tensor")
 """Operators of these that carry no data of a rank to another."""

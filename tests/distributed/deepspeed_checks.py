@@ -437,6 +437,8 @@ def refusals(stage: int) -> dict[str, Any]:
     nvme = deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig(device="nvme")
     with mock.patch.object(model_engine, "zero_offload_optimizer", return_value=nvme):
         found["nvme"] = refused(lambda: engine_on(model_engine))
+    with mock.patch.object(model_engine, "mp_world_size", 2):
+        found["parallel model"] = refused(lambda: engine_on(model_engine))
     found["not the engine"] = refused(lambda: engine_on(model))
     if stage == 3:
         found["two passes"] = refused(lambda: engine_on(model_engine, clipping_mode="ghost"))
@@ -461,7 +463,34 @@ def refusals(stage: int) -> dict[str, Any]:
     name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
     getattr(moved_engine.optimizer, name)[0].data.add_(1.0)
     found["another layout"] = refused(lambda: engine_on(moved_engine))
+    lonely = small()
+    optimizer = SGD(lonely.parameters(), lr=0.1)
+    lone = deepspeed.initialize(model=lonely, optimizer=optimizer, config=configuration(stage), mpu=Alone())[0]
+    deepspeed.utils.groups.mpu = None  # it would hold for all models of the process
+    found["some ranks"] = refused(lambda: engine_on(lone))
     return found
+
+
+class Alone:
+    """What tells DeepSpeed that this rank shares its data with no other one, and leaves open what they do."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_subgroups(group_size=1)[0]
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    get_model_parallel_group = get_data_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    get_model_parallel_rank = get_data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    get_model_parallel_world_size = get_data_parallel_world_size
 
 
 class Muonic(SGD):

@@ -143,6 +143,8 @@ ADVICE = {
     "checkpointer": "the one that deepspeed.initialize() returns",
     "half offloaded": "offload all of it",
     "nvme": "offload to the CPU is",
+    "parallel model": "only data parallelism is supported",
+    "some ranks": "1 of 2 ranks share the data",
     "not the engine": "PrivacyEngine(model_engine, ...)",
     "not optimized": "requires_grad_(False)",
     "another layout": "right after deepspeed.initialize()",
