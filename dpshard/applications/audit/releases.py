@@ -35,6 +35,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard.applications.audit.bounds import FALSE_ALARM
 from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
 from dpshard.applications.audit.steps import stepping
 from dpshard.backends.ranks import Ranks
@@ -46,6 +47,8 @@ from dpshard.errors import ConfigurationError
 SIGMA = 0.01
 """Noise multiplier: little enough to see who was drawn, and far above the rounding of float32 sums."""
 MOST_SAMPLES = 8
+MOST_ELEMENTS = 2**26
+"""Elements of the gradients of all candidates: of a large model fewer are looked at."""
 FEWEST_STEPS = 16
 HIDDEN_BEYOND = 0.05
 """Deviation of the noise in some b_i beyond which one may be mistaken, in a thousand steps with 1e-20."""
@@ -91,7 +94,9 @@ def audit_releases(
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
     plain = copy.deepcopy(model).train()
-    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(len(x))]
+    elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
+    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
     rows = _chosen(gradients)
     known = _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
     x, y, gradients = x[rows], y[rows], [gradients[row] for row in rows]
@@ -258,55 +263,22 @@ class _Game:
         return [*found, *draw_findings(drawn, mechanism.schedule[0] / mechanism.sample_size)]
 
 
-def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
-    """Whether who was drawn, [T, n] of each engine, are independent coins of probability `q`."""
-    n = drawn[0].shape[1]
-    if q == 1:
-        return [Finding("samples are not in every batch", 0.0 if all(d.all() for d in drawn) else -math.inf)]
-    everyone = np.concatenate(drawn)
-    agree = q * q + (1 - q) ** 2
-    found = [_count("samples are drawn too often or too seldom", everyone, q)]
-    for sample in range(n):
-        p = _count("", everyone[:, sample], q).log_p + math.log(n)
-        found.append(Finding(f"sample {sample} is drawn too often or too seldom", min(0.0, p)))
-    for apart in (1, 2, 3, 4):
-        pairs = [d[t] == d[t + apart] for d in drawn for t in range(len(d) - apart) if (t // apart) % 2 == 0]
-        if pairs:
-            found.append(_count(f"a draw depends on that of {apart} steps before", np.array(pairs), agree))
-    if n > 1:
-        half = n // 2
-        together = everyone[:, :half] == everyone[:, half : 2 * half]
-        found.append(_count("samples are drawn in dependence on each other", together, agree))
-        size = round(q * n)
-        exactly = everyone.sum(1) == size
-        found.append(_count("batches are of one size too often", exactly, float(stats.binom.pmf(size, n, q))))
-    epoch = round(1 / q)
-    epochs = [d[t : t + epoch].sum(0) == 1 for d in drawn for t in range(0, len(d) - epoch + 1, epoch)]
-    if epochs:
-        once = float(stats.binom.pmf(1, epoch, q))
-        found.append(_count("samples come once in every epoch", np.array(epochs), once))
-    if len(drawn) == 2:
-        short = min(map(len, drawn))
-        found.append(_count("two engines draw the same", drawn[0][:short] == drawn[1][:short], agree))
-    return found
-
-
-def _count(what: str, coins: NDArray[np.bool_], p: float) -> Finding:
-    heads, tosses = int(coins.sum()), coins.size
-    tails = stats.binom.logcdf(heads, tosses, p), stats.binom.logsf(heads - 1, tosses, p)
-    return Finding(what, min(0.0, math.log(2) + float(min(tails))))
-
-
 def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
     """Candidates of which one has much of its gradient in each parameter, none of them hidden behind the others."""
-    rows = torch.stack([torch.cat([g.flatten() for g in gradient.values()]).double().cpu() for gradient in gradients])
-    norms = rows.norm(dim=1)
-    usable = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
+    m = len(gradients)
+    gram, parts = np.zeros((m, m)), []
+    for name in gradients[0]:
+        part = np.stack([_flat(gradient[name]) for gradient in gradients])
+        gram += part @ part.T
+        parts.append((part**2).sum(1))
+    squares = np.array(parts).T
+    norms = np.sqrt(squares.sum(1))
+    usable = [i for i, norm in enumerate(norms) if 0 < norm < math.inf]
     if not usable:
         raise ConfigurationError("No candidate has a gradient: choose samples that the model can learn.")
-    gram = ((rows / norms[:, None]) @ (rows / norms[:, None]).T).numpy()
-    share = np.array([[float(g.double().norm()) for g in gradient.values()] for gradient in gradients])
-    share = share / np.maximum(norms.numpy(), 1e-300)[:, None]
+    norms = np.maximum(norms, 1e-300)
+    gram /= np.outer(norms, norms)
+    share = np.sqrt(squares) / norms[:, None]
     chosen: list[int] = []
     while len(chosen) < MOST_SAMPLES:
         best, gain = -1, -1.0

@@ -228,7 +228,7 @@ def _add_earlier_sums(monkeypatch, decay, *, keep):
 
     def release(self, shards, **rest):
         for shard in shards:
-            key = self.secret, shard.name, shard.start
+            key = shard.name, shard.start
             own = shard.local.detach().clone()
             if key in kept:
                 shard.local.detach().add_(kept[key], alpha=decay)

@@ -22,8 +22,8 @@ from torch import nn
 
 from dpshard import QuantileTracking
 from dpshard.applications.audit import FALSE_ALARM, audit_releases
+from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault, log_tail_of_products
-from dpshard.applications.audit.releases import draw_findings
 from dpshard.errors import ConfigurationError
 from tests.applications.audit import faults
 
