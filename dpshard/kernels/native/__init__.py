@@ -4,6 +4,8 @@
     box_muller, release_  normals of random words, and their addition to a sum (normals.c). In numpy they are seven
                           passes over the cache, compiled one. Random bits still come from OpenSSL's cipher: no
                           cryptography is of our own.
+    add_digest_           a digest of the bits of sums under secret weights (digest.c). In torch every product is written and
+                          read again, in 64 bits.
     floored_ghost_norm_sq norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. In torch every product of a
                           block of positions is a call, on matrices too small for its libraries, and what they make is
                           written and read again; compiled, half of the products are made, and stay in the cache.
@@ -25,12 +27,14 @@ not depend on it but for the last bits of a logarithm or a cosine. DPSHARD_NATIV
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution
+from dpshard.kernels.native.digest import add_digest_, takes_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, takes_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, takes_normalization
 from dpshard.kernels.native.normals import box_muller, release_
 
 __all__ = [
+    "add_digest_",
     "box_muller",
     "floored_ghost_norm_sq",
     "ghost_flops",
@@ -40,6 +44,7 @@ __all__ = [
     "per_sample_gradients_",
     "release_",
     "takes_convolution",
+    "takes_digest",
     "takes_ghost_norm",
     "takes_normalization",
 ]
