@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpshard.backends.guard import Guard
-from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+from dpshard.noise.digest import LANES
 from dpshard.noise.keyed import Shard
 
 if TYPE_CHECKING:
@@ -160,12 +161,56 @@ class LocalBackend:
             self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
             raise
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
         """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
 
-        LogicalBatchError if somebody else has changed a sum.
+        `digest` takes the shards of this rank, and returns what they contribute to the digest of the sums, int64 [2].
+        Returns the digest. LogicalBatchError, on all ranks, if somebody else has changed a sum.
         """
-        self._require_untouched(self.parameters)
+        fault = self._fault()
+        with torch.no_grad():
+            own = torch.zeros(LANES, dtype=torch.int64) if fault is not None else digest(self._shards())
+        # A rank that raises must not leave the others in a collective. An accelerator is waited for once.
+        ranks_WX = self.stack(torch.cat([own, own.new_full((1,), int(fault is not None))])).cpu()
+        if fault is not None:
+            raise fault
+        faulty = ranks_WX[:, -1].tolist()
+        if any(faulty):
+            self._forget_sums()
+            raise LogicalBatchError(
+                f"Rank {faulty.index(1)} has refused the clipped sums of this logical batch, and its error says why. "
+                f"zero_grad() then makes a fresh start on all ranks."
+            )
+        return self._whole_digest(ranks_WX[:, :-1]).tolist()
+
+    def _fault(self) -> DpshardError | None:
+        """Why the sums of this rank must not be released, if there is a reason."""
+        try:
+            self._require_untouched(self.parameters)
+        except (LogicalBatchError, UnsupportedParameterError) as error:
+            return error
+        return None
+
+    def _whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        """The digest [L] of the sums, of what each rank contributes."""
+        return ranks_WL.sum(0)
+
+    def _shards(self) -> list[Shard]:
+        """What this rank holds of the sums; zeros where no gradient arrived.
+
+        A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
+        """
+        shards: list[Shard] = []
+        for name, parameter in self.parameters.items():
+            total = self._sum_of(name)
+            if total is None and not parameter.requires_grad:
+                continue
+            if total is None:
+                dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                shard = self._local(parameter)
+                total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
+            shards.append(Shard(name, total if total.dtype in WIDE else total.float(), self._start(name)))
+        return shards
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad
@@ -218,6 +263,11 @@ class LocalBackend:
         agree_F = (ranks_WFD == ranks_WFD[0]).all(2).all(0)
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
+    @property
+    def layout(self) -> str:
+        """How ranks share the model, in words."""
+        return "one process"
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """A block in which one micro-batch of a logical batch is worked on."""
         return nullcontext()
@@ -226,22 +276,11 @@ class LocalBackend:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
         `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had, float64.
-        Returns the L2 norm of the clipped sum, [], on the CPU.
-
-        A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
+        Returns the L2 norm of the clipped sum, [].
         """
-        shards: list[Shard] = []
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                total = self._sum_of(name)
-                if total is None and not parameter.requires_grad:
-                    continue
-                if total is None:
-                    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                    shard = self._local(parameter)
-                    total = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
-                shards.append(Shard(name, total if total.dtype in WIDE else total.float(), self._start(name)))
-            norm = release_(shards).cpu()  # an accelerator is waited for once
+            shards = self._shards()
+            norm = release_(shards)
             for shard in shards:
                 parameter, total = self.parameters[shard.name], shard.local
                 if parameter.grad is None or total is not self._local(parameter.grad):

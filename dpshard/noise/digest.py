@@ -52,6 +52,7 @@ class SumDigest:
         self._secret = secret
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
+        self._wide_columns: dict[torch.device, Tensor] = {}
         # The same parameters come every step: 16 bytes for WIDTH words.
         self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
@@ -71,12 +72,17 @@ class SumDigest:
                 total, rows = totals[_device(stretch)], self._weights(stretch)
                 native.add_digest_(total, stretch.words, stretch.at, self._columns, rows)
         for device, total in totals.items():
-            columns = self._columns.to(device, torch.int64)
             rest = [x for x in stretches if _device(x) == device and not native.takes_digest(x.words)]
             for pieces in _batches(rest):
                 matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
-                total += ((matrix[:, None] * columns).sum(2) * rows).sum(0)
+                total += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
         return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
+
+    def _columns_on(self, device: torch.device) -> Tensor:
+        """The weights of the columns [LANES, WIDTH], int64, on a device."""
+        if device not in self._wide_columns:
+            self._wide_columns[device] = self._columns.to(device, torch.int64)
+        return self._wide_columns[device]
 
     def _weights(self, stretch: _Stretch) -> Tensor:
         """Of the rows [n, 2] that it meets, int64, on its device."""

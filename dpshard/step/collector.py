@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
@@ -15,7 +16,7 @@ from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import EngineInUseError, LogicalBatchError
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step.logical_batch import Loaded, LogicalBatch
 
@@ -66,6 +67,7 @@ class Collector:
         self._restarts = 0  # batches drawn before a restart belong to another run
         self._closed = False
         self._own_loop_warned = False
+        self._process = os.getpid()
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -77,6 +79,7 @@ class Collector:
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
+        self._refuse_fork()
         if self.clipper.pending:
             self.clipper.abort()  # a backward that raised left records behind
         if self.state is not BatchState.COLLECTING:
@@ -99,6 +102,15 @@ class Collector:
         tape.forwards += 1
         self._tapes.add(tape)
         return tape
+
+    def _refuse_fork(self) -> None:
+        """Raise EngineInUseError in a child process: both would draw the same batches, and count apart."""
+        if os.getpid() != self._process:
+            raise EngineInUseError(
+                f"This engine was made in process {self._process}, and process {os.getpid()} is a fork of it: both "
+                f"would release the same steps, of one secret, and each would count its own alone. Make the engine "
+                f"in the process that trains, after the fork; each has a secret and a budget of its own."
+            )
 
     def _require_own_loop(self, module: nn.Module) -> None:
         """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
@@ -179,6 +191,7 @@ class Collector:
         Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
         of `step`, which the release would be counted as.
         """
+        self._refuse_fork()
         if self.state is BatchState.PRIVATIZED and (self.batch is None or self.batch.released):
             return False
         if self.batch is not None and not self.batch.complete:
@@ -187,8 +200,7 @@ class Collector:
                 f"logical batch. Step once per logical batch, after the loop over its micro-batches."
             )
         if self.batch is not None and self.batch.step != step:
-            # A run that is resumed from before it would draw the same noise for another batch: they would differ by
-            # sums without noise.
+            # The batch of a step decides who is protected by its release.
             raise LogicalBatchError(
                 f"The release of step {self.batch.step} failed after it was counted, and its batch must not have the "
                 f"noise of step {step}. Leave the loop: engine.batches(...) goes on with step {step}."

@@ -450,13 +450,13 @@ def test_a_checkpoint_without_thresholds_is_refused():
     engine = engine_on(model)
     state = engine.state_dict()
     for damaged in (
-        {**state, "thresholds": {"values": [2.0], "history": ""}},
+        {**state, "thresholds": {"values": [2.0]}},
         {k: v for k, v in state.items() if k != "thresholds"},
     ):
         with pytest.raises(CheckpointError, match="digest"):
             engine.load_state_dict(damaged)
     wrong_values = (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1")
-    for wrong in (None, [1.0], {"values": [1.0]}, *({"values": v, "history": ""} for v in wrong_values)):
+    for wrong in (None, [1.0], {"values": [1.0]}, *({"values": v} for v in wrong_values)):
         with pytest.raises(CheckpointError, match="no clipping thresholds"):
             engine._thresholds.load_state_dict(wrong)
     for other in (None, QuantileTracking()):

@@ -2,8 +2,8 @@
 
 Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (applications/planner/): the real
 step, exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping
-group and 2 for the loss are gathered; and one number, where gradients are sharded the norm of the clipped sum, else its
-checksum.
+group and 2 for the loss are gathered, and where gradients are sharded the norm of the clipped sum is; and 3 numbers
+before the noise: a digest of the sums, and whether they are sound.
 Two backward passes gather the blocks once more.
 """
 
@@ -32,10 +32,10 @@ CASES = {
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64, and the checksum of DDP's gradients."""
+    """What engine.metrics() sends once a step, in float64, and the digest of the sums."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
-    checksum = {("all-gather", "int64"): Traffic(1, setup.ranks * 8)}
-    return figures | (checksum if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
+    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * 3 * 8)}
+    return figures | digest | ({} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 
 
 def groups_of(clipping: Clipping, shape: Transformer) -> int:

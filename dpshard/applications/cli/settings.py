@@ -26,7 +26,7 @@ OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
 """The pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
-"""Settings that may change when a run is resumed: they decide neither its result nor its guarantee."""
+"""Settings that may change when a run is resumed: its mechanism stays. Steps that are repeated then count again."""
 
 
 def _setting(panel: str, default: Any, help: str) -> Any:
@@ -138,7 +138,9 @@ class TrainSettings:
         TRAINING, None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
     )
     micro_batch_size: int = _setting(
-        TRAINING, 256, "Samples that are computed at once; decides memory and speed, never the result."
+        TRAINING,
+        256,
+        "Samples that are computed at once; decides memory and speed, and the result by its rounding alone.",
     )
     optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
         TRAINING,
@@ -172,13 +174,13 @@ class TrainSettings:
         "none",
         "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
         "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
-        "guarantee stay the same. May change at --resume.",
+        "guarantee stay the same. May change at --resume, where steps that are repeated count again.",
     )
     nproc: int | None = _setting(
         RANKS,
         None,
         "Processes to start on this machine, by default one for each GPU; under torchrun or srun, which start "
-        "them, leave it out. Each takes --micro-batch-size samples at once. May change at --resume.",
+        "them, leave it out. Each takes --micro-batch-size samples at once. May change at --resume, as --shard may.",
     )
 
     def __post_init__(self) -> None:

@@ -38,7 +38,8 @@ def command(
     """Train a model with differential privacy; without any option, a classifier of handwritten digits.
 
     The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report with the accuracy
-    and the exact privacy guarantee. Ctrl-C saves and stops; --resume goes on, also after a crash, at no further cost.
+    and the exact privacy guarantee. Ctrl-C saves and stops; --resume goes on, also after a crash. Steps that are
+    repeated exactly cost nothing more; on other processes they count again, and the report says so.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if resume is None:
@@ -161,6 +162,6 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
     write_atomically(folder.model, content.getvalue())
     try:
         plots.draw(folder)
-    except ConfigurationError as error:  # no matplotlib; a trained model is not lost for that
-        warnings.warn(str(error), stacklevel=2)
+    except Exception as error:  # noqa: BLE001 (no matplotlib, a full disk: a report is not lost for a picture)
+        warnings.warn(f"There are no plots: {error}", stacklevel=2)
     final_report.write(folder, result)  # last: a run that has its report has finished

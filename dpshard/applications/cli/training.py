@@ -3,7 +3,9 @@
 [Note: Bit for bit]
 A step is a function of the state at its start. Batch and noise are keyed by the run secret and the step; what PyTorch
 draws in the forward pass (dropout) is seeded by the run's seed, the step and the micro-batch. So no generator has a
-history that a checkpoint would have to carry, and a resumed run repeats the steps after its checkpoint exactly.
+history that a checkpoint would have to carry, and a resumed run repeats the steps after its checkpoint exactly. On
+other ranks it does not: other rows share a micro-batch, so sums are rounded otherwise, and dropout differs. Those steps
+are second releases; the journal of the checkpoints knows them, and the ledger counts both.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +36,7 @@ from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
 from dpshard.applications.cli.sharding import Sharded
 from dpshard.backends.ranks import Ranks
-from dpshard.errors import CheckpointError, ConfigurationError
+from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.recipes import DP_BERT, warmup_quadratic_decay
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -83,7 +86,7 @@ class Run:
         )
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
-        """Take the steps that are left; False if a signal stopped the run before its end."""
+        """Take the steps that are left, or that the budget allows; False if a signal stopped the run before its end."""
         engine, settings = self.engine, self.settings
         score_every = math.ceil(engine.steps / settings.evaluations)
         with blocked_signals():  # for good in the worker processes, which start here
@@ -93,7 +96,12 @@ class Run:
             started = time.perf_counter()
             for logical_batch in batches:
                 row = {"step": logical_batch.step + 1, "learning_rate": self.scheduler.get_last_lr()[0]}
-                row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
+                try:
+                    row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
+                except BudgetExceededError as error:  # steps were repeated with other sums, and counted
+                    warnings.warn(f"The run ends here: {error}", stacklevel=2)
+                    checkpoints.save()
+                    return True
                 row["samples_per_second"] = row["realised_batch_size"] / (time.perf_counter() - started)
                 last = engine.step == engine.steps
                 if engine.step % score_every == 0 or last:

@@ -4,8 +4,8 @@
     box_muller, release_  normals of random words, and their addition to a sum (normals.c). In numpy they are seven
                           passes over the cache, compiled one. Random bits still come from OpenSSL's cipher: no
                           cryptography is of our own.
-    add_digest_           a digest of the bits of sums under secret weights (digest.c). In torch every product is written and
-                          read again, in 64 bits.
+    add_digest_           a digest of the bits of sums under secret weights (digest.c). In torch every product is
+                          written and read again, in 64 bits.
     floored_ghost_norm_sq norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. In torch every product of a
                           block of positions is a call, on matrices too small for its libraries, and what they make is
                           written and read again; compiled, half of the products are made, and stay in the cache.

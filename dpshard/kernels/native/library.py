@@ -176,8 +176,7 @@ class Library:
         at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread takes at once
         columns, rows = _scattered(2, 4096).view(np.int32), _scattered(19, 4).view(np.int64)
         total = np.ones(2, np.int64)
-        addresses = [array.ctypes.data for array in (columns, rows, total)]
-        self.digest(words.ctypes.data, len(words), at, *addresses, _ALONE)
+        self.digest(words.ctypes.data, len(words), at, columns.ctypes.data, rows.ctypes.data, total.ctypes.data, _ALONE)
         if not np.array_equal(total, 1 + reference.digest(words, at, columns, rows)):
             raise ArithmeticError("it digests sums wrongly")
 
