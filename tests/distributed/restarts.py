@@ -152,14 +152,8 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
             break
     checkpointer.wait()
     parameters = torch.cat([p.flatten() for p in parameters_of(core).values()])
-    releases = engine._budget.ledger.releases
-    return {
-        "began": began,
-        "step": engine.step,
-        "releases": releases,
-        "epsilon": engine.epsilon(),
-        "parameters": parameters.tolist(),
-    }
+    counted = {"step": engine.step, "releases": engine._budget.ledger.releases, "epsilon": engine.epsilon()}
+    return {"began": began, **counted, "parameters": parameters.tolist()}
 
 
 def run(world: int, work: Callable[[], dict[str, Any]], kill: Kill | None = None) -> dict[str, Any] | None:

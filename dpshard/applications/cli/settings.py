@@ -140,7 +140,7 @@ class TrainSettings:
     micro_batch_size: int = _setting(
         TRAINING,
         256,
-        "Samples that are computed at once; decides memory and speed, and the result by its rounding alone.",
+        "Samples that are computed at once; decides memory and speed, never the result but for rounding.",
     )
     optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
         TRAINING,
