@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, noise_multiplier_for
 from dpshard.backends import choose, require_one_training
+from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import partition
 from dpshard.clipping.metrics import BatchMetrics
@@ -32,6 +34,7 @@ from dpshard.config import (
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run, plan_run
+from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -52,6 +55,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from dpshard.backends.training_state import TrainingState
+
+
+NoteRelease = Callable[[int, bytes], Callable[[], object]]
+"""See PrivacyEngine.note_releases."""
 
 
 class PrivacyEngine:
@@ -194,7 +201,9 @@ class PrivacyEngine:
         self._verify = verify
         self._secret = self._backend.share(new_run_secret())
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
-        self._nonce = self._backend.share(new_run_secret())  # of noise for batches that the user's own loop feeds
+        self._facts = Facts(self._backend, clipping_mode)
+        self._digest: tuple[bytes, SumDigest] | None = None
+        self._notes: list[NoteRelease] = []
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
         self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
@@ -244,7 +253,7 @@ class PrivacyEngine:
 
     @property
     def step(self) -> int:
-        """Number of steps released so far."""
+        """The next step: number of steps released on the way here."""
         return self._budget.ledger.steps
 
     @property
@@ -308,7 +317,7 @@ class PrivacyEngine:
             raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
         loaded = load(
             dataset,
-            self._plans(micro_batch_size, steps),
+            self._plans(dataset, micro_batch_size, steps),
             sample_size=self.mechanism.sample_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -318,10 +327,11 @@ class PrivacyEngine:
         )
         return self._collector.batches(loaded, lambda: self.step)
 
-    def _plans(self, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
+    def _plans(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
         mechanism, backend = self.mechanism, self._backend
+        self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
         sampler = PoissonSampler(
             mechanism.sample_size,
             mechanism.schedule,
@@ -347,36 +357,44 @@ class PrivacyEngine:
             return
         if collector.batch is None:
             self._thresholds.refuse_own_loop()
-        release = self._budget.next_release()
-        collector.complete_sums()
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
-        secret = self._thresholds.noise_secret(self._noise_secret())
-        kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
-        noise = kind(secret, secure=mechanism.secure)
+        # Everything that the noise must not be the same without: [Note: Equal sums, equal noise].
+        sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex())
         # Counted first: an error in between may only over-state what was spent.
-        self._budget.ledger.record(release, on_trust=collector.batch is None)
+        counted, noted = self._spend(derive_key(self._secret, "release", *sums)[:16])
+        kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
+        noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
         signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
         collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
+        if (counts := self._thresholds.counts(self._metrics)) is not None:
+            identity = derive_key(self._secret, "release of counts", *sums, counts)[:16]
+            self._budget.spend_within(step, identity, counted=counted)
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
         collector.warn_of_unreached()
+        noted()
+
+    def _spend(self, identity: bytes) -> tuple[bool, Callable[[], object]]:
+        """Count and note the next release; whether it counts, and what waits until the note is on the disk."""
+        step = self.step
+        counted = self._budget.spend(identity, on_trust=self._collector.batch is None)
+        notes = [note(step, identity) for note in self._notes] if counted else []
+        return counted, lambda: [on_disk() for on_disk in notes]
+
+    def _sum_digest(self) -> SumDigest:
+        if self._digest is None or self._digest[0] != self._secret:
+            self._digest = self._secret, SumDigest(self._secret)
+        return self._digest[1]
 
     @property
     def _elements(self) -> int:
         """Real numbers in the trained parameters; a complex one is two."""
         shapes, parameters = self._backend.shapes, self._backend.parameters
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in parameters.items())
-
-    def _noise_secret(self) -> bytes:
-        # A replayed step of engine.batches has the same batch, so it must have the same noise. Nobody knows whether a
-        # loop of the user's own replays its batches: the same noise on others would cancel in the difference.
-        if self._collector.batch is not None:
-            return self._secret
-        return derive_key(self._secret, "own loop", self._nonce.hex())
 
     def verify(
         self,
@@ -409,27 +427,59 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """Ledger, step, run secret and mechanism, as plain Python values. Keep it as secret as the data."""
         return checkpoint.pack(
-            self.mechanism, self._secret, self._budget.ledger.state_dict(), self._thresholds.state_dict()
+            self.mechanism,
+            self._secret,
+            self._budget.state_dict(),
+            facts=self._facts.state_dict(),
+            thresholds=self._thresholds.state_dict(),
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run that `state` was saved from: same batches, same noise, nothing forgotten.
+    def load_state_dict(
+        self, state: dict[str, Any], *, released: int | Sequence[tuple[int, bytes]] | None = None
+    ) -> None:
+        """Continue the run that `state` was saved from: same batches, nothing forgotten.
 
-        Of several ranks, all load the same state. Raises CheckpointError, and changes nothing, if `state` is damaged,
-        of another mechanism, or not that of the other ranks; LogicalBatchError in the middle of a logical batch.
+        A step that is taken again with the same sums has the same noise, and costs nothing. With other sums it has
+        independent noise, and counts as a second release. What this engine has released stays counted.
+
+        Args:
+            state: What `state_dict()` gave; of several ranks, all load the same.
+            released: How many steps were released in all before the crash, if more than the state knows: each of these
+                counts, and so does every one that is taken again. (A Checkpointer hands over its journal instead.)
+
+        Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or not that of the
+        other ranks; LogicalBatchError in the middle of a logical batch.
         """
         self.require_rest()
-        secret, ledger_state, thresholds = checkpoint.unpack(state, self.mechanism)
-        if self._backend.differing({"secret": secret, "ledger": ledger_state, "thresholds": thresholds}):
+        secret, account, saved_facts, thresholds = checkpoint.unpack(state, self.mechanism)
+        if isinstance(released, int) and (type(released) is not int or released < account["ledger"]["steps"]):
+            raise ConfigurationError(
+                f"released={released!r}: give the number of steps that were released in all, at least the "
+                f"{account['ledger']['steps']} of the state."
+            )
+        loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
+        if self._backend.differing(loaded):
             raise CheckpointError(
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."
             )
+        Budget(self.mechanism, may_exceed=True).load_state_dict(account, same_run=False)  # raises before any change
+        before = self.step
         self._thresholds.load_state_dict(thresholds)
-        self._budget.ledger.load_state_dict(ledger_state)
+        visited = self._budget.load_state_dict(account, same_run=secret == self._secret)
         self._secret = secret
-        self._nonce = self._backend.share(new_run_secret())
         self._collector.restart()
+        if released is not None:
+            self._facts.forget()
+            self._budget.count_released(released)
+        elif not visited:
+            self._facts.load_state_dict(saved_facts, self.step)
+        elif self.step < before:
+            warnings.warn(
+                f"load_state_dict() goes back from step {before} to step {self.step}. What was released stays counted: "
+                f"a step that is taken again with the same sums costs nothing, with other sums it counts once more.",
+                stacklevel=2,
+            )
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
@@ -455,6 +505,10 @@ class PrivacyEngine:
     def hand_over(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
         self._backend.hand_over(held)
+
+    def note_releases(self, note: NoteRelease) -> None:
+        """Have `note(step, identity)` called before a release is made; what it returns is called before its end."""
+        self._notes.append(note)
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Model and optimizer as a Checkpointer saves and loads them."""

@@ -34,7 +34,7 @@ class UnsupportedOptimizerError(DpshardError, RuntimeError):
 
 
 class EngineInUseError(DpshardError, RuntimeError):
-    """The model already belongs to another engine."""
+    """The model already belongs to another engine, or the engine to another process."""
 
 
 class BudgetExceededError(DpshardError, RuntimeError):

@@ -3,8 +3,8 @@
 [Note: Keyed draws]
 A run owns one secret of 32 bytes from the operating system. A draw for a purpose (the noise of block 3 of
 parameter "head.weight" at step 7; the batch of step 7) is generated under a key derived from the secret and the
-purpose. So draws for different purposes are independent, a replayed step draws the same values, on however many
-ranks, and `torch.manual_seed` in a training script neither predicts nor changes them.
+purpose. So draws for different purposes are independent, a step that is taken again draws the same batch, on however
+many ranks, and `torch.manual_seed` in a training script neither predicts nor changes them.
 
 [Note: Strength]
 Keys come from HMAC-SHA-256, so no key tells anything about another, or about the secret. What a source makes of a key

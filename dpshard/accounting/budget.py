@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from dpshard.accounting import (
     PrivacyLedger,
@@ -13,6 +15,7 @@ from dpshard.accounting import (
     planned_releases,
     rounded_up,
 )
+from dpshard.accounting.history import History
 from dpshard.config import AccountantName, BatchSchedule, Mechanism, check_delta, check_positive, is_number
 from dpshard.errors import BudgetExceededError, ConfigurationError
 
@@ -23,9 +26,11 @@ class Budget:
     def __init__(self, mechanism: Mechanism, *, may_exceed: bool) -> None:
         self.mechanism = mechanism
         self.ledger = PrivacyLedger(mechanism.accountant)
+        self._history = History()
         self.may_exceed = may_exceed
         """Whether a step over the budget is warned of rather than refused."""
         self._warned = False
+        self._warned_of_repeats = False
         self._plan = planned_releases(
             mechanism.schedule.phases(),
             noise_multiplier=mechanism.noise_multiplier,
@@ -39,10 +44,74 @@ class Budget:
         """The guarantee reached so far, in one sentence; `generator` names what the noise is drawn from."""
         return self.ledger.statement(self.mechanism.target_delta, plan=self._plan, generator=generator)
 
-    def next_release(self) -> Release:
-        """The release of the next step; BudgetExceededError, or a warning, if it would pass target_epsilon."""
-        mechanism, step = self.mechanism, self.ledger.steps
-        release = Release(
+    def spend(self, identity: bytes, *, on_trust: bool) -> bool:
+        """Count the release of the next step, of that identity; False if it was counted before, and costs nothing.
+
+        See [Note: What a step that is taken again costs]. BudgetExceededError, or a warning, if it would pass
+        target_epsilon.
+        """
+        step = self.ledger.steps
+        if self._history.knows(step, identity):
+            self.ledger.repeat()
+            return False
+        release = self._affordable(step)
+        self._warn_of_repeat(step)
+        self.ledger.record(release, on_trust=on_trust)
+        self._history.add(step, identity)
+        return True
+
+    def spend_within(self, step: int, identity: bytes, *, counted: bool) -> None:
+        """The release of a step holds a further value: count it on its own, unless it is `counted` with the others."""
+        if not counted and not self._history.knows(step, identity):
+            self._warn_of_repeat(step)
+            self.ledger.charge(self._release(step))
+        self._history.add(step, identity)
+
+    def _warn_of_repeat(self, step: int) -> None:
+        if step >= self._history.end or self._warned_of_repeats:
+            return
+        self._warned_of_repeats = True
+        warnings.warn(
+            f"Step {step + 1} was released before, with other sums, or with sums that nobody remembers. So it gets "
+            f"independent noise, and counts as one more release, as every further step that is taken again does. To "
+            f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
+            f"docs/privacy-model.md.",
+            stacklevel=5,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledger and history, as plain JSON."""
+        return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_run: bool) -> bool:
+        """Go to the place of a `state_dict()`; whether this process has been there.
+
+        What was released in this process stays counted. `same_run`: whether the state has the run secret of the
+        releases so far. CheckpointError, and no change, if it is damaged.
+        """
+        ledger, history = PrivacyLedger(self.mechanism.accountant), self._history if same_run else History()
+        ledger.load_state_dict(state["ledger"])
+        visited = history.load_state_dict(state["history"], ledger.steps)
+        self.ledger.load_state_dict(state["ledger"], visited=visited and same_run)
+        self._history = history
+        return visited
+
+    def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
+        """Count what was released since the state that was loaded; how many releases are new.
+
+        `releases`: how many steps were released in all; or step and identity of each that may be missing.
+        """
+        before = self.ledger.releases
+        steps = range(self._history.end, releases) if isinstance(releases, int) else ()
+        for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
+            if identity is None or not self._history.knows(step, identity):
+                self.ledger.charge(self._release(step))
+                self._history.add(step, identity)
+        return self.ledger.releases - before
+
+    def _release(self, step: int) -> Release:
+        mechanism = self.mechanism
+        return Release(
             mechanism.noise_multiplier,
             mechanism.schedule[step] / mechanism.sample_size,
             mechanism.sample_size,
@@ -50,13 +119,17 @@ class Budget:
             mechanism.counted_groups,
             mechanism.grid_elements,
         )
+
+    def _affordable(self, step: int) -> Release:
+        """The release of a step; BudgetExceededError, or a warning, if it would pass target_epsilon."""
+        mechanism, release = self.mechanism, self._release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
             return release
         message = (
             f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "
-            f"{rounded_up(self.ledger.epsilon(delta))} is spent after {step} steps (planned: "
-            f"{mechanism.schedule.steps})."
+            f"{rounded_up(self.ledger.epsilon(delta))} is spent by {self.ledger.releases} "
+            f"releases (planned: {mechanism.schedule.steps})."
         )
         if not self.may_exceed:
             raise BudgetExceededError(f"{message} Stop here, or plan more steps from the start of a run.")

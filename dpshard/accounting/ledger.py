@@ -22,14 +22,18 @@ class PrivacyLedger:
     def __init__(self, accountant: AccountantName = "pld"):
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
+        self.steps = 0
+        """The next step of the run. Steps may have been released several times, or beyond it: see `releases`."""
         self._counts: Counter[Release] = Counter()
         self._on_trust = 0  # releases of batches that the script drew itself
+        self._own: Counter[Release] = Counter()  # those that were not loaded
+        self._own_on_trust = 0
         # Per budget (epsilon, delta): further releases that are known to fit it, all of them together.
         self._allowances: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
-    def steps(self) -> int:
-        """Number of releases."""
+    def releases(self) -> int:
+        """Number of releases, of all that was ever released."""
         return self._counts.total()
 
     @property
@@ -38,13 +42,25 @@ class PrivacyLedger:
         return relation_name(relation_of(self._counts))
 
     def record(self, release: Release, *, on_trust: bool = False) -> None:
-        """Count a release; to be called by the code that releases it. AccountingError if it cannot be analysed.
+        """Count the release of the next step; to be called by the code that releases it.
 
-        `on_trust`: whether the script drew the batch, so that nobody here knows how it was sampled.
+        `on_trust`: whether the script drew the batch, so that nobody here knows how it was sampled. AccountingError if
+        the release cannot be analysed.
         """
+        self.charge(release, on_trust=on_trust)
+        self.steps += 1
+
+    def repeat(self) -> None:
+        """Take the next step, of which the very same release was counted already."""
+        self.steps += 1
+
+    def charge(self, release: Release, *, on_trust: bool = False) -> None:
+        """Count a release that is not that of the next step; see `record`."""
         check_supported(release, self.accountant)
         self._counts[release] += 1
+        self._own[release] += 1
         self._on_trust += on_trust
+        self._own_on_trust += on_trust
         for budget, allowance in list(self._allowances.items()):
             allowance[release] -= 1
             if allowance[release] < 0:
@@ -76,7 +92,7 @@ class PrivacyLedger:
         rest = Counter(dict(plan)) - self._counts
         if rest[release] > 0 and fits(rest):
             return True
-        return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.steps, 1024)) > 0
+        return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.releases, 1024)) > 0
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "") -> str:
         """The guarantee in one sentence, epsilon rounded up; before any release, the relation is that of `plan`.
@@ -99,7 +115,9 @@ class PrivacyLedger:
         trust = (
             f" ({self._on_trust} of them of batches that the script fed, if it drew them so)" if self._on_trust else ""
         )
-        releases = f"{self.steps} releases{counts}{noise}"
+        again = self.releases - self.steps
+        repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
+        releases = f"{self.releases} releases{counts}{noise}{repeated}"
         return (
             f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation_name(relation)} "
             f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust} "
@@ -109,10 +127,15 @@ class PrivacyLedger:
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON; the accountant is not part of it, for it changes no fact."""
         releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
-        return {"steps": self.steps, "on_trust": self._on_trust, "releases": releases}
+        again = self.releases - self.steps
+        return {"steps": self.steps, "again": again, "on_trust": self._on_trust, "releases": releases}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the content by that of `state_dict()`; CheckpointError, and no change, if it is damaged."""
+    def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
+        """Go to the step of a `state_dict()`; CheckpointError, and no change, if it is damaged.
+
+        What was recorded here stays counted, beside what the state holds. `visited`: whether the state is one that this
+        ledger was in before, so that it holds nothing else.
+        """
         try:
             counts: Counter[Release] = Counter()
             for entry in state["releases"]:
@@ -121,9 +144,9 @@ class PrivacyLedger:
                 if not is_count(count):
                     raise ValueError(f"a release has the count {count!r}")
                 counts[Release(**fields)] += count
-            if counts.total() != state["steps"]:
-                raise ValueError(f"{counts.total()} releases, but {state['steps']!r} steps")
-            on_trust = state["on_trust"]
+            steps, again, on_trust = state["steps"], state["again"], state["on_trust"]
+            if not all(type(n) is int and n >= 0 for n in (steps, again)) or counts.total() != steps + again:
+                raise ValueError(f"{counts.total()} releases, but {steps!r} steps, and {again!r} again")
             if not (type(on_trust) is int and 0 <= on_trust <= counts.total()):
                 raise ValueError(f"{on_trust!r} releases on trust")
         except (KeyError, TypeError, ValueError) as error:
@@ -131,5 +154,7 @@ class PrivacyLedger:
                 f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. "
                 f"Resume from an older checkpoint."
             ) from error
-        self._counts, self._on_trust = counts, on_trust
+        self.steps = steps
+        if not visited:
+            self._counts, self._on_trust = counts + self._own, on_trust + self._own_on_trust
         self._allowances.clear()

@@ -4,8 +4,8 @@
 DDP decides in its own forward whether the next backward reduces. A forward that goes past it (`model.module(x)`), a
 `no_sync()` around the last micro-batch, or a backward that comes one micro-batch late leave sums of one rank in
 `.grad`, W times as large as the noise is made for. The reducer does not tell. But what it has reduced is the same on
-all ranks, bit by bit, or replicas would drift apart in ordinary training too: so ranks compare a checksum before the
-noise.
+all ranks, bit by bit, or replicas would drift apart in ordinary training too: so ranks compare the digests of their
+sums before the noise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.collectives import from_rank_0
-from dpshard.backends.guard import checksum
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
+from dpshard.noise.keyed import Shard
 from dpshard.records import wide_dtype
 
 
@@ -32,6 +32,7 @@ class DDPBackend(LocalBackend):
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model.module)
+        self._reduced: dict[str, Tensor] = {}  # of half-precision parameters
         self.model = self.outermost = model
         try:
             self._refuse_other_reductions()
@@ -48,6 +49,11 @@ class DDPBackend(LocalBackend):
     def world_size(self) -> int:
         """Number of ranks that share the data."""
         return dist.get_world_size(self.model.process_group)
+
+    @property
+    def layout(self) -> str:
+        """See LocalBackend."""
+        return f"{self.world_size} replicas"
 
     def _refuse_other_reductions(self) -> None:
         """Raise ConfigurationError if DDP is told to do anything else than to average gradients over all ranks."""
@@ -91,14 +97,17 @@ class DDPBackend(LocalBackend):
         # DDP takes the mean over ranks; the sensitivity is stated for the sum.
         return self.guard.expect(name, (clipped_sum * self.world_size).to(parameter.dtype))
 
-    def complete_sums(self, *, broken: bool = False) -> bool:
-        """See LocalBackend; LogicalBatchError if DDP has not reduced the sums, see [Note: Reduced or not]."""
-        if self._compared(broken=broken):
-            return True
-        half = [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
-        if half:
-            self._sum_over_ranks(half)
-        return super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+    @property
+    def _is_unsummed(self) -> bool:
+        return bool(self._half)
+
+    def _sum_rest(self) -> None:
+        self._sum_over_ranks(self._half)
+
+    @property
+    def _half(self) -> list[str]:
+        """Names of the parameters whose sums are kept beside `.grad`, where DDP does not reduce them."""
+        return [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
 
     def runs_everywhere(self, *, last: bool) -> bool:
         """See LocalBackend: DDP reduces in the backward of the last micro-batch."""
@@ -107,24 +116,26 @@ class DDPBackend(LocalBackend):
     def _sum_over_ranks(self, half: Sequence[str]) -> None:
         """Sum what half-precision parameters keep beside their `.grad`, in float32, all in one reduction.
 
-        DDP's reducer, which would round it to the dtype of the parameters, sees zeros.
+        DDP's reducer, which would round it to the dtype of the parameters, sees zeros. Another call adds what is new.
         """
         zeros = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in half}
         sums = [self._wide_sums.get(name, zeros[name]) for name in half]
         flat = torch.cat([x.flatten() for x in sums])
         dist.all_reduce(flat, group=self.model.process_group)
         for name, x in zip(half, flat.split([x.numel() for x in sums]), strict=True):
-            self._wide_sums[name] = x.view(self.parameters[name].shape)
+            total, x = self._reduced.get(name), x.view(self.parameters[name].shape)
+            self._reduced[name] = x if total is None else total + x
+            self._wide_sums.pop(name, None)
 
-    def _compared(self, *, broken: bool) -> bool:
-        """Whether the logical batch is broken on any rank; LogicalBatchError if sums differ between ranks."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        own = sum((checksum(x) for x in gradients), torch.zeros((), dtype=torch.int64)).view(1)
-        ranks_W2 = self.stack(torch.cat([own, own.new_tensor([broken])]))
-        differing, anywhere = torch.stack([(ranks_W2 != ranks_W2[0])[:, 0].any(), ranks_W2[:, 1].any()]).tolist()
-        if anywhere:
-            return True
-        if differing:
+    def _sum_of(self, name: str) -> Tensor | None:
+        return self._reduced.get(name, super()._sum_of(name))
+
+    def _forget_sums(self) -> None:
+        super()._forget_sums()
+        self._reduced.clear()
+
+    def _whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        if bool((ranks_WL != ranks_WL[0]).any()):
             self._forget_sums()
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
@@ -132,7 +143,7 @@ class DDPBackend(LocalBackend):
                 "belongs to; and leave no_sync() to engine.batches(...), or, in a loop of your own, out of the last "
                 "micro-batch. zero_grad() then makes a fresh start."
             )
-        return False
+        return ranks_WL[0]
 
     def _end(self) -> None:
         super()._end()

@@ -30,7 +30,7 @@ from dpshard.backends.collectives import from_rank_0, meet_for_probe, reduce_sca
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.ranks import stacked
-from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.records import as_real
 
 
@@ -99,6 +99,11 @@ class FSDP2Backend(LocalBackend):
     def world_size(self) -> int:
         """Number of ranks that share the data."""
         return self.mesh.size()
+
+    @property
+    def layout(self) -> str:
+        """See LocalBackend."""
+        return f"shards on a mesh of {' x '.join(map(str, self.mesh.shape))}"
 
     def _group(self) -> dist.ProcessGroup:
         return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh._flatten().get_group()
@@ -318,22 +323,32 @@ class FSDP2Backend(LocalBackend):
     def _over_shards(self, x: Tensor) -> Tensor:
         x = x.to(self._device())
         dist.all_reduce(x, group=self._shard_mesh().get_group())
-        return x.cpu()
+        return x
 
     def runs_everywhere(self, *, last: bool) -> bool:
         """See LocalBackend: every forward and backward gathers parameters."""
         return True
 
-    def complete_sums(self, *, broken: bool = False) -> bool:
-        """See LocalBackend; LogicalBatchError if the last micro-batch was not reduced."""
-        if bool(self.stack(torch.tensor([broken], dtype=torch.uint8)).any()):
-            return True
+    def _fault(self) -> DpshardError | None:
         if self._unreduced:
-            raise LogicalBatchError(
+            return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._unreduced))} was not reduced over ranks: "
                 f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
             )
-        return super().complete_sums()
+        return super()._fault()
+
+    def _whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        names = self._shard_mesh().mesh_dim_names
+        dim = 0 if self.mesh.ndim == 1 else (self.mesh.mesh_dim_names or ()).index((names or ("",))[0])
+        replicas_RL = ranks_WL.unflatten(0, self.mesh.shape).sum(dim).view(-1, ranks_WL.shape[1])
+        if bool((replicas_RL != replicas_RL[0]).any()):
+            self._forget_sums()
+            raise LogicalBatchError(
+                "The clipped sums of this logical batch differ between the replicas of a hybrid-sharded model, so "
+                "these would drift apart. All ranks run the same micro-batches and backward passes; zero_grad() then "
+                "makes a fresh start."
+            )
+        return replicas_RL[0]
 
     def _forget_sums(self) -> None:
         super()._forget_sums()

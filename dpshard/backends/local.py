@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
-from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+from dpshard.noise.digest import LANES
 from dpshard.noise.keyed import Shard
 from dpshard.records import as_real, wide, wide_dtype
 
@@ -165,19 +166,88 @@ class LocalBackend:
             self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
             raise
 
-    def complete_sums(self, *, broken: bool = False) -> bool:
-        """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
+    def complete_sums(
+        self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[Shard]], Tensor]
+    ) -> tuple[list[int], list[int]]:
+        """Sum what is still to be summed over ranks; called once per logical batch, before its noise.
 
-        Returns whether the logical batch is `broken` on any rank; then nothing is summed.
-        LogicalBatchError if somebody else has changed a sum.
+        Args:
+            broken: Whether the logical batch is broken on this rank.
+            doubts_F: What else speaks against the release on this rank, int64, 0 for nothing.
+            digest: Takes the shards of this rank; returns their contribution to the digest of the sums, int64 [L].
+
+        Returns `broken` and the largest doubts of all ranks; and the digest, if nothing speaks against the release.
+        LogicalBatchError, on all ranks, if somebody else has changed a sum.
         """
-        if not broken:
-            self._require_untouched(self.parameters)
-        return broken
+        fault = None if broken else self._fault()
+        own_X = torch.cat([doubts_F.new_tensor([fault is not None, broken]), doubts_F])
+        if self._is_unsummed:  # all ranks enter the collectives that follow, or none
+            found = self._verdict(self.stack(own_X).cpu(), fault)
+            if any(found):
+                return found, []
+            self._sum_rest()
+        with torch.no_grad():
+            part_L = own_X.new_zeros(LANES) if broken or fault is not None else digest(self._shards())
+        ranks_WX = self.stack(torch.cat([own_X, part_L.to(own_X.device)])).cpu()  # an accelerator is waited for once
+        found = self._verdict(ranks_WX[:, :-LANES], fault)
+        return found, [] if any(found) else self._whole_digest(ranks_WX[:, -LANES:]).tolist()
+
+    def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
+        """Return the largest of every column behind the first, which says who has a fault; raise if anybody has."""
+        if fault is not None:
+            raise fault
+        faulty = ranks_WX[:, 0].tolist()
+        if any(faulty):
+            self._forget_sums()
+            raise LogicalBatchError(
+                f"Rank {faulty.index(1)} has refused the clipped sums of this logical batch, and its error says why. "
+                f"zero_grad() then makes a fresh start on all ranks."
+            )
+        return ranks_WX[:, 1:].amax(0).tolist()
+
+    @property
+    def _is_unsummed(self) -> bool:
+        """Whether `_sum_rest` has sums to reduce over ranks."""
+        return False
+
+    def _sum_rest(self) -> None:
+        """Reduce the sums that were not reduced in backward."""
 
     def runs_everywhere(self, *, last: bool) -> bool:
         """Whether every rank must run a micro-batch, also one of padding only, for others wait for it."""
         return False
+
+    def _fault(self) -> DpshardError | None:
+        """Why the sums of this rank must not be released, if there is a reason."""
+        try:
+            self._require_untouched(self.parameters)
+        except (LogicalBatchError, UnsupportedParameterError) as error:
+            return error
+        return None
+
+    def _whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        """The digest [L] of the sums, of what each rank contributes."""
+        return ranks_WL.sum(0)
+
+    def _totals(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the sums, by name, in float32 or wider; zeros where no gradient arrived.
+
+        A parameter that was frozen since, and has no gradient, is left out: its optimizer would move it.
+        """
+        totals: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            total = self._sum_of(name)
+            if total is None and not parameter.requires_grad:
+                continue
+            if total is None:
+                shard = self._local(parameter)
+                total = torch.zeros(shard.shape, dtype=wide_dtype(shard), device=shard.device)
+            totals[name] = wide(total)
+        return totals
+
+    def _shards(self) -> list[Shard]:
+        """Return the sums of this rank as the noise sees them."""
+        return [self._shard(name, total) for name, total in self._totals().items()]
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad
@@ -230,6 +300,11 @@ class LocalBackend:
         agree_F = (ranks_WFD == ranks_WFD[0]).all(2).all(0)
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
+    @property
+    def layout(self) -> str:
+        """How ranks share the model, in words."""
+        return "one process"
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """A block in which one micro-batch of a logical batch is worked on."""
         return nullcontext()
@@ -238,22 +313,11 @@ class LocalBackend:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
         `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had, float64.
-        Returns the L2 norm of the clipped sum, [], on the CPU.
-
-        A parameter that was frozen since, and has no gradient, is left alone: its optimizer would move it.
+        Returns the L2 norm of the clipped sum, [].
         """
-        totals: dict[str, Tensor] = {}
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                total = self._sum_of(name)
-                if total is None and not parameter.requires_grad:
-                    continue
-                if total is None:
-                    shard = self._local(parameter)
-                    total = torch.zeros(shard.shape, dtype=wide_dtype(shard), device=shard.device)
-                totals[name] = wide(total)
+            totals = self._totals()
             norm = release_([self._shard(name, total) for name, total in totals.items()])
-            norm = norm.cpu()  # an accelerator is waited for once
             for name, total in totals.items():
                 parameter = self.parameters[name]
                 if parameter.grad is None or total is not self._local(parameter.grad):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ from torch.optim import Optimizer
 from dpshard.backends.ranks import Ranks
 from dpshard.backends.training_state import Snapshot, TrainingState
 from dpshard.checkpoint import engine_state, storage
+from dpshard.checkpoint.disk import why
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
+from dpshard.checkpoint.journal import Journal, Release
 from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError, ConfigurationError
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -33,8 +37,16 @@ class Stateful(Protocol):
         ...
 
 
-class _Engine(Stateful, Protocol):
+class _Engine(Protocol):
     mechanism: Mechanism
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(
+        self, state: dict[str, Any], *, released: int | Sequence[tuple[int, bytes]] | None = None
+    ) -> Any: ...
+
+    def note_releases(self, note: Callable[[int, bytes], Callable[[], object]]) -> None: ...
 
     @property
     def step(self) -> int: ...
@@ -50,6 +62,7 @@ class Checkpointer:
     Written by torch.distributed.checkpoint, every rank its own shards: what 4 ranks of FSDP2 have saved goes on with 2,
     in DistributedDataParallel, with DeepSpeed, or in one process. A checkpoint counts once it is complete; a damaged
     one is passed over. It holds the run secret, so its folder is for its owner alone: keep it as you keep the data.
+    Beside the checkpoints lies a journal of all releases, so that a resumed run counts those that a crash forgets.
 
     With several ranks each makes one, and calls its methods at the same time as the others.
 
@@ -80,6 +93,9 @@ class Checkpointer:
         self._ranks = Ranks()
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
         self._pending: Future[None] | None = None
+        self._journal = Journal(Path(folder) / "releases.journal")
+        if self._ranks.first:
+            engine.note_releases(self._note)
 
     def save(self, *, wait: bool = True) -> Path:
         """Save the state between two steps; where the checkpoint is, or will be.
@@ -88,19 +104,19 @@ class Checkpointer:
         next call. Raises CheckpointError if it cannot be written.
         """
         self.wait()
-        step = self._engine.step
+        step, noted = self._engine.step, len(self._journal)
         state: storage.State = {
             "engine": storage.pack(json.dumps(self._engine.state_dict())),
             "others": self._states_of_others(),
             **_named(self._state.snapshot()),
         }
-        partial = self._ranks.on_first(_explained(lambda: self._folder.begin(step)))
+        partial = self._ranks.on_first(self._explained(lambda: self._folder.begin(step)))
         if wait:
             storage.write(state, partial, self._ranks)
-            self._publish(step, partial)
+            self._publish(step, noted, partial)
         else:
             written = storage.write_later(state, partial, self._ranks)
-            self._pending = self._thread.submit(self._finish, written, step, partial)
+            self._pending = self._thread.submit(self._finish, written, step, noted, partial)
         return self._folder.of(step)
 
     def wait(self) -> None:
@@ -109,12 +125,14 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def load(self) -> bool:
+    def load(self, *, released: int | None = None) -> bool:
         """Go back to the newest checkpoint; False if there is none.
 
-        One that is damaged draws a warning, and the one before is taken: its steps are replayed with the same samples
-        and the same noise. Raises CheckpointError, before anything changes, if none is sound, or if it belongs to
-        another mechanism, model or optimizer; LogicalBatchError in the middle of a logical batch.
+        One that is damaged draws a warning, and the one before is taken. Releases of later steps are counted, as the
+        journal has them: a step that is taken again with the same sums costs nothing more, with other sums it counts
+        once more. `released` says how many steps were released in all where the journal is lost. Raises
+        CheckpointError, before anything changes, if no checkpoint is sound, or if it belongs to another mechanism,
+        model or optimizer; LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.require_rest()
@@ -132,8 +150,24 @@ class Checkpointer:
             storage.read({"engine": b"", "others": others, **_named(place)}, path, self._ranks)
         for name, thing in self._others.items():
             thing.load_state_dict(storage.unpack(others[name]) if isinstance(others[name], bytes) else others[name])
-        self._engine.load_state_dict(saved)
+        self._engine.load_state_dict(saved, released=self._releases_since(step) if released is None else released)
         return True
+
+    def _releases_since(self, step: int) -> list[Release] | None:
+        """What was released since a checkpoint was saved; None, with a warning, if nobody knows."""
+
+        def read() -> list[Release] | None:
+            return self._journal.since(self._folder.manifest(step)["releases"])
+
+        releases = self._ranks.on_first(self._explained(read))
+        if releases is None:
+            warnings.warn(
+                f"{self._journal.path} is missing or damaged: it is not known which steps were released after "
+                f"{self._folder.of(step).name} was saved. If there are any, count them by load(released=n), n steps in "
+                f"all; or restore the file.",
+                stacklevel=3,
+            )
+        return releases
 
     def _states_of_others(self) -> storage.State:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
@@ -158,20 +192,33 @@ class Checkpointer:
             self._folder.check(step, files[self._ranks.rank :: self._ranks.size])
 
         try:
-            self._ranks.everywhere(_explained(check))
+            self._ranks.everywhere(self._explained(check))
         except CheckpointError as error:
             return str(error)
         return None
 
-    def _finish(self, written: Future[Any], step: int, partial: Path) -> None:
-        storage.finished(written, partial)
-        self._publish(step, partial)
+    def _note(self, step: int, identity: bytes) -> Callable[[], object]:
+        return self._explained(self._explained(lambda: self._journal.note(step, identity))().result)
 
-    def _publish(self, step: int, partial: Path) -> None:
-        parts = self._ranks.everywhere(_explained(lambda: _own_digests(partial, self._ranks.rank)))
+    def _explained(self, work: Callable[[], T]) -> Callable[[], T]:
+        def run() -> T:
+            try:
+                return work()
+            except OSError as error:
+                path = Path(error.filename or self._folder.path)
+                raise CheckpointError(f"{path} cannot be written or read: {why(error, path)}.") from error
+
+        return run
+
+    def _finish(self, written: Future[Any], step: int, noted: int, partial: Path) -> None:
+        storage.finished(written, partial)
+        self._publish(step, noted, partial)
+
+    def _publish(self, step: int, noted: int, partial: Path) -> None:
+        parts = self._ranks.everywhere(self._explained(lambda: _own_digests(partial, self._ranks.rank)))
         digests = {name: noted for part in parts for name, noted in part.items()}
-        facts = {"ranks": self._ranks.size, "torch": torch.__version__}
-        self._ranks.on_first(_explained(lambda: self._folder.publish(step, digests, facts, keep=self._keep)))
+        facts = {"ranks": self._ranks.size, "torch": torch.__version__, "releases": noted}
+        self._ranks.on_first(self._explained(lambda: self._folder.publish(step, digests, facts, keep=self._keep)))
 
 
 def _own_digests(partial: Path, rank: int) -> Digests:
@@ -198,15 +245,3 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_tensors(item) for item in value)
     return isinstance(value, Tensor)
-
-
-def _explained(work: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        try:
-            return work()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or 'A file'} cannot be written or read: {error.strerror}."
-            ) from error
-
-    return run

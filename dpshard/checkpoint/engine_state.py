@@ -5,28 +5,46 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 SECURE_NOISE = "sums of 4 normals"
 """How secure noise is made: a run that was begun with another kind would release its steps again with other noise."""
 
 
+class Unpacked(NamedTuple):
+    """What a state holds, beside the mechanism that it belongs to."""
+
+    secret: bytes
+    """Run secret."""
+    account: dict[str, Any]
+    """Ledger and history, see Budget."""
+    facts: dict[str, Any]
+    """See facts.py."""
+    thresholds: Any
+    """Adaptive ones; None if there are none."""
+
+
 def pack(
-    mechanism: Mechanism, secret: bytes, ledger: dict[str, Any], thresholds: dict[str, Any] | None = None
+    mechanism: Mechanism,
+    secret: bytes,
+    account: dict[str, Any],
+    *,
+    facts: dict[str, Any] | None = None,
+    thresholds: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A JSON-able state: format, mechanism, run secret (hex), ledger, adaptive thresholds, and a digest over all."""
-    state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), "ledger": ledger}
+    """A JSON-able state of all that `Unpacked` names, the run secret in hex, with a digest over all."""
+    state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
     return {**state, "digest": _digest(state)}
 
 
-def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any], Any]:
-    """Run secret, ledger and thresholds of a packed state; CheckpointError if it is damaged or of another mechanism."""
+def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
+    """The content of a packed state; CheckpointError if it is damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:
@@ -34,7 +52,8 @@ def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any], Any
                 f"The checkpoint has format {state['format']!r}, this version of dpshard reads format {FORMAT}."
             )
         sound = state["digest"] == _digest(body)
-        secret, ledger, saved = bytes.fromhex(state["secret"]), state["ledger"], dict(state["mechanism"])
+        secret, saved, facts = bytes.fromhex(state["secret"]), dict(state["mechanism"]), dict(state["facts"])
+        account = {"ledger": state["ledger"], "history": state["history"]}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"This is no state of a PrivacyEngine ({type(error).__name__}: {error}).") from error
     if not sound or len(secret) != 32:
@@ -51,7 +70,7 @@ def unpack(state: Any, mechanism: Mechanism) -> tuple[bytes, dict[str, Any], Any
             f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the run "
             f"that is resumed, or start a new run with a budget of its own."
         )
-    return secret, ledger, state.get("thresholds")
+    return Unpacked(secret, account, facts, state.get("thresholds"))
 
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:

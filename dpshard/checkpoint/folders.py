@@ -21,7 +21,7 @@ from typing import Any
 
 from dpshard.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 Digests = dict[str, tuple[int, str]]

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dpshard.backends.ranks import Ranks
+from dpshard.checkpoint.disk import why
 from dpshard.errors import CheckpointError, DpshardError
 
 State = dict[str, Any]
@@ -48,7 +49,7 @@ def unpack(packed: bytes) -> Any:
 def write(state: State, folder: Path, ranks: Ranks) -> None:
     """Have every rank write its part of `state`."""
     _know_that_one_process_suffices(ranks)
-    with _explained(f"The checkpoint {folder} cannot be written"):
+    with _explained(folder, "written"):
         dcp.save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
 
 
@@ -63,13 +64,13 @@ def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
 
 def finished(future: Future[Any], folder: Path) -> None:
     """Wait until a checkpoint is written; CheckpointError if it could not be."""
-    with _explained(f"The checkpoint {folder} cannot be written"):
+    with _explained(folder, "written"):
         future.result()
 
 
 def contents(folder: Path) -> Mapping[str, Any]:
     """What a checkpoint holds, by name: descriptions of tensors, and of bytes."""
-    with _explained(f"The checkpoint {folder} cannot be read"):
+    with _explained(folder, "read"):
         return _Reader(folder).read_metadata().state_dict_metadata
 
 
@@ -80,7 +81,7 @@ def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> N
     checkpoint holds more.
     """
     _know_that_one_process_suffices(ranks)
-    with _explained(f"The checkpoint {folder} cannot be read"):
+    with _explained(folder, "read"):
         dcp.load(
             state,
             storage_reader=_Reader(folder),
@@ -162,16 +163,17 @@ def _spoken(described: Any) -> str:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(folder: Path, verb: str) -> Iterator[None]:
+    what = f"The checkpoint {folder} cannot be {verb}"
     try:
         yield
     except CheckpointException as error:  # no Exception, but a BaseException: one error for each rank that failed
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, DpshardError):
             raise cause from None
-        raise CheckpointError(f"{what} (rank {rank}): {cause!r}") from cause
+        raise CheckpointError(f"{what} (rank {rank}): {why(cause, folder)}.") from cause
     except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{what}: {why(error, folder)}.") from error
 
 
 def _know_that_one_process_suffices(ranks: Ranks) -> None:

@@ -14,20 +14,20 @@ thresholds, of noise multiplier sigma, whatever the sampling; the sums pay with 
 computed from rounded released counts, so everybody may see them, and the next step may depend on them (adaptive
 composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; of several groups, He et al. 2022, arXiv:2212.01539.
 
-[Note: Noise of one history]
-A step that is replayed draws the same normals. On other ranks, or where kernels do not always round alike, a sample at
-its threshold may be counted otherwise; all later thresholds then differ, and with them the deviation of the noise.
-Whoever saw the same normals times two numbers could solve for them, and subtract them. So the noise of a step is keyed
-by all counts before it, too: it is the same after the same history alone, and independent after any other.
+[Note: Noise of one count]
+The noise of a step is a function of its sums and of its own deviation ([Note: Equal sums, equal noise] in
+noise/digest.py), that of the counts of these and of the exact counts. Say a step is taken again on other ranks, where a
+sample at its threshold is counted otherwise. Its counts then have independent noise, and so have all later sums.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from dpshard.clipping.functions import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
@@ -84,9 +84,9 @@ class Thresholds:
         """Standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
-    def noise_secret(self, secret: bytes) -> bytes:
-        """Under which the noise of the next step is drawn in a run with `secret`."""
-        return secret
+    def counts(self, metrics: BatchMetrics) -> str | None:
+        """What `move` will tell of beside the sums, exactly and without noise; None for nothing."""
+        return None
 
     def refuse_own_loop(self) -> None:
         """Raise LogicalBatchError if they cannot be used in a loop that feeds its own batches."""
@@ -109,7 +109,6 @@ class TrackedThresholds(Thresholds):
         super().__init__(clipper)
         self._tracking = tracking
         self._first = self.values
-        self._history = ""  # digest of all counts so far, before their noise: whole numbers, so equal on all ranks
 
     def gradient_noise(self, sigma: float) -> float:
         """See Thresholds."""
@@ -119,9 +118,12 @@ class TrackedThresholds(Thresholds):
         """Standard deviation of the noise on the count of each group."""
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
-    def noise_secret(self, secret: bytes) -> bytes:
-        """See Thresholds, and [Note: Noise of one history]."""
-        return derive_key(secret, "clipping counts so far", self._history)
+    def counts(self, metrics: BatchMetrics) -> str:
+        """See Thresholds."""
+        return str(self._counts(metrics).tolist())
+
+    def _counts(self, metrics: BatchMetrics) -> Tensor:
+        return metrics.unclipped_excess([group.label for group in self._clipper.groups])
 
     def refuse_own_loop(self) -> None:
         """See Thresholds."""
@@ -133,11 +135,9 @@ class TrackedThresholds(Thresholds):
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """See Thresholds."""
-        tracking, labels = self._tracking, [group.label for group in self._clipper.groups]
-        counts_M = metrics.unclipped_excess(labels)
-        self._history = hashlib.sha256(f"{self._history} {counts_M.tolist()}".encode()).hexdigest()
+        tracking, counts_M = self._tracking, self._counts(metrics)
         # A secret of its own: no name of a parameter leads to this noise. Drawn on the CPU, so equal on all ranks.
-        noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
+        noise = KeyedGaussian(derive_key(noise.secret, "clipping counts", self.counts(metrics)), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
         published_M = (counts_M / COUNT_GRID).round() * COUNT_GRID
@@ -148,18 +148,16 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """The thresholds of the next step, and what its noise depends on: a resumed run continues bit for bit."""
-        return {"values": list(self.values), "history": self._history}
+        """The thresholds of the next step: a resumed run continues bit for bit."""
+        return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:
         """See Thresholds."""
         values: Any = state.get("values") if isinstance(state, dict) else None
-        history: Any = state.get("history") if isinstance(state, dict) else None
-        sound = isinstance(values, Sequence) and len(values) == len(self._first) and isinstance(history, str)
+        sound = isinstance(values, Sequence) and len(values) == len(self._first)
         if not sound or not all(is_number(value) and 0 < value < math.inf for value in values):
             raise CheckpointError(
                 f"The checkpoint has no clipping thresholds of the {len(self._first)} groups ({state!r}), so steps "
                 f"would be released again with other ones. Resume from another checkpoint."
             )
         self._clipper.set_thresholds(values)
-        self._history = history

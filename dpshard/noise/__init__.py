@@ -1,5 +1,6 @@
-"""The noise of a release: a function of (run secret, step, parameter name, element), on every rank for its shard.
+"""The noise of a release: a function of run secret, step, sums, parameter and element, on every rank for its shard.
 
 `keyed.py`: Gaussian and discrete Gaussian noise, and how it is added. `discrete_gaussian.py`: the exact sampler.
+`digest.py`: the digest of the sums that noise is keyed by.
 May import `randomness`, `kernels` and below. Not for users. Begin with `keyed.py`.
 """

@@ -5,12 +5,14 @@ A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements
 derive_key(secret, "noise", step, name, k). A rank adds the range of elements that it holds and draws the blocks that
 meet it, no others. By construction then
 - shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
-- the noisy update is the same on 1, 2 or 256 ranks;
-- a step that is replayed after a crash, on however many ranks, releases the same value again and costs nothing more.
-The last holds on one kind of device: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
+- under one secret, the noise is the same on 1, 2 or 256 ranks.
+The secret is that of one release: the engine derives it from the run's secret, the step and the sums that are noised
+([Note: Equal sums, equal noise] in digest.py). A step that is taken again draws the same noise for the same sums alone.
+Bits differ between kinds of devices: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
 Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (The last bits of a
 logarithm or a cosine may differ with and without compiled code (native/), with and without Triton, between two GPUs,
-and between two CPUs without compiled code.)
+and between two CPUs without compiled code. The same sums then get noise that differs in its last bits, whatever the
+data are.)
 
 [Note: Secure noise]
 Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
@@ -110,10 +112,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class KeyedGaussian:
-    """Gaussian noise of a run; see [Note: Noise by the global element]."""
+    """Gaussian noise; see [Note: Noise by the global element]."""
 
     secret: bytes = field(repr=False)
-    """Run secret, 32 bytes."""
+    """Secret of one release, 32 bytes."""
     secure: bool = False
     """Draw on the CPU for every device, as [Note: Secure noise] says."""
 
@@ -246,7 +248,7 @@ class KeyedGaussian:
 
 @dataclass(frozen=True)
 class KeyedDiscreteGaussian(KeyedGaussian):
-    """Discrete Gaussian noise of a run, for sums that are rounded to its grid; see [Note: Noise on a grid].
+    """Discrete Gaussian noise, for sums that are rounded to its grid; see [Note: Noise on a grid].
 
     It is drawn on the CPU for every device, of the cryptographic stream, whatever `secure` says.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpshard.backends.local import LocalBackend
@@ -15,7 +17,8 @@ from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import EngineInUseError, LogicalBatchError
+from dpshard.noise.keyed import Shard
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
@@ -84,6 +87,7 @@ class Collector:
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
         self._own_loop_warned = False
         self._first_gradients = FirstGradients(backend.parameters)
+        self._process = os.getpid()
 
     @property
     def epoch(self) -> int:
@@ -104,6 +108,7 @@ class Collector:
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
+        self._refuse_fork()
         if self.clipper.pending:
             self.clipper.abort()  # a backward that raised left records behind
         if self.state is not BatchState.COLLECTING:
@@ -123,6 +128,15 @@ class Collector:
                 raise LogicalBatchError(refusals.AFTER_FAILED_BACKWARD)
         tape.forwards.begin()
         return tape
+
+    def _refuse_fork(self) -> None:
+        """Raise EngineInUseError in a child process: both would draw the same batches, and count apart."""
+        if os.getpid() != self._process:
+            raise EngineInUseError(
+                f"This engine was made in process {self._process}, and process {os.getpid()} is a fork of it: both "
+                f"would release the same steps, of one secret, and each would count its own alone. Make the engine "
+                f"in the process that trains, after the fork; each has a secret and a budget of its own."
+            )
 
     def _require_own_loop(self, module: nn.Module) -> None:
         """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
@@ -214,6 +228,7 @@ class Collector:
         Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
         of `step`, which the release would be counted as.
         """
+        self._refuse_fork()
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         if self.state is BatchState.PRIVATIZED:
@@ -221,8 +236,7 @@ class Collector:
         if self.batch is not None and not self.batch.complete:
             raise LogicalBatchError(refusals.half_finished(self.batch))
         if self.batch is not None and self.batch.step != step:
-            # A run that is resumed from before it would draw the same noise for another batch: they would differ by
-            # sums without noise.
+            # The batch of a step decides who is protected by its release.
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.refuse_stale_gradients()
@@ -230,14 +244,20 @@ class Collector:
                 return False  # a step before any backward
         return True
 
-    def complete_sums(self) -> None:
-        """Sum over ranks; LogicalBatchError on all of them if a micro-batch of one rank does not count whole."""
+    def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
+        """Sum over ranks, and return the digest of the sums; see LocalBackend.
+
+        LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
+        """
         gaps = self._gaps()
         if any(everywhere for _, _, everywhere in gaps):
             self._refuse(gaps)  # now: the other ranks wait in another collective, and do not come to the next one
-        if self._backend.complete_sums(broken=bool(gaps)):
+        doubts = torch.zeros(0, dtype=torch.int64)
+        (broken, *_), sums = self._backend.complete_sums(bool(gaps), doubts, digest)
+        if broken:
             self._refuse(gaps)
         self.clipper.abort()
+        return sums
 
     def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
         """The micro-batches that do not count whole, each with the reason, and whether all ranks had to run it."""

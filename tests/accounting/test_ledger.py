@@ -152,16 +152,39 @@ def test_affords_is_cheap(monkeypatch):
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(1e-6, 1), st.none() | st.integers(1, 9)), max_size=5))
 def test_a_ledger_survives_a_checkpoint(entries):
     ledger = ledger_of(*[Release(sigma, q, 1000, cap) for sigma, q, cap in entries for _ in range(2)])
-    restored = ledger_of(RELEASE)
+    restored = PrivacyLedger()
     restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert restored.steps == 2 * len(entries)
     assert restored.state_dict() == ledger.state_dict()
+
+
+def test_what_a_ledger_has_recorded_stays_beside_what_it_loads():
+    ledger = ledger_of(RELEASE, RELEASE)
+    ledger.charge(RELEASE, on_trust=True)
+    ledger.load_state_dict(ledger_of(RELEASE).state_dict())
+    assert (ledger.steps, ledger.releases) == (1, 4)
+    assert "4 releases (3 of them of steps that were taken again" in ledger.statement(1e-5)
+    ledger.repeat()
+    assert (ledger.steps, ledger.releases) == (2, 4)
+    fresh = PrivacyLedger()
+    fresh.load_state_dict(ledger.state_dict())
+    assert fresh.state_dict() == ledger.state_dict()
+
+
+def test_a_ledger_that_was_in_a_state_before_counts_it_once():
+    ledger = ledger_of(RELEASE)
+    before = ledger.state_dict()
+    ledger.record(RELEASE)
+    ledger.load_state_dict(before, visited=True)
+    assert (ledger.steps, ledger.releases) == (1, 2)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda state: state.pop("releases"),
+        lambda state: state.pop("again"),
+        lambda state: state.update(steps=3, again=-1),
         lambda state: state.pop("steps"),
         lambda state: state.update(steps=1),
         lambda state: state.update(releases=None),

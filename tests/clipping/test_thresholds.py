@@ -31,6 +31,7 @@ from dpshard.config import CLIPPING_MODES
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from tests.oracle import factor, norm, per_sample_gradients
+from tests.sums import taken_for_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
@@ -372,6 +373,11 @@ def test_a_replay_with_other_counts_has_other_noise(otherwise):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_run_does_not_depend_on_micro_batches_and_modes(style):
+    with taken_for_equal():  # which the sums are, but for rounding
+        compare_runs(style)
+
+
+def compare_runs(style):
     def run(micro_batch_size, mode="auto", wrap=lambda model: model):
         model = network()
         engine = engine_on(wrap(model), clipping_style=style, clipping_mode=mode)
@@ -468,13 +474,13 @@ def test_a_checkpoint_without_thresholds_is_refused():
     engine = engine_on(model)
     state = engine.state_dict()
     for damaged in (
-        {**state, "thresholds": {"values": [2.0], "history": ""}},
+        {**state, "thresholds": {"values": [2.0]}},
         {k: v for k, v in state.items() if k != "thresholds"},
     ):
         with pytest.raises(CheckpointError, match="digest"):
             engine.load_state_dict(damaged)
     wrong_values = (None, [], [1.0, 1.0], [0.0], [float("nan")], ["1.0"], "1")
-    for wrong in (None, [1.0], {"values": [1.0]}, *({"values": v, "history": ""} for v in wrong_values)):
+    for wrong in (None, [1.0], *({"values": v} for v in wrong_values)):
         with pytest.raises(CheckpointError, match="no clipping thresholds"):
             engine._thresholds.load_state_dict(wrong)
     for other in (None, QuantileTracking()):

@@ -22,6 +22,7 @@ from dpshard.errors import DpshardError
 from dpshard.noise.keyed import KeyedGaussian
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
 from tests.oracle import factor, norm, per_sample_gradients, ramp_loss
+from tests.sums import noise_secret, taken_for_equal
 
 SECRET = bytes(range(32))
 SGD = torch.optim.SGD
@@ -30,7 +31,7 @@ SGD = torch.optim.SGD
 def engine_on(model_engine: nn.Module, **options: Any) -> PrivacyEngine:
     defaults = {"batch_size": 8, "sample_size": 64, "steps": 100, "noise_multiplier": 1.0, "clipping_fn": "abadi"}
     engine = PrivacyEngine(model_engine, **{**defaults, **options})
-    engine._secret = engine._nonce = SECRET  # the nonce keys the noise of a loop of the check's own
+    engine._secret = SECRET
     return engine
 
 
@@ -80,10 +81,11 @@ def noise(stage: int, *flags: str) -> dict[str, Any]:
         p.data.zero_()  # the rounding of the parameters is no part of the noise
     model_engine, _ = begin(model, stage, *flags, batch_size=5, noise_multiplier=0.7, max_grad_norm=3.0, verify=False)
     x = torch.randn(4, 61, dtype=next(model.parameters()).dtype)
-    model_engine.backward((model_engine(x) * 0.0).sum())
-    model_engine.step()
+    with taken_for_equal():
+        model_engine.backward((model_engine(x) * 0.0).sum())
+        model_engine.step()
     steps = {name: -p.double() * 5 / (0.7 * 3.0) for name, p in masters(model).items()}
-    drawn = KeyedGaussian(SECRET_OF_OWN_LOOP)
+    drawn = KeyedGaussian(noise_secret(SECRET, 0, 0.7 * 3.0))
     error = max(float((z.flatten() - drawn.sample(0, n, 0, z.numel()).double()).abs().max()) for n, z in steps.items())
     flat = torch.cat([z.flatten() for z in steps.values()])
     a, b = steps["first.weight"].flatten().chunk(2)  # on two ranks under stage 3
@@ -93,15 +95,6 @@ def noise(stage: int, *flags: str) -> dict[str, Any]:
         "error": error,
         "correlation": float(torch.corrcoef(torch.stack([a[: len(b)], b]))[0, 1]) * len(b) ** 0.5,
     }
-
-
-def _secret_of_own_loop() -> bytes:
-    from dpshard.randomness import derive_key
-
-    return derive_key(SECRET, "own loop", SECRET.hex())
-
-
-SECRET_OF_OWN_LOOP = _secret_of_own_loop()
 
 
 # --- sums ---------------------------------------------------------------------------------------------------------

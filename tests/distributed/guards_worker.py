@@ -140,8 +140,8 @@ def disagreeing(case: str, model: Model) -> None:
     if case == "state":
         engine = engine_of(wrapped)
         if rank == 1:
-            engine._budget.ledger.record(engine._budget.next_release())
-        engine.load_state_dict(pack(engine.mechanism, bytes(32), engine._budget.ledger.state_dict()))
+            engine._budget.spend(bytes(16), on_trust=False)
+        engine.load_state_dict(pack(engine.mechanism, bytes(32), engine._budget.state_dict()))
 
 
 def outcome(case: str) -> tuple[str, str, float]:

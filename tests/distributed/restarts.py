@@ -1,6 +1,6 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED | worlds | zero_worlds | zero_kills. Prints a line of JSON behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | recount | zero_worlds | zero_kills. Prints a line of JSON behind "RESULT ".
 
 A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
 `deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
@@ -35,6 +35,7 @@ from torch.utils.data import TensorDataset
 from dpshard import Checkpointer, PrivacyEngine, checkpoint
 from dpshard.backends import fsdp2
 from tests.distributed.update_worker import SECRET, Model, shard, whole
+from tests.sums import taken_for_equal
 
 SAMPLES, STEPS = 60, 6
 
@@ -122,7 +123,7 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         accountant="rdp",
         verify=False,
     )
-    engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.ledger.state_dict()))
+    engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.state_dict()))
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
     if not checkpointer.load():
@@ -151,7 +152,8 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
             break
     checkpointer.wait()
     parameters = torch.cat([p.flatten() for p in parameters_of(core).values()])
-    return {"began": began, "step": engine.step, "epsilon": engine.epsilon(), "parameters": parameters.tolist()}
+    counted = {"step": engine.step, "releases": engine._budget.ledger.releases, "epsilon": engine.epsilon()}
+    return {"began": began, **counted, "parameters": parameters.tolist()}
 
 
 def run(world: int, work: Callable[[], dict[str, Any]], kill: Kill | None = None) -> dict[str, Any] | None:
@@ -231,7 +233,7 @@ def killed(kind: str, moments: list[Kill]) -> dict[str, Any]:
                 starts.append(result)
                 shutil.rmtree(folder)
         final = run(2, lambda: train(kind, folder, log))
-        left = sorted(path.name for path in folder.iterdir())
+        left = sorted(path.name for path in folder.iterdir() if path.is_dir())
         known = dict(line.split() for line in reference.read_text().splitlines())
         lines = [line.split() for line in log.read_text().splitlines() if line.count(" ") == 1]
         return {
@@ -247,7 +249,7 @@ def killed(kind: str, moments: list[Kill]) -> dict[str, Any]:
 
 def worlds() -> dict[str, Any]:
     """Saved on 4 ranks, continued on others."""
-    with tempfile.TemporaryDirectory() as place:
+    with taken_for_equal(), tempfile.TemporaryDirectory() as place:
         undisturbed = run(1, lambda: train("alone", Path(place, "undisturbed"), None))
         saved = Path(place, "fsdp2-4")
         run(4, lambda: train("fsdp2", saved, None, until=3))
@@ -264,16 +266,29 @@ def worlds() -> dict[str, Any]:
             folder = Path(shutil.copytree(origin, Path(place, name)))
             results[name] = run(world, lambda: train(kind, folder, None))  # noqa: B023
         back = Path(shutil.copytree(Path(place, "4 to ddp"), Path(place, "back")))
-        shutil.rmtree(max(back.iterdir()))  # to the step before the last
+        shutil.rmtree(max(path for path in back.iterdir() if path.is_dir()))  # to the step before the last
         results["ddp to 1"] = run(1, lambda: train("alone", back, None))
         return {"undisturbed": undisturbed, "results": results}
+
+
+def recount() -> dict[str, Any]:
+    """The last of five steps, which no checkpoint knows, taken again by as many ranks, and by one."""
+    with tempfile.TemporaryDirectory() as place:
+        saved = Path(place, "fsdp2-2")
+        run(2, lambda: train("fsdp2", saved, None, until=5))
+        shutil.rmtree(saved / "step-00000005")
+        found = {}
+        for name, world, kind in (("2 again", 2, "fsdp2"), ("by 1", 1, "alone")):
+            folder = Path(shutil.copytree(saved, Path(place, name)))
+            found[name] = run(world, lambda: train(kind, folder, None, until=5))  # noqa: B023
+        return found
 
 
 def zero_worlds() -> dict[str, Any]:
     """Saved by DeepSpeed on 4 ranks, continued on others, at other stages, by other back-ends; and the other way."""
     from tests.distributed import deepspeed_setup  # noqa: F401  (loaded once, not in every rank)
 
-    with tempfile.TemporaryDirectory() as place:
+    with taken_for_equal(), tempfile.TemporaryDirectory() as place:
         undisturbed = run(1, lambda: train("alone+float32", Path(place, "undisturbed"), None))
         saved = {kind: Path(place, kind) for kind in ("deepspeed-3", "fsdp2+float32")}
         run(4, lambda: train("deepspeed-3", saved["deepspeed-3"], None, until=3))
@@ -306,6 +321,6 @@ def zero_kills() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    scenarios = {"worlds": worlds, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
+    scenarios = {"worlds": worlds, "recount": recount, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
     found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else scenarios[sys.argv[1]]()
     print("RESULT", json.dumps(found), flush=True)

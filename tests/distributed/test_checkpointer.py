@@ -65,6 +65,15 @@ def test_a_run_goes_on_with_another_number_of_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_is_taken_again_by_another_number_of_ranks_counts_twice() -> None:
+    found = restarts("recount")
+    assert all((result["began"], result["step"]) == (4, 5) for result in found.values())
+    assert found["2 again"]["releases"] == 5  # the same sums, bit for bit
+    assert found["by 1"]["releases"] == 6
+    assert found["by 1"]["epsilon"] > found["2 again"]["epsilon"]
+
+
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_run_by_deepspeed_goes_on_with_other_ranks_stages_and_back_ends() -> None:
     assert_same(restarts("zero_worlds"), tolerance=1e-6)  # float32: the largest error seen is 4e-8

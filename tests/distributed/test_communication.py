@@ -2,8 +2,8 @@
 
 Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (applications/planner/): the real
 step, exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping
-group and 2 for the loss are gathered; one number, where gradients are sharded the norm of the clipped sum, else its
-checksum; and whether the logical batch counts whole on every rank.
+group and 2 for the loss are gathered, and where gradients are sharded the norm of the clipped sum is; and before the
+noise what speaks against the release, and a digest of the sums.
 Two backward passes gather the blocks once more.
 """
 
@@ -32,12 +32,10 @@ CASES = {
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64, and what ranks tell each other before the noise."""
+    """What engine.metrics() sends once a step, in float64; and a digest of the sums, and whether they are sound."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
-    if setup.shard == "ddp":  # with the checksum of its gradients
-        return figures | {("all-gather", "int64"): Traffic(1, setup.ranks * 16)}
-    norm, whole = ("all-reduce", "float64"), ("all-gather", "uint8")
-    return figures | {norm: Traffic(1, 8), whole: Traffic(1, setup.ranks)}
+    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (2 + 2) * 8)}
+    return figures | digest | ({} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 
 
 def groups_of(clipping: Clipping, shape: Transformer) -> int:

@@ -175,7 +175,7 @@ def engine_on(model, **options):
     engine = PrivacyEngine(
         model, **{**defaults, "verify": False, "noise": "discrete-gaussian", "accountant": "rdp", **options}
     )
-    engine._secret = engine._nonce = SECRET
+    engine._secret = SECRET
     return engine
 
 

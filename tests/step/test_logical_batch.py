@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from dpshard import checkpoint
+from dpshard.accounting.budget import Budget
 from dpshard.errors import BatchLayoutError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import PoissonSampler
@@ -301,4 +302,4 @@ def engine_draw(engine, step):
 
 
 def _at_start(engine):
-    return checkpoint.pack(engine.mechanism, engine._secret, {"steps": 0, "on_trust": 0, "releases": []})
+    return checkpoint.pack(engine.mechanism, engine._secret, Budget(engine.mechanism, may_exceed=False).state_dict())

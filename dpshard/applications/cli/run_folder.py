@@ -3,8 +3,9 @@
 [Note: What survives kill -9]
 Files that are read back on resume are replaced as a whole: written beside their place, flushed to the disk, renamed.
 metrics.jsonl grows by one line a step; after a kill it may be ahead of the last checkpoint, or end in half a line, so
-resuming cuts it back to the checkpoint's step. The steps in between are computed again, with the same samples and the
-same noise (dpshard/randomness.py), so they cost no further budget.
+resuming cuts it back to the checkpoint's step. Nothing private depends on it: damaged lines are left out, and a missing
+file is begun anew. The steps in between are computed again with the same samples. If their sums are the same, they
+cost no further budget (dpshard/noise/digest.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 
 from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.settings import TrainSettings, read_yaml, resolve
+from dpshard.checkpoint.disk import why
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
@@ -123,13 +126,27 @@ class RunFolder:
                     raise ValueError(f"line {number} is of no step")
             return rows
 
+    def _sound_metrics(self, steps: int) -> list[dict[str, Any]]:
+        """The rows that can be read, of `steps` at least; a warning if some cannot."""
+        with _explained(self.path):
+            lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
+        rows = [row for row in map(_row, lines) if row is not None]
+        if len({row["step"] for row in rows}) < steps:
+            warnings.warn(
+                f"{self.metrics} is missing or damaged: {len(rows)} of its lines can be read, after {steps} steps. "
+                f"The training goes on; plots and metrics lack the other steps.",
+                stacklevel=4,
+            )
+        return rows
+
     @contextmanager
     def append_metrics(self, *, after_step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         """Cut the metrics back to the first `after_step` steps, and give a function that appends a row.
 
-        A row is handed to the operating system at once: killing this process does not take it back.
+        Warns of lines that are damaged, and leaves them out: plots do without. A row is handed to the operating system
+        at once: killing this process does not take it back.
         """
-        kept = [row for row in self.read_metrics() if row["step"] <= after_step]
+        kept = [row for row in self._sound_metrics(after_step) if row["step"] <= after_step]
         write_atomically(self.metrics, "".join(f"{to_json(row)}\n" for row in kept).encode())
         with _explained(self.path):
             file = self.metrics.open("a", encoding="utf-8")
@@ -164,6 +181,15 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
             os.close(folder)
 
 
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A complete line of metrics; None for anything else."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and is_count(row.get("step")) else None
+
+
 @contextmanager
 def intact(path: Path, remedy: str) -> Iterator[None]:
     """A block that takes the content of `path` for what dpshard has written; RunFolderError if it turns out not to be.
@@ -187,6 +213,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise RunFolderError(
-            f"{path} cannot be written or read: {error.strerror or error}. Check the path, your rights to it, "
-            f"and the space on the disk."
+            f"{path} cannot be written or read: {why(error, path)}. Check the path, your rights to it, and the space "
+            f"on the disk."
         ) from error

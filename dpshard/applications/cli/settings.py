@@ -26,7 +26,7 @@ OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
 """The pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
-"""Settings that may change at --resume; they do not affect result or guarantee."""
+"""Settings that may change when a run is resumed. Steps that are repeated then count again."""
 
 
 def _setting(panel: str, default: Any, help: str) -> Any:
@@ -136,7 +136,9 @@ class TrainSettings:
     phases: str | None = _setting(
         TRAINING, None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
     )
-    micro_batch_size: int = _setting(TRAINING, 256, "Samples per forward; decides memory and speed, never the result.")
+    micro_batch_size: int = _setting(
+        TRAINING, 256, "Samples per forward; decides memory and speed, and the result only by rounding."
+    )
     optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
         TRAINING,
         "sgd",
@@ -169,7 +171,7 @@ class TrainSettings:
         "none",
         "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
         "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
-        "guarantee stay the same. May change at --resume.",
+        "guarantee stay the same. May change at --resume, where steps that are repeated count again.",
     )
     nproc: int | None = _setting(
         RANKS,

@@ -37,9 +37,10 @@ def command(
 ) -> None:
     """Train a model with differential privacy, by default a classifier of handwritten digits.
 
-    The run folder holds settings, metrics,
-    checkpoints, plots, the weights (model.pt), and a report with the accuracy and the exact privacy
-    guarantee. Ctrl-C saves and stops. --resume continues, also after a crash, at no further cost.
+    The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report
+    with the accuracy and the exact privacy guarantee. Ctrl-C saves and stops. --resume continues, also
+    after a crash. Steps that are repeated exactly cost nothing more. On other processes they count
+    again, and the report says so.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if resume is None:
@@ -162,6 +163,6 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
     write_atomically(folder.model, content.getvalue())
     try:
         plots.draw(folder)
-    except ConfigurationError as error:  # without matplotlib a run still keeps its model
-        warnings.warn(str(error), stacklevel=2)
+    except Exception as error:  # noqa: BLE001 (no matplotlib, a full disk: a missing plot must not cost the report)
+        warnings.warn(f"There are no plots: {error}", stacklevel=2)
     final_report.write(folder, result)  # last, because the report marks a finished run

@@ -1,10 +1,12 @@
 """A training run of data, model, engine and optimizer, which can stop and resume at any step.
 
 [Note: Bit for bit]
-A step is a function of the state at its start. The run secret and the step are the key of batch and
-noise. The run's seed, the step and the micro-batch seed PyTorch's draws in the forward pass
-(dropout). So checkpoints need no generator states, and a resumed run repeats the steps after its
-checkpoint exactly.
+A step is a function of the state at its start. The run secret and the step are the key of the
+batch; these and the sums are the key of the noise. The run's seed, the step and the micro-batch
+seed PyTorch's draws in the forward pass (dropout). So checkpoints need no generator states, and a
+resumed run repeats the steps after its checkpoint exactly. On other ranks it does not: other rows
+share a micro-batch, so sums round otherwise, and dropout differs. Those steps are second releases.
+The journal of the checkpoints records them, and the ledger counts both.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +37,7 @@ from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
 from dpshard.applications.cli.sharding import Sharded
 from dpshard.backends.ranks import Ranks
-from dpshard.errors import CheckpointError, ConfigurationError
+from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.recipes import DP_BERT, warmup_quadratic_decay
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -84,7 +87,7 @@ class Run:
         )
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
-        """Take the remaining steps; return False if a signal stopped the run before its end."""
+        """Take the steps that are left, or that the budget allows; return False if a signal stopped the run."""
         engine, settings = self.engine, self.settings
         score_every = math.ceil(engine.steps / settings.evaluations)
         with blocked_signals():  # worker processes start here, and inherit the block
@@ -94,7 +97,12 @@ class Run:
             started = time.perf_counter()
             for logical_batch in batches:
                 row = {"step": logical_batch.step + 1, "learning_rate": self.scheduler.get_last_lr()[0]}
-                row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
+                try:
+                    row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
+                except BudgetExceededError as error:  # steps were repeated with other sums, and counted
+                    warnings.warn(f"The run ends here: {error}", stacklevel=2)
+                    checkpoints.save()
+                    return True
                 row["samples_per_second"] = row["realised_batch_size"] / (time.perf_counter() - started)
                 last = engine.step == engine.steps
                 if engine.step % score_every == 0 or last:

@@ -40,7 +40,7 @@ class DeepSpeedBackend(LocalBackend):
     """
 
     def __init__(self, model_engine: Any) -> None:
-        stage = refuse_unsupported(model_engine)
+        self._stage = stage = refuse_unsupported(model_engine)
         super().__init__(model_engine.module)
         self.outermost = model_engine.module
         self.model_engine = model_engine
@@ -92,6 +92,11 @@ class DeepSpeedBackend(LocalBackend):
         """See LocalBackend."""
         return self.parameters if self._zero3 is None else self._zero3.values
 
+    @property
+    def layout(self) -> str:
+        """See LocalBackend."""
+        return f"ZeRO-{self._stage} on {self.world_size} ranks"
+
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def reduce(self, names: Sequence[str], take: Callable[[str], Tensor | None]) -> list[Tensor | None]:
@@ -136,34 +141,41 @@ class DeepSpeedBackend(LocalBackend):
                 "after every logical batch."
             )
 
-    def complete_sums(self, *, broken: bool = False) -> bool:
-        """See LocalBackend; nobody but this back-end has hold of the sums."""
-        if bool(self.stack(torch.tensor([broken], dtype=torch.uint8)).any()):
-            return True
+    @property
+    def _is_unsummed(self) -> bool:
+        return True
+
+    def _sum_rest(self) -> None:
         self._reducer.complete()
-        return False
 
     def runs_everywhere(self, *, last: bool) -> bool:
         """See LocalBackend: stage 3 gathers parameters in every forward and backward."""
         return self._zero3 is not None
 
+    def _fault(self) -> None:
+        return None  # only this back-end has hold of the sums
+
+    def _shards(self) -> list[Shard]:
+        return [
+            Shard(name, self._reducer.fragment(name), self._reducer.layout.fragments[name].start)
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        ]
+
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """See LocalBackend; the result waits for DeepSpeed's step."""
-        self._private = self._reducer.take()
-        shards: list[Shard] = []
         with torch.no_grad():
+            shards = self._shards()
+            self._private = self._reducer.take()
             for name, parameter in self.parameters.items():
-                fragment = self._reducer.fragment(name, self._private)
-                if parameter.requires_grad:
-                    shards.append(Shard(name, fragment, self._reducer.layout.fragments[name].start))
-                else:
-                    fragment.zero_()  # frozen since
-            norm = release_(shards).cpu()
+                if not parameter.requires_grad:
+                    self._reducer.fragment(name, self._private).zero_()  # frozen since
+            norm = release_(shards)
         self._reset()
         return self._over_shards(norm.square()).sqrt()
 
     def _over_shards(self, x: Tensor) -> Tensor:
-        return self.stack(x.view(1)).sum().cpu()
+        return self.stack(x.view(1)).sum()
 
     def hand_over(self, held: set[Tensor]) -> None:
         """See LocalBackend."""

@@ -4,6 +4,8 @@
 - box_muller, release_: normals from random words, and their addition to a sum (normals.c). numpy
   needs seven passes over the cache, compiled code one. Random bits still come from OpenSSL's
   cipher: the package has no cryptography of its own.
+- add_digest_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads
+  every product again, in 64 bits.
 - floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch calls
   a library for each product of a block of positions, on matrices too small for it, and writes and
   reads every product. Compiled code computes half of the products, and keeps them in the cache.
@@ -25,12 +27,14 @@ switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution
+from dpshard.kernels.native.digest import add_digest_, takes_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, takes_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, takes_normalization
 from dpshard.kernels.native.normals import box_muller, release_
 
 __all__ = [
+    "add_digest_",
     "box_muller",
     "floored_ghost_norm_sq",
     "ghost_flops",
@@ -40,6 +44,7 @@ __all__ = [
     "per_sample_gradients_",
     "release_",
     "takes_convolution",
+    "takes_digest",
     "takes_ghost_norm",
     "takes_normalization",
 ]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dpshard.kernels.native import reference
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Version of the signatures below; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
@@ -33,6 +33,7 @@ _SIGNATURES = {
         None,
         (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES, _REAL, _FLAG),
     ),
+    "dpshard_digest": (None, (*_TEAM, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER)),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """Return type and argument types of each function."""
@@ -124,6 +125,10 @@ class Library:
         n, wide = len(x), (_wide(x), _wide(noise))
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
+    def digest(self, words: int, n: int, at: int, columns: int, rows: int, total: int, team: Team) -> None:
+        """See digest.add_digest_; arrays by their addresses."""
+        self._c.dpshard_digest(*team, words, n, at, columns, rows, total)
+
     def ghost_norms(
         self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
     ) -> None:
@@ -158,6 +163,7 @@ class Library:
         """Raise ArithmeticError if results differ from numpy; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
+        self._try_digest()
         self._try_normalization()
         if self.has_tiles:
             self._try_norms()
@@ -175,6 +181,14 @@ class Library:
         reference.release_(expected, expected_noise.reshape(-1), std, divisor)
         if not np.allclose(x, expected, rtol=0, atol=1e-5):
             raise ArithmeticError("it draws noise wrongly")
+
+    def _try_digest(self) -> None:
+        at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread takes at once
+        columns, rows = _scattered(2, 4096).view(np.int32), _scattered(19, 4).view(np.int64)
+        total = np.ones(2, np.int64)
+        self.digest(words.ctypes.data, len(words), at, columns.ctypes.data, rows.ctypes.data, total.ctypes.data, _ALONE)
+        if not np.array_equal(total, 1 + reference.digest(words, at, columns, rows)):
+            raise ArithmeticError("it digests sums wrongly")
 
     def _try_normalization(self) -> None:
         B, K, N = 2, 6, 2100  # more than a chunk

@@ -39,6 +39,13 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     x /= divisor
 
 
+def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int64]:
+    """See digest.add_digest_; what it adds, [2]."""
+    padded = np.zeros((len(rows), columns.shape[1]), np.int64)
+    padded.reshape(-1)[at : at + len(words)] = words
+    return ((padded[:, None] * columns).sum(2) * rows).sum(0)
+
+
 def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor: float) -> NDArray[np.float64]:
     """See gram.floored_ghost_norm_sq; float64, with the bound on float32's underflow."""
     gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols

@@ -54,6 +54,25 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_to_whole_lines(folder):
     ]
 
 
+@pytest.mark.parametrize("damage", [b"garbage\n", b'{"step": 0}\n', b"\xff\xfe\n", b"", None], ids=str)
+def test_damaged_or_missing_metrics_do_not_block_a_resume(folder, damage):
+    with folder.append_metrics(after_step=0) as append:
+        for step in (1, 2):
+            append({"step": step})
+    if damage is None:
+        folder.metrics.unlink()
+    else:
+        lines = folder.metrics.read_bytes().splitlines(keepends=True)
+        folder.metrics.write_bytes(damage + lines[1])
+    with (
+        pytest.warns(UserWarning, match=r"metrics.jsonl is missing or damaged: \d of .* after 2 steps"),
+        folder.append_metrics(after_step=2) as append,
+    ):
+        append({"step": 3})
+    kept = [] if damage is None else [{"step": 2}]
+    assert folder.read_metrics() == [*kept, {"step": 3}]
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomically(path, b"old")
@@ -62,7 +81,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match="No space left"):
+    with pytest.raises(RunFolderError, match=r"the disk is full, .* bytes are free"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

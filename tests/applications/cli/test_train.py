@@ -5,10 +5,12 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from torch import nn
 
@@ -254,6 +256,41 @@ def test_a_run_without_matplotlib_still_has_its_report(tmp_path, spawn):
     assert process.returncode == 0, output
     assert "dpshard[plots]" in output
     assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypatch, dpshard):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dpshard.applications.cli.plots.save", full)
+    with pytest.warns(UserWarning, match="There are no plots: .*No space left"):
+        dpshard("train", *QUICK, "--out", tmp_path / "run")
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_a_budget_that_repeated_steps_have_spent_ends_the_run_with_its_report(tmp_path, monkeypatch, dpshard):
+    """Another loss stands for other ranks: the steps since the checkpoint are second releases."""
+    flags = "--steps 6 --batch-size 64 --target-epsilon 3 --evaluations 2 --checkpoint-every 4 --model mlp".split()
+    folder, step = tmp_path / "run", training.Run.take_step
+
+    def killed(self, logical_batch):
+        if logical_batch.step == 2:
+            raise ZeroDivisionError("crash")
+        return step(self, logical_batch)
+
+    monkeypatch.setattr(training.Run, "take_step", killed)
+    with pytest.raises(ZeroDivisionError, match="crash"):
+        dpshard("train", *flags, "--out", folder)
+    monkeypatch.setattr(training.Run, "take_step", step)
+    other_losses = lambda logits, y: 0.999 * F.cross_entropy(logits, y, reduction="none")  # noqa: E731
+    monkeypatch.setattr(training, "sample_losses", other_losses)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dpshard("train", "--resume", folder)
+    told = "\n".join(str(w.message) for w in caught)
+    assert "Step 1 was released before, with other sums" in told
+    assert "The run ends here: Step 5 would spend more" in told
+    assert "6 releases (2 of them of steps that were taken again" in (folder / "report.md").read_text()
 
 
 def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):

@@ -1,0 +1,79 @@
+"""Which sums were released at which step of a run, so that a step that is taken again is counted as what it is.
+
+[Note: What a step that is taken again costs]
+Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). So a release has an identity,
+a keyed digest of both. Taken again with the same identity, a step publishes the same value: it costs nothing. With
+another one it is a second release, with independent noise: it is counted. So is a step of which nobody remembers what
+was released. A history remembers the last MEMORY steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from dpshard.errors import CheckpointError
+
+MEMORY = 2**16
+"""Steps that are remembered, some 20 MiB of them."""
+
+
+class History:
+    """The releases of a run that this process knows of."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """The first step that was never released."""
+        self._known: dict[int, set[bytes]] = {}
+        self._place = b""  # digest of all that was ever counted here, in its order
+        self._visited: dict[bytes, None] = {b"": None}  # places at which all that was counted is counted here, too
+
+    def knows(self, step: int, identity: bytes) -> bool:
+        """Whether the release was made before."""
+        return identity in self._known.get(step, ())
+
+    def add(self, step: int, identity: bytes | None) -> None:
+        """A release was made; None for one of unknown sums."""
+        self.end = max(self.end, step + 1)
+        known = self._known.setdefault(step, set())
+        if identity is not None:
+            known.add(identity)
+        if len(self._known) > MEMORY:
+            del self._known[next(iter(self._known))]
+        self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """As plain JSON: the place of a run that stands before `step`, and what was released from there on."""
+        ahead = {str(n): sorted(x.hex() for x in self._known.get(n, ())) for n in range(step, self.end)}
+        return {"place": self._place.hex(), "ahead": ahead}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
+        """Go to the place of a state before `step`; whether this process has been there.
+
+        CheckpointError, and no change, if the state is damaged.
+        """
+        try:
+            place = bytes.fromhex(state["place"])
+            ahead = {int(n): {bytes.fromhex(x) for x in known} for n, known in state["ahead"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"The history of the checkpoint is damaged ({error}): steps might be released twice and be counted "
+                f"once. Resume from an older checkpoint."
+            ) from error
+        if not (visited := place in self._visited):
+            before = self._place
+            self._go_to(place)
+            if before:  # more is counted here than the state knows
+                self._go_to(hashlib.sha256(before + place).digest())
+        self.end = max(self.end, step)
+        for n, known in ahead.items():
+            self.end = max(self.end, n + 1)
+            self._known.setdefault(n, set()).update(known)
+        return visited
+
+    def _go_to(self, place: bytes) -> None:
+        self._place = place
+        self._visited[place] = None
+        if len(self._visited) > MEMORY:
+            del self._visited[next(iter(self._visited))]

@@ -1,0 +1,26 @@
+"""Why something could not be written, in words that tell a full disk from a missing right."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def why(error: BaseException, path: Path) -> str:
+    """What went wrong at `path`; of a full disk, with the bytes that are free."""
+    # What torch says of a file that was cut short: its writer counts bytes, and does not look at the error.
+    cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
+    if not cut_short and getattr(error, "errno", None) not in _FULL:
+        return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
+    return f"the disk is full, or a quota or a limit on the size of files is reached ({_free(path)})"
+
+
+def _free(path: Path) -> str:
+    place = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+    try:
+        return f"{shutil.disk_usage(place).free:,} bytes are free there"
+    except OSError:
+        return "nobody knows how many bytes are free there"

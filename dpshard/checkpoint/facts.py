@@ -1,0 +1,106 @@
+"""Facts that decide whether a step that is taken again has the same sums, bit for bit; no part of the mechanism.
+
+[Note: Facts of a run]
+Where sums are added up in another order they differ by their rounding: on other ranks or shards, in micro-batches of
+another size, in another clipping mode, by other kernels. Other data have other sums. A state holds these facts, and who
+loads it elsewhere is told that steps may count twice. The digest of the sums decides, not the facts.
+Data are known by their length, which is part of the mechanism, and, if they are tensors in memory, by a keyed digest of
+a few rows: so another data set is noticed, one changed row is not. Rows of other data sets are left alone. Reading them
+here may open files before workers start, or draw random numbers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from dpshard.backends.local import LocalBackend
+from dpshard.kernels import native, triton
+from dpshard.randomness import RandomSource, derive_key
+
+ROWS = 64
+"""Rows that the digest of the data is made of, at most."""
+
+
+class Facts:
+    """Those of one engine, beside those of the state that it has loaded; see [Note: Facts of a run]."""
+
+    def __init__(self, backend: LocalBackend, clipping_mode: str) -> None:
+        self._backend, self._clipping_mode = backend, clipping_mode
+        self._of_batches: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that are known, as plain values."""
+        backend = self._backend
+        device = _described(next(iter(backend.parameters.values())).device)
+        return {
+            "device": device,
+            "ranks": backend.world_size,
+            "layout": backend.layout,
+            "clipping_mode": self._clipping_mode,
+            "torch": str(torch.__version__),
+            **self._of_batches,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], step: int) -> None:
+        """A state before `step` was loaded; a warning if its facts are others."""
+        self._saved, self._of_batches = saved, {}
+        self._compare(step)
+
+    def forget(self) -> None:
+        """Another state was loaded, and what was released is known."""
+        self._saved = {}
+
+    def begin_batches(self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int) -> None:
+        """The batches from `step` on are of these; a warning if they were others in the state that was loaded."""
+        self._of_batches = {"micro_batch_size": micro_batch_size or "all", "data": of_rows(dataset, secret)}
+        self._compare(step)
+
+    def _compare(self, step: int) -> None:
+        changed = list(_differences(self._saved, self.state_dict()))
+        if not changed:
+            return
+        self._saved = {}  # told once
+        warnings.warn(
+            f"The state that was loaded is of a run with other facts: {'; '.join(changed)}. So the sums of a step that "
+            f"is taken again may differ, by rounding at least: then it has independent noise, and is a second release. "
+            f"The ledger does not know of steps that were released after the state was saved. If there are any, count "
+            f"them by load_state_dict(state, released=n), n of them in all. If there are none, n={step}.",
+            stacklevel=5,
+        )
+
+
+def _described(device: torch.device) -> str:
+    """What computes on `device`: its kind, and which of our kernels run there."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}{' with Triton' if triton.run_on(device) else ''}"
+    compiled = device.type == "cpu" and native.is_built()
+    return f"{device.type}{' with compiled code' if compiled else ''}"
+
+
+def of_rows(dataset: Any, secret: bytes) -> str | None:
+    """A keyed digest of some rows of tensors in memory, and of their shapes; None for other data sets."""
+    words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
+    chosen = sorted({int(word) % len(dataset) for word in words})
+    while type(dataset) is Subset:
+        chosen, dataset = [dataset.indices[i] for i in chosen], dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return None
+    digest = hmac.new(derive_key(secret, "facts", "data"), digestmod="sha256")
+    for tensor in dataset.tensors:
+        digest.update(f"{tensor.dtype} {list(tensor.shape[1:])}".encode())
+        digest.update(tensor[chosen].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What has changed, of the facts that are known on both sides, in words."""
+    for name in sorted(saved.keys() & now.keys()):
+        if None not in (saved[name], now[name]) and saved[name] != now[name]:
+            yield "other rows of data" if name == "data" else f"{name} {now[name]} (saved: {saved[name]})"

@@ -1,0 +1,28 @@
+"""A digest of the bits of an array, under secret weights, by compiled code; dpshard/noise/digest.py says what it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpshard.kernels.native.library import library, team
+
+WIDTH = 4096
+"""Words of a row; see digest.c."""
+
+
+def takes_digest(words: Tensor) -> bool:
+    """Whether compiled code digests these: not those of another device, nor tensors without values."""
+    return words.device.type == "cpu" and type(words) is Tensor and library() is not None
+
+
+def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
+    """Add to `total` [2], of int64, the digest of `words` [n], of int32; the first one has the place `at` in its row.
+
+    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64. All are contiguous.
+    """
+    compiled = library()
+    kinds = [x.dtype for x in (total, rows, words, columns)]
+    if compiled is None or kinds != [torch.int64] * 2 + [torch.int32] * 2 or len(rows) * WIDTH < at + len(words):
+        raise ValueError(f"No digest of {kinds} with {len(rows)} rows for {at} + {len(words)} words here.")
+    compiled.digest(words.data_ptr(), len(words), at, columns.data_ptr(), rows.data_ptr(), total.data_ptr(), team())

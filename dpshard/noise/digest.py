@@ -1,0 +1,164 @@
+"""A digest of the sums that are about to be noised; their noise is a function of it.
+
+[Note: Equal sums, equal noise]
+A step may be computed twice: after a crash, or after load_state_dict(). Say its noise were a function of the step
+alone. If the second sum differs, if only by its rounding, the noise cancels in the difference of the two releases. So
+the noise is a function of the sums, too. Equal sums have equal noise: the value is published a second time, and costs
+nothing. Other sums have independent noise: they are a second release, and are counted as one (accounting/history.py).
+What no noise covers is whether the two are equal. It depends on the data, unless everything else is equal as well.
+
+[Note: A digest of the sums]
+The bits of all sums are words w of 32 bits. A parameter, flattened as if it were whole, lies in rows of WIDTH words.
+The digest has two lanes of 64 bits, each
+
+    sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
+
+with secret random weights, 32 bits for a column, 64 bits for a row. Sums wrap around, so their order does not matter,
+and the shards of several ranks add up: the digest is a function of the sums, not of who holds what.
+
+Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is
+d * column[c] + ..., 0 < |d| < 2^32. One value of the weight at most makes it 0, so it is 0 in a lane with probability
+2^-32; and 2^(31 + t) divides it with probability 2^-t. Where 2^k is the largest power of 2 that divides all rows'
+differences, the weights of the rows make the whole 0 with probability 2^(k - 64). The mean of that over k is below
+33 * 2^-33. Lanes are independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpshard.kernels import native
+from dpshard.kernels.native.digest import WIDTH
+from dpshard.noise.keyed import Shard
+from dpshard.randomness import RandomSource, derive_key
+
+LANES = 2
+BLOCK = 2**8
+"""Rows whose weights come from one key."""
+
+_TOGETHER = 2**9
+"""Rows that torch digests at once: what it writes of them, twice 64 bits a word, is 32 MiB."""
+
+
+class SumDigest:
+    """Digests sums under the weights of a run; see [Note: A digest of the sums]."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
+        self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
+        self._wide_columns: dict[torch.device, Tensor] = {}
+        # The same parameters come every step: 16 bytes for WIDTH words.
+        self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
+
+    def part(self, shards: Sequence[Shard]) -> Tensor:
+        """What these shards contribute [2], int64, on the device of the first: over all shards it sums to the digest.
+
+        Raises ConfigurationError for a shard that no noise can be added to.
+        """
+        for shard in shards:
+            shard.check()
+        stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
+        if not stretches:
+            return torch.zeros(LANES, dtype=torch.int64)
+        totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in map(_device, stretches)}
+        for stretch in stretches:
+            if native.takes_digest(stretch.words):
+                total, rows = totals[_device(stretch)], self._weights(stretch)
+                native.add_digest_(total, stretch.words, stretch.at, self._columns, rows)
+        for device, total in totals.items():
+            rest = [x for x in stretches if _device(x) == device and not native.takes_digest(x.words)]
+            for pieces in _batches(rest):
+                matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
+                total += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
+        return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
+
+    def _columns_on(self, device: torch.device) -> Tensor:
+        """The weights of the columns [LANES, WIDTH], int64, on a device."""
+        if device not in self._wide_columns:
+            self._wide_columns[device] = self._columns.to(device, torch.int64)
+        return self._wide_columns[device]
+
+    def _weights(self, stretch: _Stretch) -> Tensor:
+        """Of the rows [n, 2] that it meets, int64, on its device."""
+        first, end, device = stretch.row, stretch.row + stretch.rows, _device(stretch)
+        key = (stretch.name, first, end, device)
+        if key not in self._rows:
+            blocks = range(first // BLOCK, -(-end // BLOCK))
+            keys = [derive_key(self._secret, "digest", stretch.name, block) for block in blocks]
+            weights = np.concatenate([RandomSource(k).words(LANES * BLOCK).view("<i8") for k in keys])
+            rows = weights.reshape(-1, LANES)[first - blocks.start * BLOCK : end - blocks.start * BLOCK]
+            self._rows[key] = torch.from_numpy(rows.astype(np.int64)).to(device)
+        return self._rows[key]
+
+
+class _Stretch(NamedTuple):
+    """Some of the words of a parameter, one after another."""
+
+    name: str
+    start: int
+    """Number of the first of them among the words of the parameter."""
+    words: Tensor
+    """[n], int32, at least one."""
+
+    @property
+    def row(self) -> int:
+        """The first row that it meets."""
+        return self.start // WIDTH
+
+    @property
+    def at(self) -> int:
+        """Where in that row it begins."""
+        return self.start % WIDTH
+
+    @property
+    def rows(self) -> int:
+        """How many rows it meets."""
+        return -(-(self.at + len(self.words)) // WIDTH)
+
+
+def _stretch(shard: Shard) -> _Stretch:
+    words = shard.local.detach().contiguous().view(-1).view(torch.int32)
+    return _Stretch(shard.name, shard.start * (shard.local.itemsize // 4), words)
+
+
+def _device(stretch: _Stretch) -> torch.device:
+    return stretch.words.device
+
+
+def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
+    """The same, cut between rows into pieces of _TOGETHER rows at most."""
+    done, n = 0, len(stretch.words)
+    while done < n:
+        start = stretch.start + done
+        end = min(n, (start // WIDTH + _TOGETHER) * WIDTH - stretch.start)
+        yield _Stretch(stretch.name, start, stretch.words[done:end])
+        done = end
+
+
+def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Pieces that are digested together: each alone would be mostly overhead."""
+    batch: list[_Stretch] = []
+    rows = 0
+    for piece in (piece for stretch in stretches for piece in _pieces(stretch)):
+        if rows + piece.rows > _TOGETHER and batch:
+            yield batch
+            batch, rows = [], 0
+        batch.append(piece)
+        rows += piece.rows
+    if batch:
+        yield batch
+
+
+def _rows_of(pieces: Sequence[_Stretch]) -> Tensor:
+    """Their words in rows [n, WIDTH], with zeros where a row belongs to others."""
+    parts: list[Tensor] = []
+    for piece in pieces:
+        after = piece.rows * WIDTH - piece.at - len(piece.words)
+        parts += [piece.words.new_zeros(piece.at), piece.words, piece.words.new_zeros(after)]
+    return torch.cat(parts).view(-1, WIDTH)
