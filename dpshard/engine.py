@@ -31,7 +31,7 @@ from dpshard.config import (
     warn_of_low_cap,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.interception import Interception, Run, plan_run
+from dpshard.interception import Doubts, Interception, Run, plan_run
 from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -285,23 +285,27 @@ class PrivacyEngine:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
+        pad: bool = True,
     ) -> Iterator[LogicalBatch]:
         """The logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
-        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. Call
-        `optimizer.step()` after each logical batch, also after an empty one.
+        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. With `pad=False`
+        the last ones have as many rows as samples (one that counts nothing, where there is none): for loops that sort,
+        shuffle or augment rows, which are refused where there is padding. Call `optimizer.step()` after each logical
+        batch, also after an empty one.
         `steps` asks for so many logical batches instead: a part of the run, or more than was planned, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
         if micro_batch_size is not None:
             check_micro_batch_size(micro_batch_size)
+        check_choice("pad", pad, (False, True))
         if steps is not None and not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
         loaded = load(
             dataset,
-            self._plans(micro_batch_size, steps),
+            self._plans(micro_batch_size, steps, pad=pad),
             sample_size=self.mechanism.sample_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -311,7 +315,7 @@ class PrivacyEngine:
         )
         return self._collector.batches(loaded, lambda: self.step)
 
-    def _plans(self, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
+    def _plans(self, micro_batch_size: int | None, steps: int | None, *, pad: bool) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
         mechanism, backend = self.mechanism, self._backend
@@ -325,7 +329,7 @@ class PrivacyEngine:
         for step in range(self.step, end):
             drawn = sampler.draw(step)
             size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
-            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size)
+            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size, pad=pad)
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
@@ -341,7 +345,7 @@ class PrivacyEngine:
         if collector.batch is None:
             self._thresholds.refuse_own_loop()
         release = self._budget.next_release()
-        backend.complete_sums()
+        Doubts.refuse(backend.complete_sums(collector.doubts()))
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)

@@ -91,13 +91,13 @@ class DDPBackend(LocalBackend):
         # DDP takes the mean over ranks; the sensitivity is stated for the sum.
         return self.guard.expect(name, (clipped_sum * self.world_size).to(parameter.dtype))
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, doubts: Tensor | None = None) -> list[int]:
         """See LocalBackend; LogicalBatchError if DDP has not reduced the sums, see [Note: Reduced or not]."""
         self._refuse_unreduced()
         half = [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
         if half:
             self._sum_over_ranks(half)
-        super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+        return super().complete_sums(doubts)  # last: a rank that raises must not leave the others in a collective
 
     def _sum_over_ranks(self, half: Sequence[str]) -> None:
         """Sum what half-precision parameters keep beside their `.grad`, in float32, all in one reduction.

@@ -304,14 +304,14 @@ class FSDP2Backend(LocalBackend):
         dist.all_reduce(x, group=self._shard_mesh().get_group())
         return x.cpu()
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, doubts: Tensor | None = None) -> list[int]:
         """See LocalBackend; LogicalBatchError if the last micro-batch was not reduced."""
         if self._unreduced:
             raise LogicalBatchError(
                 f"The clipped sum of {next(iter(self._unreduced))} was not reduced over ranks: "
                 f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
             )
-        super().complete_sums()
+        return super().complete_sums(doubts)
 
     def _forget_sums(self) -> None:
         super()._forget_sums()

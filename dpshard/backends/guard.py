@@ -115,16 +115,20 @@ class Guard:
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
-    def require_untouched(self, names: Collection[str]) -> None:
+    def require_untouched(self, names: Collection[str], beside: Tensor | None = None) -> list[int]:
         """Raise LogicalBatchError if gradients are not what backward has left.
 
-        Raises UnsupportedParameterError for parameters that somebody else has put a hook on.
+        Raises UnsupportedParameterError for parameters that somebody else has put a hook on. Returns the values of
+        `beside` (int64), which are read in one go with the checksums.
         """
         for name in names:
             self._refuse_hooks(name)
-        touched = next((name for name in names if not self.is_untouched(name)), None) or self._rewritten(names)
+        values: list[int] = []
+        touched = next((name for name in names if not self.is_untouched(name)), None)
         if touched is None:
-            return
+            touched, values = self._rewritten(names, beside)
+        if touched is None:
+            return values
         if not self.holds_anything(touched):
             raise LogicalBatchError(
                 f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() after "
@@ -140,17 +144,19 @@ class Guard:
     def _versions(self, gradient: Tensor) -> tuple[int, int]:
         return gradient._version, self._local(gradient)._version
 
-    def _rewritten(self, names: Collection[str]) -> str | None:
-        """Name of a gradient that has other bits than backward has left."""
+    def _rewritten(self, names: Collection[str], beside: Tensor | None) -> tuple[str | None, list[int]]:
+        """Name of a gradient that has other bits than backward has left; and the values of `beside`."""
         noted = {name: self._noted[name] for name in names if name in self._noted}
         if not noted:
-            return None
+            return None, [] if beside is None else beside.tolist()
         now = [checksum(self._local(x.gradient)) for x in noted.values()]
         # Read all at once: an accelerator is waited for once.
         device = now[0].device
         then_N = torch.stack([x.checksum.to(device) for x in noted.values()])
-        changed = (torch.stack([x.to(device) for x in now]) != then_N).tolist()
-        return next((name for name, is_changed in zip(noted, changed, strict=True) if is_changed), None)
+        changed_N = (torch.stack([x.to(device) for x in now]) != then_N).long()
+        read = (changed_N if beside is None else torch.cat([changed_N, beside.to(device)])).tolist()
+        rewritten = next((name for name, is_changed in zip(noted, read[: len(noted)], strict=True) if is_changed), None)
+        return rewritten, read[len(noted) :]
 
     def _refuse_hooks(self, name: str) -> None:
         parameter = self._parameters[name]

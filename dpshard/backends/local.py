@@ -149,23 +149,24 @@ class LocalBackend:
                     f"before making the engine, or call model.zero_grad()."
                 )
 
-    def _require_untouched(self, names: Collection[str]) -> None:
+    def _require_untouched(self, names: Collection[str], beside: Tensor | None = None) -> list[int]:
         """Raise LogicalBatchError if gradients are not what backward has left; see [Note: Guarding the gradients]."""
         if self._failed and self.guard.all_thrown_away():
             self._forget_sums()
             self._failed = False
         try:
-            self.guard.require_untouched(names)
+            return self.guard.require_untouched(names, beside)
         except LogicalBatchError:
             self._forget_sums()  # what is left is lost; zero_grad() then makes a fresh start
             raise
 
-    def complete_sums(self) -> None:
+    def complete_sums(self, doubts: Tensor | None = None) -> list[int]:
         """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
 
-        LogicalBatchError if somebody else has changed a sum.
+        LogicalBatchError if somebody else has changed a sum. Returns the values of `doubts`, read from its device
+        together with what is read anyway.
         """
-        self._require_untouched(self.parameters)
+        return self._require_untouched(self.parameters, doubts)
 
     def _sum_of(self, name: str) -> Tensor | None:
         gradient = self.parameters[name].grad

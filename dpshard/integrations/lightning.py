@@ -168,7 +168,11 @@ class _LogicalBatches:
         # A loader draws a seed for its workers; a resumed epoch has to have the random states of the first run.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
-                self._loader.dataset, self._micro_batch_size, steps=len(self), **loading_options(self._loader)
+                self._loader.dataset,
+                self._micro_batch_size,
+                steps=len(self),
+                pad=False,  # a training_step may sort or augment rows
+                **loading_options(self._loader),
             )
 
 

@@ -249,6 +249,9 @@ class Interception:
         refuse_batch_norm(self._batch_norms)
         undo_foreign_patches()
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
+        rows = self.session.rows
+        if rows is not None:
+            rows.enter(run)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
@@ -271,7 +274,10 @@ class Interception:
 
         if self.session.two_passes:
             return through_two_passes(forward, args, kwargs, tape)
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        if rows is not None:
+            rows.leave(output)
+        return output
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward of `module` as it was before it was patched."""

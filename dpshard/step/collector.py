@@ -16,6 +16,7 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
+from dpshard.interception import Doubts, RowIdentity
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step.logical_batch import Loaded, LogicalBatch
 
@@ -61,8 +62,10 @@ class Collector:
             backend.values,
         )
         self._backend = backend
+        self._device = next(iter(backend.parameters.values())).device
         self._mean = mean
         self._tapes: WeakSet[Tape] = WeakSet()  # a graph that is still to be differentiated keeps its own alive
+        self._begin_doubts()
         self._restarts = 0  # batches drawn before a restart belong to another run
         self._closed = False
         self._own_loop_warned = False
@@ -74,6 +77,16 @@ class Collector:
         """See Session."""
         micro = self.batch.micro if self.batch is not None else None
         return None if micro is None else micro.plan
+
+    @property
+    def rows(self) -> RowIdentity | None:
+        """See Session."""
+        micro = self.batch.micro if self.batch is not None else None
+        if micro is None:
+            return None
+        if micro.rows is None:
+            micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
+        return micro.rows
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
@@ -88,8 +101,10 @@ class Collector:
             tape = Tape(self.clipper, batch_size, None, scale)
         else:
             if micro.tape is None:
-                device = next(iter(self._backend.parameters.values())).device
-                micro.tape = Tape(self.clipper, batch_size, micro.plan.is_padding.to(device), scale)
+                is_padding_B = micro.plan.is_padding.to(self._device)
+                micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
+                if micro.rows is not None and micro.rows.padded:
+                    self._watched.append((is_padding_B, micro.rows))
             tape = micro.tape
             if tape.aborted:
                 raise LogicalBatchError(
@@ -137,6 +152,9 @@ class Collector:
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
+        for padding_B, rows in self._watched:
+            if padding_B is is_padding_B:
+                rows.observe(group, norm_B, self.clipper.function)
 
     # --- one logical batch after another ----------------------------------------------------------------------------
 
@@ -160,6 +178,7 @@ class Collector:
                         "they are not the next ones of the run. Call engine.batches(...) again."
                     )
                 batch = self.batch = LogicalBatch(plan, data, loaded, self._backend.micro_batch)
+                self._begin_doubts()
                 self.metrics = BatchMetrics()  # of a backward that failed before it delivered anything, too
                 yield batch
                 batch.require_release()
@@ -199,6 +218,21 @@ class Collector:
                 return False  # a step before any backward
         self.clipper.abort()
         return True
+
+    def doubts(self) -> Tensor | None:
+        """What speaks against the release, on any rank, as `Doubts.refuse` takes it; None if nothing can."""
+        if self.batch is None:
+            return None
+        for _, rows in self._watched:
+            rows.end()
+        flags = self._doubts.flags(self._device)
+        if self._backend.world_size == 1:
+            return flags
+        return self._backend.stack(self._doubts.none(self._device) if flags is None else flags).amax(0)
+
+    def _begin_doubts(self) -> None:
+        self._doubts = Doubts(at_once=self._backend.world_size == 1)
+        self._watched: list[tuple[Tensor, RowIdentity]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""

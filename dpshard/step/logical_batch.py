@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpshard.clipping.tape import Tape
 from dpshard.errors import LogicalBatchError
+from dpshard.interception import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
@@ -22,8 +23,12 @@ class MicroBatch:
     """The micro-batch that the script is working on."""
 
     plan: MicroBatchPlan
+    data: Any
+    """What was handed out."""
     tape: Tape | None = None
     """Shared by all forwards on this micro-batch: a sample has one gradient and one factor."""
+    rows: RowIdentity | None = None
+    """Watches that its rows stay its samples."""
 
 
 class LogicalBatch:
@@ -69,7 +74,7 @@ class LogicalBatch:
             plan, data = self._first if self.position == 0 else next(self._loaded)
             self.position += 1
             self.samples += plan.samples
-            self.micro = MicroBatch(plan)
+            self.micro = MicroBatch(plan, data)
             with self._working(last=self.complete):
                 yield data
         self.micro = None
