@@ -16,6 +16,8 @@ TOLERANCE = 0.25
 """Relative difference of the norms of equal rows; rounding in half precision stays far below."""
 SMALL = 0.05
 """Share of the threshold below which a contribution may be rounding."""
+NOTHING = 1e-6
+"""Share of the sample's norm below which that of a copy is none: dropout does not shrink it so far, a mask does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,19 @@ class Norms:
 
     def are_masked(self) -> Tensor:
         """Whether copies alone have no gradient; bool []."""
-        n = self.samples
-        reached = (self.total_B[:n] != 0).all()  # where samples have none, copies may have none, by their dropout
-        return reached & (self.total_B[n:] == 0).all() & (self.share_B[n - 1] > SMALL)
+        n, none_B = self.samples, self._none_B
+        reached = ~none_B[:n].any()  # where samples have none, copies may have none, by their dropout
+        return reached & none_B[n:].all() & (self.share_B[n - 1] > SMALL)
 
     def are_unlike(self, *, zero_allowed: bool) -> Tensor:
         """Whether a copy has another norm than the sample; bool []."""
         if self.random:
             return torch.zeros_like(self.unlike[0])
-        return (self.unlike & (self.total_B[self.samples :] != 0)).any() if zero_allowed else self.unlike.any()
+        return (self.unlike & ~self._none_B[self.samples :]).any() if zero_allowed else self.unlike.any()
+
+    @property
+    def _none_B(self) -> Tensor:
+        return self.total_B <= NOTHING * self.total_B[self.samples - 1]
 
 
 class Copies:
@@ -63,12 +69,16 @@ class Copies:
         """None until a backward pass has come to its end."""
         self._samples = samples
         self._device = torch.device("cpu")
-        self._states: list[Any] | None = None
+        self._states: list[Any] = []
 
     def begin(self, device: torch.device) -> None:
         """The first forward begins, on `device`."""
-        if self._states is None:
+        if not self._states:
             self._states, self._device = _random_states(device), device
+
+    def random(self) -> bool:
+        """Whether random numbers were drawn since the first forward began."""
+        return not _equal(self._states, _random_states(self._device))
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, function: ClippingFunction) -> None:
         """Take the norms of a group."""
@@ -78,8 +88,7 @@ class Copies:
         apart = (copies - own).abs() > TOLERANCE * torch.maximum(copies, own)
         unlike = apart & (torch.maximum(share_B[n - 1], share_B[n:]) > SMALL)
         if self.norms is None:
-            drawn = self._states is None or not _equal(self._states, _random_states(self._device))
-            self.norms = Norms(n, drawn, norm_B, share_B, unlike)
+            self.norms = Norms(n, self.random(), norm_B, share_B, unlike)
         else:
             self.norms = self.norms + Norms(n, self.norms.random, norm_B, share_B, unlike)
 

@@ -3,7 +3,8 @@
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
 by length, shuffles them, or takes rows from elsewhere. Nobody sees the loop, but there is evidence:
-- padding rows are copies of the last sample: in every input of every forward they still equal it, bit for bit;
+- padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
+  of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - what happens to a copy happens to the original: without random numbers their gradients have equal norms, and with
   them it is not the copies alone that have none.
@@ -26,6 +27,12 @@ from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.fingerprints import Kind, Rows, Seen, kind_of, reordered, sampled
 from dpshard.interception.run import Run
 from dpshard.sampling import MicroBatchPlan
+
+ROUNDING = {True: 1e-4, False: 0.05}
+"""Relative to the largest element of a row, by whether it is more than half precision.
+
+Products round equal rows differently, by their place in the batch.
+"""
 
 
 class RowIdentity:
@@ -55,7 +62,8 @@ class RowIdentity:
             leaves = [(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
             if self.padded:
                 for x, dim in leaves:
-                    self._require_copies(x, dim)
+                    if not (x.requires_grad and self._forwards and self._copies is not None and self._copies.random()):
+                        self._require_copies(x, dim)
             self._look_for_reordering(leaves)
             self._forwards += 1
         if self._copies is not None and leaves:
@@ -79,7 +87,9 @@ class RowIdentity:
             return
         differs = copies != filler
         if x.is_floating_point() or x.is_complex():
-            differs &= ~((copies != copies) & (filler != filler))  # NaN is a copy of NaN
+            nan = (copies != copies) & (filler != filler)  # NaN is a copy of NaN
+            rounding = ROUNDING[x.itemsize > 2] * filler.abs().nan_to_num(0, 0, 0).amax()
+            differs &= ~nan & ~((copies - filler).abs() <= rounding)
         self._doubts.note(Doubt.FILLER, differs.any())
 
     def _look_for_reordering(self, leaves: list[tuple[Tensor, int]]) -> None:
