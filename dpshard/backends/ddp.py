@@ -93,11 +93,12 @@ class DDPBackend(LocalBackend):
 
     def complete_sums(self, doubts: Tensor | None = None) -> list[int]:
         """See LocalBackend; LogicalBatchError if DDP has not reduced the sums, see [Note: Reduced or not]."""
-        self._refuse_unreduced()
+        found = self._refuse_unreduced(doubts)
         half = [name for name, p in self.parameters.items() if p.dtype not in WIDE and p.requires_grad]
         if half:
             self._sum_over_ranks(half)
-        return super().complete_sums(doubts)  # last: a rank that raises must not leave the others in a collective
+        super().complete_sums()  # last: a rank that raises must not leave the others in a collective
+        return found
 
     def _sum_over_ranks(self, half: Sequence[str]) -> None:
         """Sum what half-precision parameters keep beside their `.grad`, in float32, all in one reduction.
@@ -111,11 +112,13 @@ class DDPBackend(LocalBackend):
         for name, x in zip(half, flat.split([x.numel() for x in sums]), strict=True):
             self._wide_sums[name] = x.view(self.parameters[name].shape)
 
-    def _refuse_unreduced(self) -> None:
+    def _refuse_unreduced(self, doubts: Tensor | None) -> list[int]:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         own = sum((checksum(x) for x in gradients), torch.zeros((), dtype=torch.int64)).view(1)
-        ranks_W = self.stack(own)
-        if bool((ranks_W != ranks_W[0]).any()):
+        ranks_WX = self.stack(own if doubts is None else torch.cat([own, doubts.to(own.device)]))
+        differs = (ranks_WX[:, :1] != ranks_WX[0, :1]).any(0).long()
+        unreduced, *found = torch.cat([differs, ranks_WX[:, 1:].amax(0)]).tolist()
+        if unreduced:
             self._forget_sums()
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
@@ -123,6 +126,7 @@ class DDPBackend(LocalBackend):
                 "belongs to; and leave no_sync() to engine.batches(...), or, in a loop of your own, out of the last "
                 "micro-batch. zero_grad() then makes a fresh start."
             )
+        return found
 
     def _end(self) -> None:
         super()._end()

@@ -311,7 +311,7 @@ class FSDP2Backend(LocalBackend):
                 f"The clipped sum of {next(iter(self._unreduced))} was not reduced over ranks: "
                 f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
             )
-        return super().complete_sums(doubts)
+        return super().complete_sums(None if doubts is None else self.stack(doubts).amax(0))
 
     def _forget_sums(self) -> None:
         super()._forget_sums()

@@ -163,8 +163,8 @@ class LocalBackend:
     def complete_sums(self, doubts: Tensor | None = None) -> list[int]:
         """Called once per logical batch, before its noise: what is still to be summed over ranks, is.
 
-        LogicalBatchError if somebody else has changed a sum. Returns the values of `doubts`, read from its device
-        together with what is read anyway.
+        LogicalBatchError if somebody else has changed a sum. Returns the largest values of `doubts` (int64, on the
+        device) over all ranks, which are read together with what is read anyway.
         """
         return self._require_untouched(self.parameters, doubts)
 

@@ -13,6 +13,7 @@ WIDTH = 4096
 MANY = 16
 """So many different rows come in another order by a permutation, never by chance: 16! / 16^16 is 1e-6."""
 
+_HOST = torch.device("cpu")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio
 _MIX_AGAIN = -4658895280553007687
@@ -74,8 +75,9 @@ class Seen:
 
     def moved(self, kind: Kind, rows: Rows) -> Tensor:
         """Whether the same rows were seen in another order, and never in this one; bool []."""
-        seen = self._rows.get(kind, [])
         device = rows.row_B.device
+        # To bring hashes from an accelerator to the host is to wait for it.
+        seen = [x for x in self._rows.get(kind, []) if x.row_B.device in (device, _HOST)]
         if not seen:
             return torch.zeros((), dtype=torch.bool, device=device)
         same_S = (torch.stack([x.row_B.to(device) for x in seen]) == rows.row_B).all(1)
@@ -91,7 +93,7 @@ def reordered(leaves: list[tuple[Kind, Rows]], seen: Seen) -> Tensor | None:
     """
     if not leaves:
         return None
-    device = leaves[0][1].row_B.device
+    device = next((rows.row_B.device for _, rows in leaves if rows.row_B.device != _HOST), _HOST)
     by_many = torch.zeros((), dtype=torch.bool, device=device)
     any_moved, all_moved = by_many, ~by_many
     for (dtype, shape), rows in leaves:

@@ -220,15 +220,13 @@ class Collector:
         return True
 
     def doubts(self) -> Tensor | None:
-        """What speaks against the release, on any rank, as `Doubts.refuse` takes it; None if nothing can."""
+        """What speaks against the release on this rank; None if nothing can, on any rank."""
         if self.batch is None:
             return None
         for _, rows in self._watched:
             rows.end()
         flags = self._doubts.flags(self._device)
-        if self._backend.world_size == 1:
-            return flags
-        return self._backend.stack(self._doubts.none(self._device) if flags is None else flags).amax(0)
+        return self._doubts.none(self._device) if flags is None and self._backend.world_size > 1 else flags
 
     def _begin_doubts(self) -> None:
         self._doubts = Doubts(at_once=self._backend.world_size == 1)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpshard.integrations.opacus import PrivacyEngine as OpacusEngine
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
+from dpshard.interception import Doubts
 from tests.attacks.oracle import ALLOWED, R, assert_exact_or_refused, influence, is_refused
 
 N, D, C, LENGTH, WORDS = 9, 3, 3, 6, 12
@@ -117,6 +118,24 @@ def test_rows_sorted_by_loss_are_refused_unless_the_filler_stays_where_it_is():
 )
 def test_without_padding_they_are_exact(body, dataset, build):
     exact(body, dataset(), build, pad=False)
+
+
+def test_flags_that_wait_on_an_accelerator_are_told_before_the_release(monkeypatch):
+    def waiting(self, *, at_once):
+        self._at_once, self._flags = False, []
+
+    monkeypatch.setattr(Doubts, "__init__", waiting)
+    steps = []
+
+    def loop(model, engine, optimizer, dataset):
+        try:
+            loop_of(shuffled)(model, engine, optimizer, dataset)
+        finally:
+            steps.append(engine.step)
+
+    assert "pad=False" in is_refused(mlp, loop, rows())
+    assert is_refused(mlp, loop_of(plain), rows()) is None
+    assert steps == [0]
 
 
 def test_rows_sorted_where_many_are_equal_are_refused():

@@ -1,9 +1,9 @@
 """A private step sends what an ordinary step sends, operation by operation and byte by byte.
 
 Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (applications/planner/): the real
-step, exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping
-group and 2 for the loss are gathered; and one number, where gradients are sharded the norm of the clipped sum, else its
-checksum.
+step, exact and the same on every machine. What comes on top is once a step: of engine.metrics(), 6 numbers a clipping
+group and 2 for the loss; 5 flags, by which all ranks learn what one of them found wrong; and one number, where
+gradients are sharded the norm of the clipped sum, else its checksum, which travels with the flags.
 Two backward passes gather the blocks once more.
 """
 
@@ -32,10 +32,11 @@ CASES = {
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64, and the checksum of DDP's gradients."""
+    """What engine.metrics() sends once a step, in float64, and the doubts, with the checksum of DDP's gradients."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
-    checksum = {("all-gather", "int64"): Traffic(1, setup.ranks * 8)}
-    return figures | (checksum if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
+    numbers = 5 + (setup.shard == "ddp")
+    doubts = {("all-gather", "int64"): Traffic(1, setup.ranks * numbers * 8)}
+    return figures | doubts | ({} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 
 
 def groups_of(clipping: Clipping, shape: Transformer) -> int:
