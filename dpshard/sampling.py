@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class MicroBatchPlan:
     samples_everywhere: int
     """Rows that are samples on every rank, at least: all ranks know the same number."""
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Number of rows that are samples."""
         return int((~self.is_padding).sum())

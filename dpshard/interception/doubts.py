@@ -45,9 +45,10 @@ class Doubt(Enum):
         "over all rows, loss.mean(), as loss_reduction='mean' says: the engine cuts padding off."
     )
     UNLIKE = (
-        "Rows that pad a micro-batch are copies of its last sample, and the model drew no random numbers, yet their "
+        "Rows that pad a micro-batch are copies of its last sample, and torch drew no random numbers, yet their "
         "gradients have other norms. So the loss takes labels in another order than inputs, or weighs a row by its "
-        f"position or by other rows. Keep labels and inputs in the order in which they come, {_UNPADDED}."
+        "position or by other rows (or random numbers are drawn beside torch). Keep labels and inputs in the order in "
+        f"which they come, {_UNPADDED}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,48 +14,89 @@ WIDTH = 4096
 MANY = 16
 """So many different rows come in another order by a permutation, never by chance: 16! / 16^16 is 1e-6."""
 
-_HOST = torch.device("cpu")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio
 _MIX_AGAIN = -4658895280553007687
 
-Kind = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a row: rows of different kinds are not compared."""
+Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
+"""Dtype, device and shape of a row: rows of different kinds are not compared."""
 
 
-def sampled(x: Tensor, dim: int) -> Tensor:
-    """Evenly spaced elements of `x`, at most WIDTH of each row (which lie along `dim`); a view, rows first."""
-    x = x.detach().movedim(dim, 0)
-    while (row := x[:1].numel()) > WIDTH:
-        longest = max(range(1, x.dim()), key=lambda d: x.shape[d])
-        step = min(x.shape[longest], -(-row // WIDTH))
-        x = x[(slice(None),) * longest + (slice(None, None, step),)]
-    return x
-
-
-def kind_of(x: Tensor, dim: int) -> Kind:
-    """What rows of `x` along `dim` are compared by."""
-    return x.dtype, (*x.shape[:dim], *x.shape[dim + 1 :])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one tensor."""
+    """The rows of one tensor, which lie along `dim`; hashes are made when they are asked for."""
 
-    row_B: Tensor
-    """A hash of each row, int64: of the bits of its elements and their places."""
-    all: Tensor
-    """A hash of the rows in whatever order, int64 []."""
+    tensor: Tensor
+    dim: int
+    kind: Kind
+    """What they are compared by."""
 
     @classmethod
-    def of(cls, sampled: Tensor) -> Rows:
-        """Of what `sampled` gives."""
-        x = torch.view_as_real(sampled.resolve_conj()) if sampled.is_complex() else sampled
-        words = x.contiguous().view(_WORDS[x.itemsize]).long()
+    def of(cls, x: Tensor, dim: int) -> Rows:
+        """The rows of `x`."""
+        return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
+
+    def light(self) -> Rows:
+        """The same, without keeping a tensor alive that has more than WIDTH elements a row."""
+        small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
+        return self if small else Rows(self.sampled.clone(), 0, self.kind)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a few of them tell of an order: single integers meet by chance."""
+        return self.tensor.is_floating_point() or self.tensor.numel() > self.tensor.shape[self.dim]
+
+    @cached_property
+    def sampled(self) -> Tensor:
+        """Evenly spaced elements, at most WIDTH of each row; a view, rows first."""
+        x = self.tensor.detach().movedim(self.dim, 0)
+        while (row := x[:1].numel()) > WIDTH:
+            longest = max(range(1, x.dim()), key=lambda d: x.shape[d])
+            step = min(x.shape[longest], -(-row // WIDTH))
+            x = x[(slice(None),) * longest + (slice(None, None, step),)]
+        return x
+
+    @cached_property
+    def checksum(self) -> int:
+        """A sum of bits that the order of rows does not change; for tensors on the host."""
+        return int(_words(self.sampled).sum())
+
+    @cached_property
+    def hash_B(self) -> Tensor:
+        """A hash of each row, int64: of the bits of its elements and their places."""
+        words = _words(self.sampled).long()
         words = words.reshape(len(words), words[:1].numel())
-        places = torch.arange(words.shape[1], device=words.device)
-        row_B = _mixed(words + places * _MIX).sum(1)
-        return cls(row_B, _mixed(row_B).sum())
+        return _mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
+
+    @cached_property
+    def hash(self) -> Tensor:
+        """A hash of the rows in whatever order, int64 []."""
+        return _mixed(self.hash_B).sum()
+
+    @property
+    def changes(self) -> Tensor:
+        """Number of different rows, less one; int64 []."""
+        ordered_B = self.hash_B.sort().values
+        return (ordered_B[1:] != ordered_B[:-1]).sum()
+
+    def reorder(self, others: list[Rows]) -> Tensor | None:
+        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not."""
+        if any(self.tensor is other.tensor for other in others):
+            return None
+        if self.tensor.device.type == "cpu":
+            others = [other for other in others if other.checksum == self.checksum]
+            if any(torch.equal(self.sampled, other.sampled) for other in others):
+                return None
+        if not others:
+            return None
+        in_order = (torch.stack([other.hash_B for other in others]) == self.hash_B).all(1).any()
+        return (torch.stack([other.hash for other in others]) == self.hash).any() & ~in_order
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bits of `x` as integers."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(_WORDS[x.itemsize])
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -64,44 +106,33 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors with a row a sample that were seen before, by the kind of their rows."""
+    """Tensors with a row a sample that were seen before."""
 
     def __init__(self) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
 
-    def add(self, kind: Kind, rows: Rows) -> None:
+    def add(self, rows: Rows) -> None:
         """Remember these."""
-        self._rows.setdefault(kind, []).append(rows)
+        self._rows.setdefault(rows.kind, []).append(rows)
 
-    def moved(self, kind: Kind, rows: Rows) -> Tensor:
-        """Whether the same rows were seen in another order, and never in this one; bool []."""
-        device = rows.row_B.device
-        # To bring hashes from an accelerator to the host is to wait for it.
-        seen = [x for x in self._rows.get(kind, []) if x.row_B.device in (device, _HOST)]
-        if not seen:
-            return torch.zeros((), dtype=torch.bool, device=device)
-        same_S = (torch.stack([x.row_B.to(device) for x in seen]) == rows.row_B).all(1)
-        alike_S = torch.stack([x.all.to(device) for x in seen]) == rows.all
-        return alike_S.any() & ~same_S.any()
+    def reordered(self, inputs: list[Rows]) -> Tensor | None:
+        """Whether `inputs` hold rows that were seen in another order; bool [], None if they do not.
 
-
-def reordered(leaves: list[tuple[Kind, Rows]], seen: Seen) -> Tensor | None:
-    """Whether rows that are handed over as `leaves` were `seen` in another order; bool [], None if nobody can tell.
-
-    A few rows of numbers may meet by chance, time steps of a sequence, say. So with fewer than MANY different rows,
-    every leaf must be reordered, but for those with equal rows, and single integers do not count.
-    """
-    if not leaves:
-        return None
-    device = next((rows.row_B.device for _, rows in leaves if rows.row_B.device != _HOST), _HOST)
-    by_many = torch.zeros((), dtype=torch.bool, device=device)
-    any_moved, all_moved = by_many, ~by_many
-    for (dtype, shape), rows in leaves:
-        moved = seen.moved((dtype, shape), rows).to(device)
-        in_order_B = rows.row_B.sort().values.to(device)
-        changes = (in_order_B[1:] != in_order_B[:-1]).sum()
-        by_many = by_many | (moved & (changes >= MANY - 1))
-        if dtype.is_floating_point or torch.Size(shape).numel() > 1:
-            any_moved = any_moved | moved
-            all_moved = all_moved & (moved | (changes == 0))
-    return by_many | (any_moved & all_moved)
+        A few rows of numbers may meet by chance, time steps of a sequence, say. So with fewer than MANY different
+        rows, every input must be reordered, but for those with equal rows, and single integers do not count.
+        """
+        moved = [rows.reorder(self._rows.get(rows.kind, [])) for rows in inputs]
+        found = [flag for flag in moved if flag is not None]
+        if not found:
+            return None
+        device = next((flag.device for flag in found if flag.device.type != "cpu"), found[0].device)
+        by_many = torch.zeros((), dtype=torch.bool, device=device)
+        some, all_ = by_many, ~by_many
+        for rows, flag in zip(inputs, moved, strict=True):
+            if rows.tensor.device.type == "cpu" and device.type != "cpu":
+                continue  # to compare its hashes is not worth a copy
+            moves, changes = by_many & False if flag is None else flag, rows.changes
+            by_many = by_many | (moves & (changes >= MANY - 1))
+            if rows.counts:
+                some, all_ = some | moves, all_ & (moves | (changes == 0))
+        return by_many | (some & all_)

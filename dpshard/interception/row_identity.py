@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.interception.copies import Copies
 from dpshard.interception.doubts import Doubt, Doubts
-from dpshard.interception.fingerprints import Kind, Rows, Seen, kind_of, reordered, sampled
+from dpshard.interception.fingerprints import Rows, Seen
 from dpshard.interception.run import Run
 from dpshard.sampling import MicroBatchPlan
 
@@ -43,42 +42,44 @@ class RowIdentity:
 
     def __init__(self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool) -> None:
         self.rows, self.samples = len(plan.indices), plan.samples
-        self.padded = 0 < self.samples < self.rows
-        """Whether there are samples, and copies of the last one behind them."""
-        self._doubts, self._mean = doubts, mean
-        self._data = data if self.padded and self.samples > 1 else None  # of one sample there is one order
+        padded = 0 < self.samples < self.rows
+        self.copies = Copies(self.samples, mean=mean) if padded else None
+        """Of a micro-batch with samples and padding: what the norms of its copies tell."""
+        self._doubts = doubts
+        self._data = data if padded and self.samples > 1 else None  # of one sample there is one order
         self._seen = Seen()
-        self._waiting: list[tuple[Kind, Tensor]] = []  # of the last forward: looked at when there is another one
+        self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
+        self._outputs: list[Rows] = []
         self._forwards = 0
-        self._copies = Copies(self.samples) if self.padded else None
-
-    # --- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run) -> None:
         """Look at the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
+        self._forwards += 1
         if self.samples == 0:
             return  # nothing of it counts
+        if self._forwards == 1:
+            self._inputs.append(run)
+            if self.copies is None:
+                return
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            leaves = [(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
-            if self.padded:
-                for x, dim in leaves:
-                    if not (x.requires_grad and self._forwards and self._copies is not None and self._copies.random()):
-                        self._require_copies(x, dim)
-            self._look_for_reordering(leaves)
-            self._forwards += 1
-        if self._copies is not None and leaves:
-            self._copies.begin(leaves[0][0].device)
+            inputs = _inputs_of(run)
+            if self.copies is not None and inputs:
+                for rows in inputs:
+                    if not (rows.tensor.requires_grad and self._forwards > 1 and self.copies.random()):
+                        self._require_copies(rows.tensor, rows.dim)
+                self.copies.begin(inputs[0].tensor.device)
+            if self._data is not None:
+                self._require_order_of_data(inputs)
+            if self._forwards > 1:
+                self._require_order_of_forwards(inputs)
 
     def leave(self, output: Any) -> None:
         """Note what a forward has returned: another one may get it."""
         if self.samples < 2:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            for x in pytree.tree_leaves(output):
-                if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
-                    part = sampled(x, 0)
-                    # What is large is not kept alive for this.
-                    self._waiting.append((kind_of(x, 0), part if part.numel() == x.numel() else part.clone()))
+        for x in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+            if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
+                self._outputs.append(Rows.of(x, 0).light())
 
     def _require_copies(self, x: Tensor, dim: int) -> None:
         filler = x.narrow(dim, self.samples - 1, 1)
@@ -92,39 +93,33 @@ class RowIdentity:
             differs &= ~nan & ~((copies - filler).abs() <= rounding)
         self._doubts.note(Doubt.FILLER, differs.any())
 
-    def _look_for_reordering(self, leaves: list[tuple[Tensor, int]]) -> None:
-        if self._data is not None:
-            seen = Seen()
-            for x in tensors_within(self._data):
-                if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
-                    seen.add(kind_of(x, 0), Rows.of(sampled(x, 0)))
-            self._note_reordering(Doubt.SHUFFLED, leaves, seen)
-            self._data = None
-        if self._forwards:
-            for kind, x in self._waiting:
-                self._seen.add(kind, Rows.of(x))
-            self._waiting.clear()
-            self._note_reordering(Doubt.REORDERED, leaves, self._seen)
-        self._waiting += [(kind_of(x, dim), sampled(x, dim)) for x, dim in leaves]
+    def _require_order_of_data(self, inputs: list[Rows]) -> None:
+        seen, devices = Seen(), {rows.tensor.device for rows in inputs}
+        for x in tensors_within(self._data):
+            if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
+                for device in devices:
+                    seen.add(Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0))
+        self._note(Doubt.SHUFFLED, seen.reordered(inputs))
+        self._data = None
 
-    def _note_reordering(self, doubt: Doubt, leaves: list[tuple[Tensor, int]], seen: Seen) -> None:
-        flag = reordered([(kind_of(x, dim), Rows.of(sampled(x, dim))) for x, dim in leaves], seen)
+    def _require_order_of_forwards(self, inputs: list[Rows]) -> None:
+        earlier = [rows for run in self._inputs for rows in _inputs_of(run)] + self._outputs
+        for rows in earlier:
+            self._seen.add(rows)
+        self._inputs.clear()
+        self._outputs.clear()
+        self._note(Doubt.REORDERED, self._seen.reordered(inputs))
+        for rows in inputs:
+            self._seen.add(rows)
+
+    def _note(self, doubt: Doubt, flag: Tensor | None) -> None:
         if flag is not None:
             self._doubts.note(doubt, flag)
 
-    # --- backward ---------------------------------------------------------------------------------------------------
 
-    def observe(self, group: ClippingGroup, norm_B: Tensor, function: ClippingFunction) -> None:
-        """Take the norms of a group."""
-        if self._copies is not None:
-            self._copies.observe(group, norm_B, function)
-
-    def end(self) -> None:
-        """All backward passes are through: note what the norms tell."""
-        norms = None if self._copies is None else self._copies.norms
-        if norms is not None:
-            self._doubts.note(Doubt.MASKED, norms.are_masked() & self._mean, wait=True)
-            self._doubts.note(Doubt.UNLIKE, norms.are_unlike(zero_allowed=not self._mean), wait=True)
+def _inputs_of(run: Run) -> list[Rows]:
+    """The inputs that carry samples."""
+    return [Rows.of(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
 
 
 def _is_plain(x: Any) -> bool:
@@ -137,7 +132,7 @@ def _is_plain(x: Any) -> bool:
 def tensors_within(data: Any) -> Iterator[Tensor]:
     """The tensors of a batch: in tuples, lists, mappings (also those of libraries) and dataclasses."""
     if isinstance(data, Tensor):
-        yield data.detach()
+        yield data
     elif isinstance(data, Mapping):
         for value in data.values():
             yield from tensors_within(value)

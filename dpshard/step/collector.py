@@ -16,7 +16,7 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.interception import Doubts, RowIdentity
+from dpshard.interception import Copies, Doubts, RowIdentity
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step.logical_batch import Loaded, LogicalBatch
 
@@ -103,8 +103,8 @@ class Collector:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding.to(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
-                if micro.rows is not None and micro.rows.padded:
-                    self._watched.append((is_padding_B, micro.rows))
+                if micro.rows is not None and micro.rows.copies is not None:
+                    self._watched.append((is_padding_B, micro.rows.copies))
             tape = micro.tape
             if tape.aborted:
                 raise LogicalBatchError(
@@ -152,9 +152,9 @@ class Collector:
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
-        for padding_B, rows in self._watched:
+        for padding_B, copies in self._watched:
             if padding_B is is_padding_B:
-                rows.observe(group, norm_B, self.clipper.function)
+                copies.observe(group, norm_B)
 
     # --- one logical batch after another ----------------------------------------------------------------------------
 
@@ -223,14 +223,14 @@ class Collector:
         """What speaks against the release on this rank; None if nothing can, on any rank."""
         if self.batch is None:
             return None
-        for _, rows in self._watched:
-            rows.end()
+        for _, copies in self._watched:
+            copies.end(self._doubts, self.clipper.function)
         flags = self._doubts.flags(self._device)
         return self._doubts.none(self._device) if flags is None and self._backend.world_size > 1 else flags
 
     def _begin_doubts(self) -> None:
         self._doubts = Doubts(at_once=self._backend.world_size == 1)
-        self._watched: list[tuple[Tensor, RowIdentity]] = []  # padded micro-batches, by the mask of their tape
+        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
