@@ -301,23 +301,27 @@ class PrivacyEngine:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
+        pad: bool = True,
     ) -> Iterator[LogicalBatch]:
         """The logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
-        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. Call
-        `optimizer.step()` after each logical batch, also after an empty one.
+        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. With `pad=False`
+        the last ones have as many rows as samples (one that counts nothing, where there is none): for loops that sort,
+        shuffle or augment rows, which are refused where there is padding. Call `optimizer.step()` after each logical
+        batch, also after an empty one.
         `steps` asks for so many logical batches instead: a part of the run, or more than was planned, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
         if micro_batch_size is not None:
             check_micro_batch_size(micro_batch_size)
+        check_choice("pad", pad, (False, True))
         if steps is not None and not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
         loaded = load(
             dataset,
-            self._plans(dataset, micro_batch_size, steps),
+            self._plans(dataset, micro_batch_size, steps, pad=pad),
             sample_size=self.mechanism.sample_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -327,7 +331,9 @@ class PrivacyEngine:
         )
         return self._collector.batches(loaded, lambda: self.step)
 
-    def _plans(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> Iterator[MicroBatchPlan]:
+    def _plans(
+        self, dataset: Any, micro_batch_size: int | None, steps: int | None, *, pad: bool
+    ) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
         mechanism, backend = self.mechanism, self._backend
@@ -342,7 +348,7 @@ class PrivacyEngine:
         for step in range(self.step, end):
             drawn = sampler.draw(step)
             size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
-            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size)
+            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size, pad=pad)
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.

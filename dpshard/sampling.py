@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class MicroBatchPlan:
     samples_everywhere: int
     """Rows that are samples on every rank, at least: all ranks know the same number."""
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Number of rows that are samples."""
         return int((~self.is_padding).sum())
@@ -123,11 +124,14 @@ def plan_micro_batches(
     micro_batch_size: int,
     rank: int = 0,
     world_size: int = 1,
+    *,
+    pad: bool = True,
 ) -> list[MicroBatchPlan]:
     """The K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
     K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
-    and the shares of two ranks differ by at most one. Raises ConfigurationError for impossible sizes.
+    and the shares of two ranks differ by at most one. Without `pad`, rows are samples, but for the one row of a
+    micro-batch that has none. Raises ConfigurationError for impossible sizes.
     """
     check_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:
@@ -141,10 +145,12 @@ def plan_micro_batches(
     rows_KB.reshape(-1)[: len(own)] = own
     is_padding_KB = torch.arange(rows_KB.size).view(count, micro_batch_size) >= len(own)
     least, B = len(drawn) // world_size, micro_batch_size
-    return [
-        MicroBatchPlan(step, position, count, row_B, is_padding_B, min(max(least - position * B, 0), B))
-        for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True))
-    ]
+    plans = []
+    for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True)):
+        rows = B if pad else max(1, min(len(own) - position * B, B))
+        everywhere = min(max(least - position * B, 0), B)
+        plans.append(MicroBatchPlan(step, position, count, row_B[:rows], is_padding_B[:rows], everywhere))
+    return plans
 
 
 def check_micro_batch_size(size: int) -> None:

@@ -23,7 +23,6 @@ from dpshard.backends.collectives import from_rank_0
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from dpshard.noise.keyed import Shard
 from dpshard.records import wide_dtype
 
 

@@ -183,7 +183,11 @@ class _LogicalBatches:
         # first run.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
-                self._loader.dataset, self._micro_batch_size, steps=len(self), **loading_options(self._loader)
+                self._loader.dataset,
+                self._micro_batch_size,
+                steps=len(self),
+                pad=False,  # a training_step may sort or augment rows
+                **loading_options(self._loader),
             )
 
 

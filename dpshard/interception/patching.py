@@ -261,6 +261,9 @@ class Interception:
         if not compiled:
             original = with_recomputed_weights(module, original)
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)
+        rows = self.session.rows
+        if rows is not None:
+            rows.enter(run)
         if module is not self.model:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
@@ -287,6 +290,8 @@ class Interception:
             output = through_two_passes(forward, args, kwargs, tape)
         else:
             output = forward(*args, **kwargs)
+        if rows is not None:
+            rows.leave(output)
         tape.forwards.end(pytree.tree_leaves(output))
         return output
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dpshard.clipping.tape import Tape
+from dpshard.interception.row_identity import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 
@@ -20,6 +21,11 @@ class Session(Protocol):
     @property
     def plan(self) -> MicroBatchPlan | None:
         """The micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
+        ...
+
+    @property
+    def rows(self) -> RowIdentity | None:
+        """What watches the rows of that micro-batch."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:

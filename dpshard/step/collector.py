@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpshard.backends.local import LocalBackend
@@ -18,6 +17,7 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper, Take, Tape
 from dpshard.config import Execution
 from dpshard.errors import EngineInUseError, LogicalBatchError
+from dpshard.interception import Copies, Doubts, RowIdentity
 from dpshard.noise.keyed import Shard
 from dpshard.sampling import MicroBatchPlan
 from dpshard.step import refusals
@@ -82,9 +82,11 @@ class Collector:
             backend.values,
         )
         self._backend = backend
+        self._device = next(iter(backend.parameters.values())).device
         self._mean = mean
         self._loop: Feed | None = None  # of the loop over `batches` that is running
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
+        self._begin_doubts()
         self._own_loop_warned = False
         self._first_gradients = FirstGradients(backend.parameters)
         self._process = os.getpid()
@@ -106,6 +108,16 @@ class Collector:
     def _micro(self) -> MicroBatch | None:
         return None if self.batch is None else self.batch.micro
 
+    @property
+    def rows(self) -> RowIdentity | None:
+        """See Session."""
+        micro = self._micro
+        if micro is None:
+            return None
+        if micro.rows is None:
+            micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
+        return micro.rows
+
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See Session."""
         self._refuse_fork()
@@ -121,8 +133,10 @@ class Collector:
             self._own = [*(earlier for earlier in self._own if earlier.gap), tape]
         else:
             if micro.tape is None:
-                device = next(iter(self._backend.parameters.values())).device
-                micro.tape = Tape(self.clipper, batch_size, micro.plan.is_padding.to(device), scale)
+                is_padding_B = micro.plan.is_padding.to(self._device)
+                micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
+                if micro.rows is not None and micro.rows.copies is not None:
+                    self._watched.append((is_padding_B, micro.rows.copies))
             tape = micro.tape
             if tape.aborted:
                 raise LogicalBatchError(refusals.AFTER_FAILED_BACKWARD)
@@ -184,6 +198,9 @@ class Collector:
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
+        for padding_B, copies in self._watched:
+            if padding_B is is_padding_B:
+                copies.observe(group, norm_B)
 
     # --- one logical batch after another ----------------------------------------------------------------------------
 
@@ -199,6 +216,7 @@ class Collector:
                     raise LogicalBatchError(refusals.superseded(detached=self.state is BatchState.CLOSED))
                 self.batch = LogicalBatch(plan, feed, lambda: self.epoch, self._backend.micro_batch)
                 self.state, self.metrics = BatchState.EMPTY, BatchMetrics()
+                self._begin_doubts()
                 yield self.batch
                 if self._loop is feed and self.batch is not None:
                     self.batch.end_micro_batch()
@@ -252,10 +270,10 @@ class Collector:
         gaps = self._gaps()
         if any(everywhere for _, _, everywhere in gaps):
             self._refuse(gaps)  # now: the other ranks wait in another collective, and do not come to the next one
-        doubts = torch.zeros(0, dtype=torch.int64)
-        (broken, *_), sums = self._backend.complete_sums(bool(gaps), doubts, digest)
+        (broken, *doubts), sums = self._backend.complete_sums(bool(gaps), self._own_doubts(), digest)
         if broken:
             self._refuse(gaps)
+        Doubts.refuse(doubts)
         self.clipper.abort()
         return sums
 
@@ -277,6 +295,16 @@ class Collector:
         if self.batch is None:
             self._begin_anew()  # all rows have to come again, with the next forward
         raise LogicalBatchError(message)
+
+    def _own_doubts(self) -> Tensor:
+        """What else speaks against the release on this rank, int64 [one a kind of doubt]."""
+        for _, copies in self._watched:
+            copies.end(self._doubts, self.clipper.function)
+        return self._doubts.flags(self._device)
+
+    def _begin_doubts(self) -> None:
+        self._doubts = Doubts(at_once=self._backend.world_size == 1)
+        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""

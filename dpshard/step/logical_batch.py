@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpshard.clipping.tape import Tape
 from dpshard.errors import LogicalBatchError, UnknownLengthError
+from dpshard.interception import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
@@ -41,8 +42,12 @@ class MicroBatch:
     """The micro-batch that the script is working on."""
 
     plan: MicroBatchPlan
+    data: Any
+    """What was handed out."""
     tape: Tape | None = None
     """Shared by all forwards on this micro-batch: a sample has one gradient and one factor."""
+    rows: RowIdentity | None = None
+    """Watches that its rows stay its samples."""
 
     @property
     def gap(self) -> str | None:
@@ -134,12 +139,12 @@ class LogicalBatch:
                     "The iterator of engine.batches(...) that this logical batch comes from is gone, so the engine no "
                     "longer knows which rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
                 )
-            plan, _ = taken = self._feed.take()
+            plan, data = self._feed.take()
             self._position += 1
             self._samples += plan.samples
-            self._micro = MicroBatch(plan)
+            self._micro = MicroBatch(plan, data)
             with self._working(last=self.complete):
-                yield taken[1]
+                yield data
             self.end_micro_batch()
 
     def progress(self) -> str:

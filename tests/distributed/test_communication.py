@@ -17,6 +17,7 @@ import pytest
 from dpshard.applications.planner import Clipping, Setup, Transformer
 from dpshard.applications.planner.meter import Traffic
 from dpshard.applications.planner.simulation import Simulation, simulated
+from dpshard.interception.doubts import Doubt
 
 ONE_PASS = [Clipping(style) for style in ("all-layer", "layer-wise", "block-wise", "param-wise")]
 TINY = Transformer(width=24, layers=2, heads=2, vocabulary=67, seq=8, tied=True)
@@ -34,7 +35,7 @@ CASES = {
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
     """What engine.metrics() sends once a step, in float64; and a digest of the sums, and whether they are sound."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
-    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (2 + 2) * 8)}
+    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (2 + len(Doubt) + 2) * 8)}
     return figures | digest | ({} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
 
 

@@ -158,7 +158,7 @@ def test_noise_and_batches_are_those_of_the_engine(first):
     )
     engine.load_state_dict(state)
     own = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for logical_batch in engine.batches(DATA, 4):
+    for logical_batch in engine.batches(DATA, 4, pad=False):
         for x, y, _ in logical_batch:
             F.cross_entropy(plain(x), y).backward()
         own.step()

@@ -21,9 +21,9 @@ _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
 class DPDataLoader:
     """The data set of a DataLoader, Poisson-sampled; one round of it has as many steps as the DataLoader had.
 
-    It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of
-    `physical_batch_size` rows, of which the last ones may be padding that contributes nothing. An empty logical batch
-    comes as one row of padding.
+    It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of at most
+    `physical_batch_size` rows. All rows are samples, in any order that the script likes, but for one that counts
+    nothing where there is no sample.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DPDataLoader:
         self.sample_rate = self.batch_size / engine.mechanism.sample_size
 
     def in_physical_batches(self, size: int) -> DPDataLoader:
-        """The same loader, in micro-batches of `size` rows."""
+        """The same loader, in micro-batches of at most `size` rows."""
         return DPDataLoader(self.original, self.engine, self.progress, physical_batch_size=size)
 
     def __len__(self) -> int:
@@ -55,7 +55,11 @@ class DPDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.engine.batches(
-            self.dataset, self.physical_batch_size, steps=len(self.original), **loading_options(self.original)
+            self.dataset,
+            self.physical_batch_size,
+            steps=len(self.original),
+            pad=False,
+            **loading_options(self.original),
         )
         for logical_batch in batches:
             self.progress.batch = logical_batch

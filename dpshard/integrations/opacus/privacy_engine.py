@@ -73,7 +73,7 @@ class PrivacyEngine:
         `noise_multiplier` is the standard deviation of the noise over the sensitivity, `max_grad_norm` the L2 norm at
         which each sample's gradient is clipped; with clipping="per_layer" a list with one equal norm per parameter.
         The user's model stays as it is and may be used beside what is returned, so `wrap_model` changes nothing;
-        nor does `rand_on_empty`, for an empty batch is one row of padding.
+        nor does `rand_on_empty`, for an empty batch is one row that counts nothing.
 
         Raises ConfigurationError for what would not be accounted: poisson_sampling=False, batch_first=False, a
         noise_generator, adaptive clipping; EngineInUseError when called a second time.

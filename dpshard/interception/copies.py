@@ -1,0 +1,72 @@
+"""Whether the gradients of padding rows are like those of the sample of which they are copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.interception.doubts import Doubt, Doubts
+
+TOLERANCE = 0.25
+"""Relative difference of the norms of equal rows; rounding in half precision stays far below."""
+SMALL = 0.05
+"""Share of the threshold below which a contribution may be rounding."""
+NOTHING = 1e-6
+"""Share of the sample's norm below which that of a copy is none: dropout does not shrink it so far, a mask does."""
+
+
+class Copies:
+    """Compares the norms of a padded micro-batch, whose first `samples` rows are samples.
+
+    `mean`: whether losses are means over the rows; in a sum, padding may be left out.
+    """
+
+    def __init__(self, samples: int, *, mean: bool) -> None:
+        self._samples, self._mean = samples, mean
+        self._norms: list[tuple[ClippingGroup, Tensor]] = []
+        self._device = torch.device("cpu")
+        self._states: list[Tensor] = []
+
+    def begin(self, device: torch.device) -> None:
+        """The first forward begins, on `device`."""
+        if not self._states:
+            self._states, self._device = _random_states(device), device
+
+    def random(self) -> bool:
+        """Whether random numbers were drawn since the first forward began: copies may have had other dropout."""
+        now = _random_states(self._device)
+        return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
+
+    def observe(self, group: ClippingGroup, norm_B: Tensor) -> None:
+        """Take the norms of a group."""
+        self._norms.append((group, norm_B.detach()))
+
+    def end(self, doubts: Doubts, function: ClippingFunction) -> None:
+        """All backward passes are through: note what their norms tell."""
+        if not self._norms or not self._states:
+            return
+        n = self._samples
+        norm_MB = torch.stack([norm_B for _, norm_B in self._norms])
+        own_M1, copies_MC = norm_MB[:, n - 1 : n], norm_MB[:, n:]
+        if norm_MB.device.type == "cpu" and torch.equal(copies_MC, own_M1.expand_as(copies_MC)):
+            return
+        apart_MC = (copies_MC - own_M1).abs() > TOLERANCE * torch.maximum(copies_MC, own_M1)
+        if apart_MC.device.type == "cpu" and not apart_MC.any():
+            return
+        share_MB = torch.stack([function.factor(x, group.threshold) * x / group.threshold for group, x in self._norms])
+        total_B = norm_MB.sum(0)
+        none_B = total_B <= NOTHING * total_B[n - 1]
+        # Where samples have no gradient, their copies may have none, by their own dropout.
+        masked = none_B[n:].all() & ~none_B[:n].any() & (share_MB[:, n - 1].amax() > SMALL)
+        if self._mean:
+            doubts.note(Doubt.MASKED, masked, wait=True)
+        if not self.random():
+            unlike_C = (apart_MC & (torch.maximum(share_MB[:, n:], share_MB[:, n - 1 : n]) > SMALL)).any(0)
+            doubts.note(Doubt.UNLIKE, (unlike_C if self._mean else unlike_C & ~none_B[n:]).any(), wait=True)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators, on the host: numpy's and Python's take longer to read than a small layer."""
+    host = torch.get_rng_state()
+    return [host] if device.type == "cpu" else [host, torch.get_device_module(device).get_rng_state(device)]

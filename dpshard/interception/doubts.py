@@ -1,0 +1,83 @@
+"""What speaks against a logical batch: noted where it shows, told before the noise at the latest.
+
+[Note: When a doubt is told]
+To read a flag, a host waits for its accelerator. And a rank that raises alone leaves the others in a collective. So
+only a process that trains alone, on a CPU, raises at once, with a traceback that leads to the cause. Elsewhere flags
+stay on their device until the release, where something is read anyway, and all ranks learn what one of them has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import LogicalBatchError
+
+_UNPADDED = (
+    "or call engine.batches(..., pad=False): its last micro-batches have as many rows as samples, in whatever order"
+)
+
+
+class Doubt(Enum):
+    """A finding, and what its error says."""
+
+    FILLER = (
+        "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
+        "engine.batches(...) has made them copies. So rows were shuffled, sorted, or augmented in the loop, or they "
+        "come from other data, and nobody knows any more which rows are padding. Sort and augment in the data set or "
+        f"in collate_fn, {_UNPADDED}."
+    )
+    SHUFFLED = (
+        "The model got the rows of a padded micro-batch in another order than engine.batches(...) has handed them "
+        f"out, so padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
+    )
+    REORDERED = (
+        "Two forwards of one micro-batch got, or returned, the same rows in different orders. All forwards of a "
+        "micro-batch share one gradient a row, so that samples would be mixed before they are clipped. Keep one order "
+        "from the first forward to the last, or sort in the data set or in collate_fn."
+    )
+    MASKED = (
+        "The rows that pad a micro-batch have no gradient, while the sample of which they are copies has one. So the "
+        "loss leaves them out, and a mean over the other rows divides by their number, which is private. Take the mean "
+        "over all rows, loss.mean(), as loss_reduction='mean' says: the engine cuts padding off."
+    )
+    UNLIKE = (
+        "Rows that pad a micro-batch are copies of its last sample, and torch drew no random numbers, yet their "
+        "gradients have other norms. So the loss takes labels in another order than inputs, or weighs a row by its "
+        "position or by other rows (or random numbers are drawn beside torch). Keep labels and inputs in the order in "
+        f"which they come, {_UNPADDED}."
+    )
+
+
+class Doubts:
+    """The doubts about one logical batch; see [Note: When a doubt is told]."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._flags: list[tuple[Doubt, Tensor]] = []
+
+    def note(self, doubt: Doubt, flag: Tensor, *, wait: bool = False) -> None:
+        """Take the finding `flag` (bool []) down; LogicalBatchError at once if that can be, and need not `wait`."""
+        if self._at_once and not wait and flag.device.type == "cpu":
+            if bool(flag):
+                raise LogicalBatchError(doubt.value)
+            return
+        self._flags.append((doubt, flag))
+
+    def flags(self, device: torch.device) -> Tensor:
+        """Return the findings so far, int64 [one a kind of doubt], on `device`."""
+        if not self._flags:
+            return torch.zeros(len(Doubt), dtype=torch.int64, device=device)
+        blank = torch.zeros((), dtype=torch.bool, device=device)
+        per_kind = [[flag.to(device) for kind, flag in self._flags if kind is doubt] for doubt in Doubt]
+        return torch.stack([torch.stack([blank, *flags]).any() for flags in per_kind]).long()
+
+    @staticmethod
+    def refuse(found: Sequence[int]) -> None:
+        """Raise LogicalBatchError for the first of the doubts that was `found`."""
+        for doubt, flag in zip(Doubt, found, strict=False):  # none were read where nothing was noted
+            if flag:
+                raise LogicalBatchError(doubt.value)

@@ -1,0 +1,138 @@
+"""Fingerprints of the rows of a tensor, and whether two tensors hold the same rows in different orders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+WIDTH = 4096
+"""Elements of a row that are looked at, evenly spaced: what permutes rows permutes all of each."""
+
+MANY = 16
+"""So many different rows come in another order by a permutation, never by chance: 16! / 16^16 is 1e-6."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = -7046029254386353131  # 2^64 over the golden ratio
+_MIX_AGAIN = -4658895280553007687
+
+Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
+"""Dtype, device and shape of a row: rows of different kinds are not compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one tensor, which lie along `dim`; hashes are made when they are asked for."""
+
+    tensor: Tensor
+    dim: int
+    kind: Kind
+    """What they are compared by."""
+
+    @classmethod
+    def of(cls, x: Tensor, dim: int) -> Rows:
+        """The rows of `x`."""
+        return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
+
+    def light(self) -> Rows:
+        """The same, without keeping a tensor alive that has more than WIDTH elements a row."""
+        small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
+        return self if small else Rows(self.sampled.clone(), 0, self.kind)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a few of them tell of an order: single integers meet by chance."""
+        return self.tensor.is_floating_point() or self.tensor.numel() > self.tensor.shape[self.dim]
+
+    @cached_property
+    def sampled(self) -> Tensor:
+        """Evenly spaced elements, at most WIDTH of each row; a view, rows first."""
+        x = self.tensor.detach().movedim(self.dim, 0)
+        while (row := x[:1].numel()) > WIDTH:
+            longest = max(range(1, x.dim()), key=lambda d: x.shape[d])
+            step = min(x.shape[longest], -(-row // WIDTH))
+            x = x[(slice(None),) * longest + (slice(None, None, step),)]
+        return x
+
+    @cached_property
+    def checksum(self) -> int:
+        """A sum of bits that the order of rows does not change; for tensors on the host."""
+        return int(_words(self.sampled).sum())
+
+    @cached_property
+    def hash_B(self) -> Tensor:
+        """A hash of each row, int64: of the bits of its elements and their places."""
+        words = _words(self.sampled).long()
+        words = words.reshape(len(words), words[:1].numel())
+        return _mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
+
+    @cached_property
+    def hash(self) -> Tensor:
+        """A hash of the rows in whatever order, int64 []."""
+        return _mixed(self.hash_B).sum()
+
+    @property
+    def changes(self) -> Tensor:
+        """Number of different rows, less one; int64 []."""
+        ordered_B = self.hash_B.sort().values
+        return (ordered_B[1:] != ordered_B[:-1]).sum()
+
+    def reorder(self, others: list[Rows]) -> Tensor | None:
+        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not."""
+        if any(self.tensor is other.tensor for other in others):
+            return None
+        if self.tensor.device.type == "cpu":
+            others = [other for other in others if other.checksum == self.checksum]
+            if any(torch.equal(self.sampled, other.sampled) for other in others):
+                return None
+        if not others:
+            return None
+        in_order = (torch.stack([other.hash_B for other in others]) == self.hash_B).all(1).any()
+        return (torch.stack([other.hash for other in others]) == self.hash).any() & ~in_order
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bits of `x` as integers."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(_WORDS[x.itemsize])
+
+
+def _mixed(words: Tensor) -> Tensor:
+    words = (words ^ (words >> 31)) * _MIX
+    words = (words ^ (words >> 29)) * _MIX_AGAIN
+    return words ^ (words >> 32)
+
+
+class Seen:
+    """Tensors with a row a sample that were seen before."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Kind, list[Rows]] = {}
+
+    def add(self, rows: Rows) -> None:
+        """Remember these."""
+        self._rows.setdefault(rows.kind, []).append(rows)
+
+    def reordered(self, inputs: list[Rows]) -> Tensor | None:
+        """Whether `inputs` hold rows that were seen in another order; bool [], None if they do not.
+
+        A few rows of numbers may meet by chance, time steps of a sequence, say. So with fewer than MANY different
+        rows, every input must be reordered, but for those with equal rows, and single integers do not count.
+        """
+        moved = [rows.reorder(self._rows.get(rows.kind, [])) for rows in inputs]
+        found = [flag for flag in moved if flag is not None]
+        if not found:
+            return None
+        device = next((flag.device for flag in found if flag.device.type != "cpu"), found[0].device)
+        by_many = torch.zeros((), dtype=torch.bool, device=device)
+        some, all_ = by_many, ~by_many
+        for rows, flag in zip(inputs, moved, strict=True):
+            if rows.tensor.device.type == "cpu" and device.type != "cpu":
+                continue  # to compare its hashes is not worth a copy
+            moves, changes = by_many & False if flag is None else flag, rows.changes
+            by_many = by_many | (moves & (changes >= MANY - 1))
+            if rows.counts:
+                some, all_ = some | moves, all_ & (moves | (changes == 0))
+        return by_many | (some & all_)

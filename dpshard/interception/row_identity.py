@@ -1,0 +1,144 @@
+"""Whether row i of a micro-batch stays row i of its samples, whatever a loop does between two forwards.
+
+[Note: Rows are samples by their number]
+All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
+by length, shuffles them, or takes rows from elsewhere. Nobody sees the loop, but there is evidence:
+- padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
+  of what was computed of them, and to the dropout of a part of the model that was called before;
+- rows that were handed out, or that a forward got or returned, do not come again in another order;
+- what happens to a copy happens to the original: without random numbers their gradients have equal norms, and with
+  them it is not the copies alone that have none.
+Rows that are equal are interchangeable as inputs. If their labels differ, the norms tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpshard.interception.copies import Copies
+from dpshard.interception.doubts import Doubt, Doubts
+from dpshard.interception.fingerprints import Rows, Seen
+from dpshard.interception.run import Run
+from dpshard.sampling import MicroBatchPlan
+
+ROUNDING = {True: 1e-4, False: 0.05}
+"""Relative to the largest element of a row, by whether it is more than half precision.
+
+Products round equal rows differently, by their place in the batch.
+"""
+
+
+class RowIdentity:
+    """Watches the rows of one micro-batch; see [Note: Rows are samples by their number].
+
+    `data` is what was handed out. `mean` is whether losses are means over the rows.
+    """
+
+    def __init__(self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool) -> None:
+        self.rows, self.samples = len(plan.indices), plan.samples
+        padded = 0 < self.samples < self.rows
+        self.copies = Copies(self.samples, mean=mean) if padded else None
+        """Of a micro-batch with samples and padding: what the norms of its copies tell."""
+        self._doubts = doubts
+        self._data = data if padded and self.samples > 1 else None  # of one sample there is one order
+        self._seen = Seen()
+        self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
+        self._outputs: list[Rows] = []
+        self._forwards = 0
+
+    def enter(self, run: Run) -> None:
+        """Look at the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
+        self._forwards += 1
+        if self.samples == 0:
+            return  # nothing of it counts
+        if self._forwards == 1:
+            self._inputs.append(run)
+            if self.copies is None:
+                return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            inputs = _inputs_of(run)
+            if self.copies is not None and inputs:
+                for rows in inputs:
+                    if not (rows.tensor.requires_grad and self._forwards > 1 and self.copies.random()):
+                        self._require_copies(rows.tensor, rows.dim)
+                self.copies.begin(inputs[0].tensor.device)
+            if self._data is not None:
+                self._require_order_of_data(inputs)
+            if self._forwards > 1:
+                self._require_order_of_forwards(inputs)
+
+    def leave(self, output: Any) -> None:
+        """Note what a forward has returned: another one may get it."""
+        if self.samples < 2:
+            return
+        for x in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+            if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
+                self._outputs.append(Rows.of(x, 0).light())
+
+    def _require_copies(self, x: Tensor, dim: int) -> None:
+        filler = x.narrow(dim, self.samples - 1, 1)
+        copies = x.narrow(dim, self.samples, self.rows - self.samples)
+        if x.device.type == "cpu" and torch.equal(copies, filler.expand_as(copies)):
+            return
+        differs = copies != filler
+        if x.is_floating_point() or x.is_complex():
+            nan = (copies != copies) & (filler != filler)  # NaN is a copy of NaN
+            rounding = ROUNDING[x.itemsize > 2] * filler.abs().nan_to_num(0, 0, 0).amax()
+            differs &= ~nan & ~((copies - filler).abs() <= rounding)
+        self._doubts.note(Doubt.FILLER, differs.any())
+
+    def _require_order_of_data(self, inputs: list[Rows]) -> None:
+        seen, devices = Seen(), {rows.tensor.device for rows in inputs}
+        for x in tensors_within(self._data):
+            if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
+                for device in devices:
+                    seen.add(Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0))
+        self._note(Doubt.SHUFFLED, seen.reordered(inputs))
+        self._data = None
+
+    def _require_order_of_forwards(self, inputs: list[Rows]) -> None:
+        earlier = [rows for run in self._inputs for rows in _inputs_of(run)] + self._outputs
+        for rows in earlier:
+            self._seen.add(rows)
+        self._inputs.clear()
+        self._outputs.clear()
+        self._note(Doubt.REORDERED, self._seen.reordered(inputs))
+        for rows in inputs:
+            self._seen.add(rows)
+
+    def _note(self, doubt: Doubt, flag: Tensor | None) -> None:
+        if flag is not None:
+            self._doubts.note(doubt, flag)
+
+
+def _inputs_of(run: Run) -> list[Rows]:
+    """The inputs that carry samples."""
+    return [Rows.of(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is a tensor whose rows lie in memory, not in parts or lists of its own."""
+    return (
+        isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "__tensor_flatten__")
+    )
+
+
+def tensors_within(data: Any) -> Iterator[Tensor]:
+    """The tensors of a batch: in tuples, lists, mappings (also those of libraries) and dataclasses."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors_within(value)
+    elif isinstance(data, (tuple, list)):
+        for value in data:
+            yield from tensors_within(value)
+    elif is_dataclass(data):
+        for field in fields(data):
+            yield from tensors_within(getattr(data, field.name))
