@@ -1,8 +1,24 @@
 """Redirects every torch function that uses a trainable parameter to its rule, in the forward of the user's model."""
 
+from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.isolation import Undisturbed
+from dpshard.interception.kinds import kind_of_value
+from dpshard.interception.model_state import is_own, same
 from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import Session
 from dpshard.interception.run import Run, plan_run
 
-__all__ = ["Interception", "Run", "Session", "Undisturbed", "plan_run"]
+__all__ = [
+    "AS_DRAWN",
+    "HIGH",
+    "LOW",
+    "Draws",
+    "Interception",
+    "Run",
+    "Session",
+    "Undisturbed",
+    "is_own",
+    "kind_of_value",
+    "plan_run",
+    "same",
+]

@@ -25,9 +25,10 @@ from dpshard.clipping.two_pass import through_two_passes
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.compiled import Regions
-from dpshard.interception.determinism import Undropped
+from dpshard.interception.determinism import AS_DRAWN, Draws, Undropped
 from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
+from dpshard.interception.kinds import kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.protocols import Session, Sharding
 from dpshard.interception.refusals import refusal, refuse_batch_norm
@@ -48,7 +49,7 @@ _NEW_COURSE = (
 class Interception:
     """The patched forwards of one model.
 
-    `first_forward` is called once per kind of input, before the first forward that is recorded: time to verify.
+    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Interception:
         sources: dict[Tensor, Source],
         session: Session,
         sharding: Sharding,
-        first_forward: Callable[[Run], None],
+        before_forward: Callable[[Run, Any], None],
     ) -> None:
         self.model = model
         self.sources = sources
@@ -73,8 +74,7 @@ class Interception:
         self.freed: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
         self.regions = Regions(self)
-        self._first_forward = first_forward
-        self._verified: set[Any] = set()  # kinds of inputs
+        self._before_forward = before_forward
         self._codes: dict[type[nn.Module], types.CodeType] = {}
         self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
         self._hooks: list[RemovableHandle] = []
@@ -265,7 +265,7 @@ class Interception:
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
                     layout = self._probe(run, into=layout)
-                    self._first_forward(run)
+                    self._before_forward(run, object())
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
 
@@ -313,23 +313,14 @@ class Interception:
             self._bind(module)
 
     def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
-        """The layout for inputs of this kind; found, and the model verified, when they come for the first time."""
-        kind = self._kind(run)
+        """The layout for inputs of this kind, found when they come for the first time; the model is verified if due."""
+        kind = kind_of_run(run)
         if kind not in self.layouts:
             self.layouts[kind] = self._probe(run, into={})
-        if verify and kind not in self._verified:
-            self._first_forward(run)
+        if verify:
+            self._before_forward(run, kind)
             self._gather(run.module)
-            self._verified.add(kind)
         return self.layouts[kind]
-
-    def _kind(self, run: Run) -> Any:
-        inputs = [
-            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else x if isinstance(x, (bool, str)) else None
-            for x, d in zip(run.leaves, run.dims, strict=True)
-        ]
-        # What mixes samples shows with two of them at least.
-        return (run.module, run.tree, tuple(inputs), run.rows > 1)
 
     def _probe(self, run: Run, into: Layout) -> Layout:
         try:
@@ -368,26 +359,29 @@ class Interception:
             self.run_plain(run, list(range(run.batch_size)))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
-        """A block in which forwards of `module` are ordinary ones and leave RNG state and buffers as they were."""
+        """A block in which forwards of `module` are ordinary ones and leave generators and the model as they were."""
         return Undisturbed(self, module)
 
-    def run_recorded(self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed) -> Any:
+    def run_recorded(
+        self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed, draws: Draws = AS_DRAWN
+    ) -> Any:
         """The output for `samples`, recorded on a tape, dropout off, compilation off, from the state of `state`."""
-        layout = self.layouts[self._kind(run)]
+        layout = self.layouts[kind_of_run(run)]
         for _ in range(ATTEMPTS):
-            state.rewind()
+            state.rewind(draws)
+            mode = self.new_mode(layout, tape())
             try:
-                with eager(), Undropped(), self._recorded(self.new_mode(layout, tape()), beside=Undropped()):
+                with eager(), Undropped(draws), self._recorded(mode, beside=Undropped(draws)):
                     return run.on(samples)
             except UnknownCall:
-                state.rewind()
+                state.rewind(draws)
                 self._probe(run, into=layout)
         raise BatchLayoutError(_NEW_COURSE)
 
-    def run_plain(self, run: Run, samples: list[int]) -> Any:
+    def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
-        self._again = Undropped
-        with eager(), Undropped():
+        self._again = functools.partial(Undropped, draws)
+        with eager(), Undropped(draws):
             return run.on(samples)
 
     def new_mode(
