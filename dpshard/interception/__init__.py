@@ -2,7 +2,7 @@
 
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.isolation import Undisturbed
-from dpshard.interception.kinds import kind_of_value
+from dpshard.interception.kinds import kind_of_run, kind_of_value
 from dpshard.interception.model_state import is_own, same
 from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import Session
@@ -18,6 +18,7 @@ __all__ = [
     "Session",
     "Undisturbed",
     "is_own",
+    "kind_of_run",
     "kind_of_value",
     "plan_run",
     "same",

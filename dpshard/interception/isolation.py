@@ -36,9 +36,12 @@ class Undisturbed:
         self.model = ModelState(self.owner.model)
         self._before = (self.owner.active, self.owner.mode, self.owner._again)
         self._stack.enter_context(eager())
-        self._stack.enter_context(ParameterWrites(self.owner.model))
         self.owner.active, self.owner.mode = True, None
         return self
+
+    def refusing_writes(self) -> ParameterWrites:
+        """A block in which writes into parameters are refused, for the first forwards after training."""
+        return ParameterWrites(self.owner.model)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
         """Put the state back, so that the next forward takes the same course; `draws` may seed the generators."""

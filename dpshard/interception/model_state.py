@@ -59,10 +59,10 @@ def same(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
             return False
-        return bool(torch.equal(x, y) or ((x == y) | ((x != x) & (y != y))).all())  # noqa: PLR0124
+        return bool(torch.equal(x, y) or ((x == y) | ((x != x) & (y != y))).all())
     if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
         return x.dtype == y.dtype and x.tobytes() == y.tobytes()
-    return type(x) is type(y) and bool(x == y or (x != x and y != y))  # noqa: PLR0124
+    return type(x) is type(y) and bool(x == y or (x != x and y != y))
 
 
 class ModelState:
@@ -73,11 +73,15 @@ class ModelState:
         self._saved: dict[str, tuple[Any, Any]] = {}  # by path: the object, and a copy of what it holds
         for path, x in walk(model):
             self._saved[path] = (x, _copy(x))
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
         """Put everything back: the same objects, with what they held."""
         for path, (x, value) in self._saved.items():
             _put_back(x, value, path)
+        for p, trained in self._trained:
+            if p.requires_grad is not trained:
+                p.requires_grad_(trained)
 
     def changes(self) -> dict[str, Any]:
         """By path, copies of what is not now as it was saved; None for what is gone."""
@@ -91,7 +95,7 @@ class ModelState:
                     found[path] = sorted(repr(item) for item in x)
             elif path not in self._saved or type(x) is not type(old) or not _unchanged(x, old, value):
                 found[path] = _copy(x)
-        return found | {path: None for path in self._saved.keys() - now.keys()}
+        return found | dict.fromkeys(self._saved.keys() - now.keys())
 
 
 class _Container:

@@ -49,7 +49,7 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
     """Where the arguments stand that an operation writes to."""
     if not isinstance(func, torch._ops.OpOverload):

@@ -300,7 +300,7 @@ class Interception:
         seen: list[tuple[Any, Any]] = []
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
         try:
-            with self.undisturbed(module), torch.no_grad():
+            with self.undisturbed(module) as state, state.refusing_writes(), torch.no_grad():
                 module(*args, **kwargs)
         finally:
             hook.remove()
@@ -328,7 +328,8 @@ class Interception:
 
                 def first(n: int, rows: int) -> Any:
                     state.rewind()
-                    return run.first(n, rows)
+                    with state.refusing_writes():
+                        return run.first(n, rows)
 
                 # A branch that values decide (is anything masked?) is taken alike where no sample is new.
                 alike = functools.partial(first, rows=min(2, run.rows))
@@ -355,7 +356,7 @@ class Interception:
 
     def _try_whole(self, run: Run) -> None:
         """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
-        with self.undisturbed(run.module), torch.no_grad():
+        with self.undisturbed(run.module) as state, state.refusing_writes(), torch.no_grad():
             self.run_plain(run, list(range(run.batch_size)))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:

@@ -11,16 +11,15 @@ On several ranks all change their own K at the same time, so that what gathers r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpshard.errors import VerificationError
-from dpshard.interception import Draws, Run
+from dpshard.interception import HIGH, LOW, Draws, Run
 from dpshard.verification.bench import Bench
-from dpshard.verification.objectives import Loss, sample_dim
+from dpshard.verification.objectives import sample_dim
 from dpshard.verification.samples import replaced, replaced_targets
 from dpshard.verification.tolerances import moved, one_size, scale
 
@@ -30,12 +29,10 @@ def refuse_company(
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
     draws: Sequence[Draws],
-    *,
-    outliers: bool,
 ) -> None:
     """Raise VerificationError if what some rows hold moves the outputs or losses of others.
 
-    `shapes`: outputs for the chosen samples, and for the first of them. `outliers`: whether one changed row is scaled.
+    `shapes`: outputs for the chosen samples, and for the first of them.
     """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
@@ -44,14 +41,18 @@ def refuse_company(
     places = [sample_dim(x, y, len(bench.chosen)) for x, y in zip(*shapes, strict=True)]
     for draw in draws:
         bench.draws = draw
-        order = random.permutation(run.rows)
-        first, second = sorted(order[: run.rows // 2].tolist()), sorted(order[run.rows // 2 :].tolist())
-        shift = int(random.integers(1, run.rows))
+        order = random.permutation(run.rows).tolist()
+        first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
+        source = _others(run, order, crowded=draw is HIGH)
+        outlier = first[:1] if draw is LOW else []  # beside it no small term of a loss would show
         before = bench.values(everyone)
 
-        def with_others(*changed: Sequence[int], shift: int = shift) -> list[Tensor]:
-            other, other_loss = _changed(run, loss, [i for rows in changed for i in rows], shift, outliers=outliers)
-            return bench.values(everyone, run=other, loss=other_loss)
+        def with_others(changed: list[int], source: list[int] = source, outlier: list[int] = outlier) -> list[Tensor]:
+            rows = [source[i] if i in changed else i for i in everyone]
+            scaled = [i for i in outlier if i in changed]
+            return bench.values(
+                everyone, run=replaced(run, rows, scaled), loss=None if loss is None else replaced_targets(loss, rows)
+            )
 
         after = with_others(first)
         for x, y, place in zip(before, after, places, strict=False):
@@ -59,17 +60,17 @@ def refuse_company(
                 _refuse_moved(bench, x, y, place, second)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
         if scalars:
-            third, fourth = with_others(second), with_others(first, second)
+            third, fourth = with_others(second), with_others(first + second)
             for i in scalars:
                 _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])
 
 
-def _changed(run: Run, loss: Loss | None, rows: list[int], shift: int, *, outliers: bool) -> tuple[Run, Loss | None]:
-    source = list(range(run.batch_size))
-    for i in rows:
-        source[i] = (i + shift) % run.rows
-    other = replaced(run, source, rows[:1] if outliers else ())
-    return other, None if loss is None else replaced_targets(loss, source)
+def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
+    """The row from which each row takes its other inputs; `crowded`: the same for all, to exhaust what is shared."""
+    if crowded:
+        return [order[0]] * run.batch_size
+    shift = 1 + order[0] % (run.rows - 1)
+    return [(i + shift) % run.rows for i in range(run.batch_size)]
 
 
 def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
@@ -122,7 +123,8 @@ def refuse_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     for parity in (0, 1):
         run, loss = bench.run, bench.loss
         if rank % 2 == parity:
-            run, loss = _changed(run, loss, list(range(run.rows)), 1, outliers=True)
+            rows = [(i + 1) % run.rows for i in everyone]
+            run, loss = replaced(run, rows, [0]), None if loss is None else replaced_targets(loss, rows)
         after = bench.values(everyone, run=run, loss=loss)
         if rank % 2 == parity:
             continue

@@ -33,7 +33,9 @@ def refuse_length_dependence(bench: Bench) -> None:
         except DpshardError:
             return  # an input of another shape belongs to the length: it cannot be cut
         for x, y in zip(before, after, strict=True):
-            if x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
+            if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
+                x, y = x[None], y[None]
+            elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
                 continue
             if x.dim() > 1 and x.shape[1] == long and y.shape[1] == length:
                 x = x[:, :length] if at_end else x[:, long - length :]
@@ -60,10 +62,11 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Per row [B], how many positions at one end repeat one value in all integer inputs, less the first of them."""
+    """Per row [B], how many positions at one end hold one value in every integer input; 0 rather than 1."""
     alike = torch.stack([run.leaves[i].diff(dim=1) == 0 for i in _sequences(run)]).all(0)
     alike = alike.flip(1) if at_end else alike
-    return alike.long().cumprod(1).sum(1).cpu()
+    repeated = alike.long().cumprod(1).sum(1).cpu()
+    return repeated + (repeated > 0)
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
@@ -91,13 +94,22 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
     return replace(run, leaves=tuple(kept), batch_size=len(rest), rows=len(rest)), length, rest
 
 
+def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
+    """Whether a mask, or an ignored label, says that the padding of these rows is padding, and no last token."""
+    found = [run.leaves[i][rest] for i in _sequences(run)]
+    ends = [x[:, -1 if at_end else 0] for x in found]
+    shortest = int(_padding(run, at_end=at_end)[rest].argmax())
+    masks = (bool(((x == 0) | (x == 1)).all()) and not bool(end[shortest]) for x, end in zip(found, ends, strict=True))
+    return any(masks) or any(bool(end[shortest] < 0) for end in ends)
+
+
 def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
     """Which numbers of outputs [rows, ...] belong to positions that are no padding."""
     if x.dim() < 2 or x.shape[1] != length:
         return torch.ones_like(x, dtype=torch.bool)
     padding = _padding(run, at_end=at_end)[rest]
     long = run.leaves[_sequences(run)[0]].shape[1]
-    content = (long - padding - 1).clamp(min=1)[:, None]
+    content = (long - padding)[:, None]
     positions = torch.arange(length)[None]
     kept = positions < content if at_end else positions >= length - content
     return kept.reshape(*kept.shape, *[1] * (x.dim() - 2)).expand_as(x.cpu()).to(x.device)

@@ -23,26 +23,28 @@ from dpshard.verification.samples import another, replaced
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
-def refuse_memory(bench: Bench) -> set[str]:
+def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
     """Raise UnsupportedParameterError if later samples meet what the model keeps of a sample.
 
-    Returns the paths of what every forward changes alike.
+    Returns the paths of what every forward changes alike. `thorough`: also for a plain sample, beside a scaled one.
     """
     run = bench.run
     first, one = bench.chosen[0], [bench.chosen[0]]
     rows = list(range(run.batch_size))
     if len(bench.chosen) > 1:
         rows[first] = bench.chosen[-1]
-        others = [replaced(run, rows), replaced(run, rows, [first])]
+        others = [replaced(run, rows, [first])] + [replaced(run, rows)] * thorough
     else:
         others = [another(run)]
     alone = bench.values(one)
+    state = bench.state
     kept, after, outputs = [], [], []
     for before in (run, *others):
-        bench.values(one, run=before)
-        kept.append(bench.state.model.changes())
+        with state.refusing_writes():
+            bench.values(one, run=before)
+        kept.append(state.model.changes())
         outputs.append(bench.values(one, rewind=False))
-        after.append(bench.state.model.changes())
+        after.append(state.model.changes())
     buffers = {name for name, _ in bench.interception.model.named_buffers()}
     for other in range(1, len(kept)):
         for name in _differing(kept[0], kept[other]):

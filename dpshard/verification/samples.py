@@ -19,9 +19,9 @@ OUTLIER = 1e3
 """What an outlier's numbers are multiplied by."""
 
 
-def pick(run: Run, loss: Loss | None, start: int = 0) -> list[int]:
-    """Up to SAMPLES rows that differ, in labels, lengths and sizes, from row `start` on and from each other."""
-    n = min(SAMPLES, run.rows)
+def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[int]:
+    """Up to n rows that differ, in labels, lengths and sizes, from row `start` on and from each other."""
+    n = min(n, run.rows)
     if n == run.rows:
         return list(range(n))
     features = _features(run, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class Precision(TorchFunctionMode):
 
     half = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function, and look at what it returns."""
         result = func(*args, **(kwargs or {}))
         self.half = self.half or any(x.dtype in HALF for x in outputs_of(result))
@@ -47,9 +48,9 @@ def moved(x: Tensor, y: Tensor) -> Tensor:
     """Per row of dimension 0, how far finite numbers are apart; infinite where only one of them is no number."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
-    return apart.flatten(1).amax(1) if apart.numel() else apart.new_zeros(len(x))
+    return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))
 
 
 def scale(y: Tensor) -> Tensor:
     """Per row of dimension 0, its largest finite number."""
-    return y.double().nan_to_num(0, 0, 0).abs().flatten(1).amax(1) if y.numel() else y.new_zeros(len(y))
+    return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

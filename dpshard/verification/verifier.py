@@ -110,18 +110,19 @@ class Verifier:
         owner = self._owner
         owner.refuse_changed_parameters()
         random = self._random(self._moment()[0])
-        chosen = pick(run, loss, 0 if thorough else int(random.integers(run.rows)))
+        chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
         draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
         with interception.undisturbed(run.module) as state, owner.unwatched(), torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
-            together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
+            with state.refusing_writes():
+                together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
             shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])
-            counters = refuse_memory(bench)
+            counters = refuse_memory(bench, thorough=thorough)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
             if loss is None or thorough:
-                refuse_company(bench, shapes, random, draws, outliers=True)
+                refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
             if thorough:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)

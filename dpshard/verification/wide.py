@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.clipping.tape import Clipper
+from dpshard.interception import kind_of_run
 from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import Loss
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Widened:
     """The parameters in float64, by name; see gradients.Differentiated."""
 
     parameters: dict[str, nn.Parameter]
-    differentiated: dict[str, Tensor]
+    differentiated: Mapping[str, Tensor]
 
 
 def can_widen(bench: Bench, owned: Any) -> bool:
@@ -41,6 +42,7 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
     ]
     buffers = [b for b in model.buffers() if b.dtype == torch.float32]
+    kind, made, run = None, None, bench.run
     try:
         for module, name, p in places:
             if p not in wide:
@@ -55,8 +57,13 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         loss = None if bench.loss is None else Loss(bench.loss.loss_fn, tuple(_double(t) for t in bench.loss.targets))
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
+        kind = kind_of_run(in_double.run)
+        if kind not in interception.layouts:
+            made = interception.layouts[kind] = interception.layouts[kind_of_run(run)]
         yield in_double, Widened(parameters, values), _with_values(clipper, values)
     finally:
+        if made is not None:
+            del interception.layouts[kind]
         for module, name, p in places:
             setattr(module, name, p)
         for p in wide.values():

@@ -271,7 +271,7 @@ def test_detached_statistics_of_the_batch_are_caught(output):
 
     model = Detached()
     engine_on(model)
-    with pytest.raises(VerificationError, match=r"for sample 0 is another one together with 2 other samples.*detach"):
+    with pytest.raises(VerificationError, match=r"when the inputs of other samples change.*detach"):
         model(normal(B, T, D))
 
 
@@ -377,7 +377,7 @@ def test_a_lost_use_is_caught(monkeypatch, mode):
 
     def lossy(self, use, tensors):
         seen.append(use.sources[0].label)
-        lost = seen.count("layer.weight") == 2 and seen[-1] == "layer.weight"
+        lost = seen.count("layer.weight") % 3 == 2 and seen[-1] == "layer.weight"
         arrive(self, use, [None] * len(tensors) if lost else tensors)
 
     monkeypatch.setattr(Tape, "arrive", lossy)
