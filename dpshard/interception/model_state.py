@@ -71,14 +71,16 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._saved: dict[str, tuple[Any, Any]] = {}  # by path: the object, and a copy of what it holds
-        for path, x in walk(model):
-            self._saved[path] = (x, _copy(x))
+        with torch._C.DisableTorchFunction():  # modes compare what the model calls, not this
+            for path, x in walk(model):
+                self._saved[path] = (x, _copy(x))
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
         """Put everything back: the same objects, with what they held."""
-        for path, (x, value) in self._saved.items():
-            _put_back(x, value, path)
+        with torch._C.DisableTorchFunction():
+            for path, (x, value) in self._saved.items():
+                _put_back(x, value, path)
         for p, trained in self._trained:
             if p.requires_grad is not trained:
                 p.requires_grad_(trained)

@@ -50,8 +50,11 @@ def refuse_company(
         def with_others(changed: list[int], source: list[int] = source, outlier: list[int] = outlier) -> list[Tensor]:
             rows = [source[i] if i in changed else i for i in everyone]
             scaled = [i for i in outlier if i in changed]
+            negated = changed if outlier else []
             return bench.values(
-                everyone, run=replaced(run, rows, scaled), loss=None if loss is None else replaced_targets(loss, rows)
+                everyone,
+                run=replaced(run, rows, scaled, negated),
+                loss=None if loss is None else replaced_targets(loss, rows),
             )
 
         after = with_others(first)

@@ -43,7 +43,7 @@ def refuse_length_dependence(bench: Bench) -> None:
                 continue
             kept = _content(bench.run, rest, length, x, at_end=at_end)
             x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
-            if bool((moved(x, y) > 10 * other_sizes([x], half=bench.half) * scale(x)).any()):
+            if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
                 raise VerificationError(
                     f"Without the longest row, which pads this micro-batch from {length} to {long} positions, the others "
                     f"have other outputs: one long sample counts in all of them (RoPE that is scaled by the length: dynamic, "

@@ -19,7 +19,7 @@ import torch
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception import same
 from dpshard.verification.bench import Bench
-from dpshard.verification.samples import another, replaced
+from dpshard.verification.samples import another, has_numbers, replaced
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
@@ -31,11 +31,10 @@ def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
     run = bench.run
     first, one = bench.chosen[0], [bench.chosen[0]]
     rows = list(range(run.batch_size))
-    if len(bench.chosen) > 1:
-        rows[first] = bench.chosen[-1]
-        others = [replaced(run, rows, [first])] + [replaced(run, rows)] * thorough
-    else:
-        others = [another(run)]
+    other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
+    others = [another(run, first) if len(bench.chosen) == 1 else other]
+    if has_numbers(run):
+        others = [replaced(others[0], rows, [first])] + others * thorough
     alone = bench.values(one)
     state = bench.state
     kept, after, outputs = [], [], []

@@ -50,14 +50,16 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
     return (table - table.min(0)) / np.where(spread > 0, spread, 1)
 
 
-def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = ()) -> Run:
-    """The run with the inputs of row source[i] in row i, and those of `outliers` scaled."""
+def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), negated: Sequence[int] = ()) -> Run:
+    """The run with the inputs of row source[i] in row i; numbers of `outliers` are scaled, those of `negated` negated."""
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:
             leaves[i] = taken(leaves[i], dim, source)
-            if outliers and leaves[i].is_floating_point():
-                leaves[i].movedim(dim, 0)[list(outliers)] *= OUTLIER
+            if leaves[i].is_floating_point():
+                for rows, factor in ((outliers, OUTLIER), (negated, -1)):
+                    if rows:
+                        leaves[i].movedim(dim, 0)[list(rows)] *= factor
     return replace(run, leaves=tuple(leaves))
 
 
@@ -71,13 +73,19 @@ def taken(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
     return x.detach().index_select(dim, torch.tensor(list(rows), device=x.device)).clone()
 
 
-def another(run: Run) -> Run:
-    """The run of a single row, with other numbers in it; of ids such that there are."""
-    leaves = [x if dim is None else _other_numbers(x) for x, dim in zip(run.leaves, run.dims, strict=True)]
+def another(run: Run, row: int) -> Run:
+    """The run with other numbers in a row; of ids such that there are."""
+    leaves = [x if dim is None else _other_numbers(x, dim, row) for x, dim in zip(run.leaves, run.dims, strict=True)]
     return replace(run, leaves=tuple(leaves))
 
 
-def _other_numbers(x: Tensor) -> Tensor:
-    if x.is_floating_point() or x.is_complex():
-        return x / 2
-    return x[..., :1].expand_as(x) if x.dim() > 1 else x
+def _other_numbers(x: Tensor, dim: int, row: int) -> Tensor:
+    x = x.detach().clone()
+    mine = x.movedim(dim, 0)[row]
+    mine.copy_(mine / 2 if x.is_floating_point() or x.is_complex() else mine[..., :1].clone() if mine.dim() else mine)
+    return x
+
+
+def has_numbers(run: Run) -> bool:
+    """Whether samples hold anything that can be scaled."""
+    return any(dim is not None and x.is_floating_point() for x, dim in zip(run.leaves, run.dims, strict=True))

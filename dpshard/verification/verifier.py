@@ -10,6 +10,7 @@ first micro-batch of a new longest length, and one with labels below 0 or positi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from dpshard.verification.gradients import refuse_other_gradients
 from dpshard.verification.lengths import refuse_length_dependence
 from dpshard.verification.memory import refuse_memory
 from dpshard.verification.objectives import Loss, objectives
-from dpshard.verification.samples import pick
+from dpshard.verification.samples import has_numbers, pick
 from dpshard.verification.watch import Watch
 from dpshard.verification.wide import can_widen, widened
 
@@ -38,11 +39,22 @@ class Owner(Protocol):
     differentiated: Mapping[str, Tensor]
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
+
     @property
-    def world_size(self) -> int: ...
-    def unwatched(self) -> Any: ...
-    def refuse_changed_parameters(self) -> None: ...
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        ...
+
+    def unwatched(self) -> AbstractContextManager[Any]:
+        """A block in which plain gradients may reach the parameters."""
+        ...
+
+    def refuse_changed_parameters(self) -> None:
+        """Raise if there is a trainable parameter that the engine does not know."""
+        ...
 
 
 MOST_NEWS = 8
@@ -132,7 +144,7 @@ class Verifier:
         self._owed = False
 
     def _compare_gradients(self, bench: Bench, found: Any, *, outlier: bool) -> None:
-        outliers = [None, bench.chosen[-1]] if outlier and _has_numbers(bench.run) else [None]
+        outliers = [None, bench.chosen[-1]] if outlier and has_numbers(bench.run) else [None]
         for scaled in outliers:
             try:
                 refuse_other_gradients(bench, self._owner, self._clipper, found, outlier=scaled)
@@ -153,7 +165,3 @@ class Verifier:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _has_numbers(run: Run) -> bool:
-    return any(dim is not None and x.is_floating_point() for x, dim in zip(run.leaves, run.dims, strict=True))

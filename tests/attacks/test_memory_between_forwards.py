@@ -6,6 +6,7 @@ PITFALLS row 12, and samples that meet across micro-batches and steps.
 import copy
 import random
 from collections import deque
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def in_a_global(m, h):
 
 
 def in_the_class(m, h):
-    type(m).shared = type(m).shared + [h.detach().mean(0)]
+    type(m).shared = [*type(m).shared, h.detach().mean(0)]
     return h - type(m).shared[0]
 
 
@@ -112,7 +113,7 @@ class Memory:
 class Sharing(Remembering):
     """Keeps what it has seen in its class."""
 
-    shared: list = []
+    shared: ClassVar[list] = []
 
 
 def nothing(m):
@@ -286,6 +287,7 @@ def llama(**rope):
         max_position_embeddings=8,
         rope_parameters={"rope_theta": 10.0, **rope},
         use_cache=False,
+        initializer_range=1.0,
         pad_token_id=0,
     )
     torch.manual_seed(0)
