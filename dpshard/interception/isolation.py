@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,18 @@ class Undisturbed:
         self.owner.active, self.owner.mode = True, None
         return self
 
-    def refusing_writes(self) -> ParameterWrites:
-        """A block in which writes into parameters are refused, for the first forwards after training."""
-        return ParameterWrites(self.owner.model)
+    def guarded(self, forward: Callable[[], Any]) -> Any:
+        """What `forward` returns; UnsupportedParameterError before it writes into a parameter."""
+        if not self.owner.scripted:
+            try:
+                with ParameterWrites(self.owner.model):
+                    return forward()
+            except RuntimeError as error:
+                if "TorchScript" not in str(error):
+                    raise
+                self.owner.scripted = True  # its interpreter does not run under a mode
+                self.rewind()
+        return forward()
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
         """Put the state back, so that the next forward takes the same course; `draws` may seed the generators."""

@@ -30,6 +30,7 @@ from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
 from dpshard.interception.kinds import kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import Session, Sharding
 from dpshard.interception.refusals import refusal, refuse_batch_norm
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
@@ -73,6 +74,8 @@ class Interception:
         """By the kind of the inputs; see `layout_of`."""
         self.freed: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
+        self.scripted = False
+        """Whether forward calls functions of torch.jit.script."""
         self.regions = Regions(self)
         self._before_forward = before_forward
         self._codes: dict[type[nn.Module], types.CodeType] = {}
@@ -80,6 +83,7 @@ class Interception:
         self._hooks: list[RemovableHandle] = []
         self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
         self._recomputing = False
+        self._parameters = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
         self._batch_norms = [
             (path, module)
             for path, module in model.named_modules()
@@ -253,6 +257,7 @@ class Interception:
             refuse_two_batch_dimensions(run)
         layout = self.layout_of(run)
         tape = self.session.open_tape(run.batch_size, module)
+        versions = self._versions()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal layout
@@ -269,9 +274,17 @@ class Interception:
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
 
-        if self.session.two_passes:
-            return through_two_passes(forward, args, kwargs, tape)
-        return forward(*args, **kwargs)
+        output = (
+            through_two_passes(forward, args, kwargs, tape) if self.session.two_passes else forward(*args, **kwargs)
+        )
+        for (name, _), before, after in zip(self._parameters, versions, self._versions(), strict=True):
+            if before != after:
+                raise written(name)
+        return output
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was written to: by optimizers between forwards, by nobody within one."""
+        return [p._version for _, p in self._parameters]
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward of `module` as it was before it was patched."""
@@ -300,8 +313,8 @@ class Interception:
         seen: list[tuple[Any, Any]] = []
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
         try:
-            with self.undisturbed(module) as state, state.refusing_writes(), torch.no_grad():
-                module(*args, **kwargs)
+            with self.undisturbed(module) as state, torch.no_grad():
+                state.guarded(functools.partial(module, *args, **kwargs))
         finally:
             hook.remove()
         return seen[0]
@@ -328,8 +341,7 @@ class Interception:
 
                 def first(n: int, rows: int) -> Any:
                     state.rewind()
-                    with state.refusing_writes():
-                        return run.first(n, rows)
+                    return state.guarded(functools.partial(run.first, n, rows))
 
                 # A branch that values decide (is anything masked?) is taken alike where no sample is new.
                 alike = functools.partial(first, rows=min(2, run.rows))
@@ -356,8 +368,8 @@ class Interception:
 
     def _try_whole(self, run: Run) -> None:
         """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
-        with self.undisturbed(run.module) as state, state.refusing_writes(), torch.no_grad():
-            self.run_plain(run, list(range(run.batch_size)))
+        with self.undisturbed(run.module) as state, torch.no_grad():
+            state.guarded(functools.partial(self.run_plain, run, list(range(run.batch_size))))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
         """A block in which forwards of `module` are ordinary ones and leave generators and the model as they were."""

@@ -10,6 +10,7 @@ shapes alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,8 +40,7 @@ def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
     state = bench.state
     kept, after, outputs = [], [], []
     for before in (run, *others):
-        with state.refusing_writes():
-            bench.values(one, run=before)
+        state.guarded(functools.partial(bench.values, one, run=before))
         kept.append(state.model.changes())
         outputs.append(bench.values(one, rewind=False))
         after.append(state.model.changes())

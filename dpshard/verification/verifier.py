@@ -126,18 +126,17 @@ class Verifier:
         draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
         with interception.undisturbed(run.module) as state, owner.unwatched(), torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
-            with state.refusing_writes():
-                together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
+            together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
             shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])
             counters = refuse_memory(bench, thorough=thorough)
+            if thorough:
+                refuse_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
             if loss is None or thorough:
                 refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
-            if thorough:
-                refuse_other_ranks(bench, owner.rank, owner.world_size)
             if self._watch.lengths_vary:
                 refuse_length_dependence(bench)
         self._watch.accept(interception.model, counters)

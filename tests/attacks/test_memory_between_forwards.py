@@ -210,6 +210,25 @@ def test_an_initialisation_from_data_is_refused_before_it_is_written(how, verify
     assert not model[1].initialised
 
 
+def test_a_parameter_that_is_written_to_later_is_refused():
+    class Late(ActNorm):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.initialised = self.calls != 4
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(D, D), Late("no_grad"))
+    engine = engine_on(model, verify=False)
+    with pytest.raises(UnsupportedParameterError, match="forward writes into this parameter"):  # noqa: PT012
+        for _ in range(5):
+            model(normal(B, D)).square().mean().backward()
+            engine.privatize()
+            model.zero_grad()
+    assert engine.step == 3
+
+
 def test_an_initialisation_before_the_engine_passes():
     model = nn.Sequential(nn.Linear(D, D), ActNorm("data"))
     model(normal(B, D))
