@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ from dpshard.errors import DpshardError, VerificationError
 from dpshard.interception import AS_DRAWN, Draws, Interception, Run, Undisturbed
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
+
+
+class RunFailedError(VerificationError):
+    """A run of some samples raised an error of its own."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class Bench:
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            raise VerificationError(
+            raise RunFailedError(
                 f"{type(run.module).__name__} fails on {len(samples)} sample(s) of the micro-batch taken alone "
                 f"({error}), so they have no gradient of their own. Does it normalise over them (BatchNorm), need a "
                 f"fixed size, or get what belongs to samples in a tensor without a dimension for them (flat ids with "
@@ -71,6 +76,13 @@ class Bench:
             if loss is not None:
                 found.append(loss.of(output, samples).detach())
         return [x for x in found if x.is_floating_point()]
+
+    def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
+        """See `values`; None if forward refuses these inputs, as it may where numbers were made up."""
+        try:
+            return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
+        except RunFailedError:
+            return None
 
     def leaves(self, samples: Sequence[int]) -> list[Any]:
         """The leaves of the output for some samples, which say whether they had a gradient."""

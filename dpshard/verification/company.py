@@ -44,26 +44,29 @@ def refuse_company(
         order = random.permutation(run.rows).tolist()
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
         source = _others(run, order, crowded=draw is HIGH)
-        outlier = first[:1] if draw is LOW else []  # beside it no small term of a loss would show
         before = bench.values(everyone)
 
-        def with_others(changed: list[int], source: list[int] = source, outlier: list[int] = outlier) -> list[Tensor]:
+        def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
             rows = [source[i] if i in changed else i for i in everyone]
-            scaled = [i for i in outlier if i in changed]
-            negated = changed if outlier else []
-            return bench.values(
-                everyone,
-                run=replaced(run, rows, scaled, negated),
-                loss=None if loss is None else replaced_targets(loss, rows),
+            other = replaced(run, rows, changed[:1], changed) if scaled else replaced(run, rows)
+            return bench.values_if_it_runs(
+                everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
             )
 
-        after = with_others(first)
+        scaled = draw is LOW  # beside an outlier no small term of a loss would show
+        after = with_others(first, scaled=scaled)
+        if after is None and scaled:
+            scaled, after = False, with_others(first, scaled=False)
+        if after is None:
+            continue
         for x, y, place in zip(before, after, places, strict=False):
             if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
                 _refuse_moved(bench, x, y, place, second)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
-        if scalars:
-            third, fourth = with_others(second), with_others(first + second)
+        if scalars and not scaled:
+            third, fourth = with_others(second, scaled=False), with_others(first + second, scaled=False)
+            if third is None or fourth is None:
+                continue
             for i in scalars:
                 _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])
 
@@ -127,8 +130,8 @@ def refuse_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     for parity in (0, 1):  # a rank raises when all have made their runs
         run, loss = bench.run, bench.loss
         if rank % 2 == parity:
-            rows = [(i + 1) % run.rows for i in everyone]
-            run, loss = replaced(run, rows, [0]), None if loss is None else replaced_targets(loss, rows)
+            rows = [0] * run.batch_size
+            run, loss = replaced(run, rows), None if loss is None else replaced_targets(loss, rows)
         after = bench.values(everyone, run=run, loss=loss)
         if rank % 2 != parity:
             for x, y in zip(before, after, strict=True):

@@ -10,7 +10,6 @@ shapes alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,12 +34,15 @@ def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
     other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
     others = [another(run, first) if len(bench.chosen) == 1 else other]
     if has_numbers(run):
-        others = [replaced(others[0], rows, [first])] + others * thorough
+        others = [replaced(others[0], rows, [first]), *others]
     alone = bench.values(one)
     state = bench.state
     kept, after, outputs = [], [], []
     for before in (run, *others):
-        state.guarded(functools.partial(bench.values, one, run=before))
+        if len(kept) > 1 and not thorough:
+            break
+        if bench.values_if_it_runs(one, run=before) is None:
+            continue
         kept.append(state.model.changes())
         outputs.append(bench.values(one, rewind=False))
         after.append(state.model.changes())
