@@ -49,7 +49,7 @@ from dpshard.sampling import (
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.verification.verify import Loss, compare
+from dpshard.verification import Loss, Moment, Verifier
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,8 +210,11 @@ class PrivacyEngine:
         self._clipper = clipper = self._collector.clipper
         tracked = adaptive_thresholds
         self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
+        self._verifier = Verifier(
+            self._backend, clipper, self._moment, lambda: self._secret, mean=loss_reduction == "mean"
+        )
         sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
-        self._interception = Interception(model, sources, self._collector, self._backend, self._first_forward)
+        self._interception = Interception(model, sources, self._collector, self._backend, self._before_forward)
         try:
             self._require_agreement(clipping_mode)
             self._interception.install()
@@ -361,6 +364,8 @@ class PrivacyEngine:
         collector, backend = self._collector, self._backend
         if not collector.begin_release(self.step):
             return
+        if self._verify:
+            self._verifier.before_release()
         if collector.batch is None:
             self._thresholds.refuse_own_loop()
         step, mechanism = self.step, self.mechanism
@@ -421,7 +426,8 @@ class PrivacyEngine:
         args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
         run = plan_run(module, self._interception.original(module), args, kwargs, None)
         self._interception.layout_of(run, verify=False)
-        self._compare(run, None if loss_fn is None else Loss(loss_fn, targets))
+        loss = None if loss_fn is None else Loss(loss_fn, targets)
+        self._verifier.verify(self._interception, run, loss, thorough=True)
 
     def detach(self) -> None:
         """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""
@@ -535,11 +541,11 @@ class PrivacyEngine:
         """All of a trainable parameter, whatever shards it, on every rank; called like `full_gradient`, at any time."""
         return self._backend.full_value(name)
 
-    def _first_forward(self, run: Run) -> None:
+    def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:
-            self._compare(run, None)
+            self._verifier.before_forward(self._interception, run, kind)
 
-    def _compare(self, run: Run, loss: Loss | None) -> None:
-        self._backend.refuse_changed_parameters()
-        mean = self.mechanism.loss_reduction == "mean"
-        compare(self._interception, self._backend, self._clipper, run, loss, mean=mean)
+    def _moment(self) -> Moment:
+        batch = self._collector.batch
+        micro = None if batch is None else batch.micro
+        return (self.step, None, 1) if micro is None else (self.step, micro.plan.position, micro.plan.count)

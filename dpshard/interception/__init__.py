@@ -2,10 +2,30 @@
 
 from dpshard.interception.copies import Copies
 from dpshard.interception.doubts import Doubts
+from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.isolation import Undisturbed
+from dpshard.interception.kinds import kind_of_run, kind_of_value
+from dpshard.interception.model_state import is_own, same
 from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import Session
 from dpshard.interception.row_identity import RowIdentity
 from dpshard.interception.run import Run, plan_run
 
-__all__ = ["Copies", "Doubts", "Interception", "RowIdentity", "Run", "Session", "Undisturbed", "plan_run"]
+__all__ = [
+    "AS_DRAWN",
+    "Copies",
+    "Doubts",
+    "HIGH",
+    "LOW",
+    "Draws",
+    "Interception",
+    "RowIdentity",
+    "Run",
+    "Session",
+    "Undisturbed",
+    "is_own",
+    "kind_of_run",
+    "kind_of_value",
+    "plan_run",
+    "same",
+]

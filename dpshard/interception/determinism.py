@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,64 @@ _DROPOUT = {
 }
 """Dropout functions, and what they call the argument that switches them."""
 
-# Not 0, which would hide noise that is scaled by other samples, or the branch that a random draw decides.
-_FILLS = {"bernoulli": 1, "bernoulli_": 1, "rand": 0.25, "rand_like": 0.25, "uniform_": 0.25}
-_FILLS |= {"randn": 1, "randn_like": 1, "normal": 1, "normal_": 1, "exponential_": 1, "log_normal_": 1, "cauchy_": 1}
-_RANDOM = {
-    getattr(owner, name): fill for owner in (torch, Tensor) for name, fill in _FILLS.items() if hasattr(owner, name)
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What random draws are in runs that are compared: constants, so that a sample draws the same in any company.
+
+    None of them is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low and
+    high ones.
+    """
+
+    uniform: float = 0.25
+    normal: float = 1.0
+    seed: int | None = None
+    """Seeds Python's and torch's generators, for what is drawn otherwise; None leaves them where they stand."""
+    numpy_seed: int = 0
+
+    def constant(self, name: str) -> float:
+        """What the draws of the function `name` become."""
+        return self.uniform if name in _UNIFORM else self.normal if name in _NORMAL else 1.0
+
+
+AS_DRAWN = Draws()
+LOW = Draws(uniform=0.02, normal=-1.5, seed=1990, numpy_seed=126)
+"""Small draws: the first four of these seeds are all below 0.15."""
+HIGH = Draws(uniform=0.97, normal=0.5, seed=698, numpy_seed=1470)
+"""Large draws: the first four of these seeds are all above 0.85."""
+
+_UNIFORM = ("rand", "rand_like", "uniform_")
+_NORMAL = ("randn", "randn_like", "normal", "normal_", "cauchy_")
+_DRAWN = {
+    getattr(owner, name): name
+    for owner in (torch, Tensor)
+    for name in (*_UNIFORM, *_NORMAL, "bernoulli", "bernoulli_", "exponential_", "log_normal_", "geometric_")
+    if hasattr(owner, name)
 }
-"""Random draws (stochastic depth, injected noise), and what replaces them where runs are compared."""
+"""Random draws (stochastic depth, injected noise)."""
+
+
+def _integers(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Random integers, all of them the lowest."""
+    low = kwargs.get("low", args[0] if len(args) > 1 and isinstance(args[1], int) and func is torch.randint else 0)
+    return func(*args, **kwargs).fill_(low)
+
+
+def _shares(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A random distribution [..., K]: mixup's weights, and those of Beta."""
+    drawn = func(*args, **kwargs)
+    share = torch.full_like(drawn, 0.2 / max(1, drawn.shape[-1] - 1))
+    share[..., 0] = 0.8
+    return share
+
+
+_REPLACED = {
+    torch.randint: _integers,
+    torch._sample_dirichlet: _shares,
+    torch._standard_gamma: lambda func, args, kwargs: torch.ones_like(func(*args, **kwargs)),
+    torch.poisson: lambda func, args, kwargs: func(*args, **kwargs).copy_(args[0].round()),
+}
+"""Random draws that are no one constant."""
 
 _ORDERS = (torch.argsort, Tensor.argsort)
 """What makes a permutation of random draws."""
@@ -61,10 +113,11 @@ class Undropped(TorchFunctionMode):
     permuting = True
     """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
 
-    def __init__(self, samples: int = 0) -> None:
+    def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
         """`samples`: how many the model is run on; 0 if random subsets of them stay what they are."""
         super().__init__()
         self.samples = samples
+        self.draws = draws
         self._permutations: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,8 +133,10 @@ class Undropped(TorchFunctionMode):
             return args[0]  # stochastic depth on a random subset of the samples, off: none is left out
         if func in (torch.index_add, Tensor.index_add, Tensor.index_add_) and self._permutes_samples(args[2]):
             kwargs.pop("alpha", None)  # nor scaled for those that are
-        if func in _RANDOM:
-            return func(*args, **kwargs).fill_(_RANDOM[func])
+        if func in _DRAWN:
+            return func(*args, **kwargs).fill_(self.draws.constant(_DRAWN[func]))
+        if func in _REPLACED:
+            return _REPLACED[func](func, args, kwargs)
         if func in _ORDERS and self.permuting and not kwargs.get("stable"):
             return _any_order(func(*args, **kwargs), args[0])
         args, kwargs = _without_dropout(func, args, kwargs)

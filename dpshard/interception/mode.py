@@ -103,8 +103,10 @@ class InterceptionMode(TorchFunctionMode):
             result = self.__torch_function__(call.func, types, call.args, call.kwargs)
         return call.lower(result)
 
-    def _holds_samples(self, x: Tensor, dim: int, _: bool) -> bool:
+    def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
+        if known is None and read and x.requires_grad and x.shape[dim] == self.slots.batch_size:
+            raise UnknownCall  # rows are picked on a course that was not probed
         return known is not None and known.inputs[0] is not None
 
     def _uses(self, args: Any) -> bool:

@@ -27,10 +27,12 @@ from dpshard.clipping.two_pass import through_two_passes
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.compiled import Regions
-from dpshard.interception.determinism import Undropped
+from dpshard.interception.determinism import AS_DRAWN, Draws, Undropped
 from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
+from dpshard.interception.kinds import kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import Session, Sharding
 from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.interception.refusals import refusal, refuse_batch_norm
@@ -51,7 +53,7 @@ _NEW_COURSE = (
 class Interception:
     """The patched forwards of one model.
 
-    `first_forward` is called once per kind of input, before the first forward that is recorded: time to verify.
+    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Interception:
         sources: dict[Tensor, Source],
         session: Session,
         sharding: Sharding,
-        first_forward: Callable[[Run], None],
+        before_forward: Callable[[Run, Any], None],
     ) -> None:
         self.model = model
         self.sources = sources
@@ -77,14 +79,16 @@ class Interception:
         """By the kind of the inputs: which carry samples, where probes have corrected what their sizes said."""
         self.freed: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
+        self.scripted = False
+        """Whether forward calls functions of torch.jit.script."""
         self.regions = Regions(self)
-        self._first_forward = first_forward
-        self._verified: set[Any] = set()  # kinds of inputs
+        self._before_forward = before_forward
         self._codes: dict[type[nn.Module], types.CodeType] = {}
         self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
         self._hooks: list[RemovableHandle] = []
         self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
         self._recomputing = False
+        self._parameters = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
         self._batch_norms = [
             (path, module)
             for path, module in model.named_modules()
@@ -269,6 +273,7 @@ class Interception:
         layout = self.layout_of(run)
         run = self.as_read(run)
         tape = self.session.open_tape(run.batch_size, module)
+        versions = self._versions()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal layout
@@ -282,7 +287,7 @@ class Interception:
                 except UnknownCall:
                     # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
                     layout = self._probe(run.beginning_with(mode.routing.suspects(2)), into=layout)
-                    self._first_forward(run)
+                    self._before_forward(run, object())
                     self._gather(module)
             raise BatchLayoutError(_NEW_COURSE)
 
@@ -293,7 +298,14 @@ class Interception:
         if rows is not None:
             rows.leave(output)
         tape.forwards.end(pytree.tree_leaves(output))
+        for (name, _), before, after in zip(self._parameters, versions, self._versions(), strict=True):
+            if before != after:
+                raise written(name)
         return output
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was written to: by optimizers between forwards, by nobody within one."""
+        return [p._version for _, p in self._parameters]
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The forward of `module` as it was before it was patched."""
@@ -322,8 +334,8 @@ class Interception:
         seen: list[tuple[Any, Any]] = []
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
         try:
-            with self.undisturbed(module), torch.no_grad():
-                module(*args, **kwargs)
+            with self.undisturbed(module) as state, torch.no_grad():
+                state.guarded(functools.partial(module, *args, **kwargs))
         finally:
             hook.remove()
         return seen[0]
@@ -335,25 +347,24 @@ class Interception:
             self._bind(module)
 
     def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
-        """The layout for inputs of this kind; found, and the model verified, when they come for the first time."""
+        """The layout for inputs of this kind, found when they come for the first time; the model is verified if due."""
         run = self.as_read(run)
-        if self._kind(run) not in self.layouts:
+        if kind_of_run(run) not in self.layouts:
             run = self._read(run)
-        kind = self._kind(run)
-        if verify and kind not in self._verified:
-            self._first_forward(run)
+        kind = kind_of_run(run)
+        if verify:
+            self._before_forward(run, kind)
             self._gather(run.module)
-            self._verified.add(kind)
         return self.layouts[kind]
 
     def as_read(self, run: Run) -> Run:
         """`run`, with the inputs that carry samples as probes have found."""
-        dims = self.readings.get(self._kind(run)) if self.readings else None
+        dims = self.readings.get(kind_of_run(run)) if self.readings else None
         return run if dims is None else replace(run, dims=dims)
 
     def _read(self, run: Run) -> Run:
         """`run` as the model takes it, probed: what has the size of the batch by chance does not stand to be cut."""
-        kind = self._kind(run)
+        kind = kind_of_run(run)
         try:
             self.layouts[kind] = self._probe(run, into={})
             return run
@@ -362,20 +373,12 @@ class Interception:
                 raise
             for reading in run.other_readings():
                 try:
-                    self.layouts[self._kind(reading)] = self._probe(reading, into={})
+                    self.layouts[kind_of_run(reading)] = self._probe(reading, into={})
                 except BatchLayoutError:
                     continue
                 self.readings[kind] = reading.dims
                 return reading
             raise
-
-    def _kind(self, run: Run) -> Any:
-        inputs = [
-            (x.dim(), x.dtype, d) if isinstance(x, Tensor) else x if isinstance(x, (bool, str)) else None
-            for x, d in zip(run.leaves, run.dims, strict=True)
-        ]
-        # What mixes samples shows with two of them at least.
-        return (run.module, run.tree, tuple(inputs), run.rows > 1)
 
     def _probe(self, run: Run, into: Layout) -> Layout:
         try:
@@ -383,7 +386,7 @@ class Interception:
 
                 def first(n: int, rows: int) -> Any:
                     state.rewind()
-                    return run.first(n, rows)
+                    return state.guarded(functools.partial(run.first, n, rows))
 
                 # A branch that values decide (is anything masked?) is taken alike where no sample is new.
                 alike = functools.partial(first, rows=min(2, run.rows))
@@ -410,31 +413,33 @@ class Interception:
 
     def _try_whole(self, run: Run) -> None:
         """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
-        with self.undisturbed(run.module), torch.no_grad():
-            self.run_plain(run, list(range(run.batch_size)))
+        with self.undisturbed(run.module) as state, torch.no_grad():
+            state.guarded(functools.partial(self.run_plain, run, list(range(run.batch_size))))
 
     def undisturbed(self, module: nn.Module) -> Undisturbed:
-        """A block in which forwards of `module` are ordinary ones and leave RNG state and buffers as they were."""
+        """A block in which forwards of `module` are ordinary ones and leave generators and the model as they were."""
         return Undisturbed(self, module)
 
-    def run_recorded(self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed) -> Any:
+    def run_recorded(
+        self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed, draws: Draws = AS_DRAWN
+    ) -> Any:
         """The output for `samples`, recorded on a tape, dropout off, compilation off, from the state of `state`."""
-        layout = self.layouts[self._kind(run)]
+        layout = self.layouts[kind_of_run(run)]
         for _ in range(ATTEMPTS):
-            state.rewind()
+            state.rewind(draws)
             mode = self.new_mode(layout, tape())
             try:
-                undropped = functools.partial(Undropped, len(samples))
+                undropped = functools.partial(Undropped, len(samples), draws)
                 with eager(), undropped(), self._recorded(mode, beside=undropped()):
                     return run.on(samples)
             except UnknownCall:
-                state.rewind()
+                state.rewind(draws)
                 self._probe(run.beginning_with([samples[i] for i in mode.routing.suspects(2)]), into=layout)
         raise BatchLayoutError(_NEW_COURSE)
 
-    def run_plain(self, run: Run, samples: list[int]) -> Any:
+    def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
-        self._again = functools.partial(Undropped, len(samples))
+        self._again = functools.partial(Undropped, len(samples), draws)
         with eager(), self._again():
             return run.on(samples)
 

@@ -1,9 +1,12 @@
-"""Holds the gradients of rules and anchors against plain autograd, one sample at a time, before the training.
+"""Holds a model to the definition of a per-sample gradient, before the training and during it.
 
-`verify.py`: the comparison. `count_sketch.py`: what it keeps of a gradient.
-May import `interception` and below. Not for users, who call `engine.verify`. Begin with `verify.py`.
+`verifier.py`: when, and by which comparisons. `gradients.py`: a few samples together, against each one alone.
+`company.py`: the inputs of some rows are changed. `memory.py`: a sample after other samples. `lengths.py`: without the
+longest row. `watch.py`: what changes in between. `wide.py`: float64 decides.
+May import `interception` and below. Not for users, who call `engine.verify`. Begin with `verifier.py`.
 """
 
-from dpshard.verification.verify import compare
+from dpshard.verification.objectives import Loss
+from dpshard.verification.verifier import Moment, Verifier
 
-__all__ = ["compare"]
+__all__ = ["Loss", "Moment", "Verifier"]

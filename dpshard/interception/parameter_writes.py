@@ -1,0 +1,66 @@
+"""Parameters are not written to in a forward beside the training: refused before the first number lands."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpshard.errors import UnsupportedParameterError
+from dpshard.rules.torch_functions import Quiet
+
+
+class ParameterWrites(TorchDispatchMode):
+    """Refuses operations that write into a parameter, also through views, `.data` and no_grad."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {_storage(p): name for name, p in model.named_parameters() if _is_local(p)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it writes into a parameter."""
+        if not Quiet.on:
+            for x in _written(func, args, kwargs or {}):
+                if (name := self._names.get(_storage(x))) is not None:
+                    raise written(name)
+        return func(*args, **(kwargs or {}))
+
+
+def written(name: str) -> UnsupportedParameterError:
+    """The error for a forward that writes into the parameter `name`."""
+    return UnsupportedParameterError(
+        f"{name}: forward writes into this parameter, without noise, what the samples of a micro-batch decide. "
+        f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "
+        f"weights, before making the engine); an nn.Embedding may have no max_norm: renormalise all its rows between "
+        f"steps."
+    )
+
+
+def _is_local(p: Tensor) -> bool:
+    return type(p) is nn.Parameter and p.untyped_storage().nbytes() > 0
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@functools.cache
+def _places(func: Any) -> tuple[tuple[int, str], ...]:
+    """Where the arguments stand that an operation writes to."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found = []
+    for place, name in _places(func):
+        x = args[place] if place < len(args) else kwargs.get(name)
+        found += [y for y in (x if isinstance(x, list | tuple) else [x]) if type(y) in (Tensor, nn.Parameter)]
+    return found

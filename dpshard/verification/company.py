@@ -1,0 +1,145 @@
+"""In other company: the inputs of some rows are changed, and the outputs and losses of the others must not move.
+
+[Note: Leave one out, or half]
+What one sample counts for is what moves when it leaves. At the size of the real micro-batch, rows K get other inputs,
+among them an outlier; the outputs of the other rows J may not move. A scalar that adds up losses of single samples
+is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on a group and a variance of the batch
+are not. K is a random half, so that a term of any two samples, or of a group, has some on both sides.
+On several ranks all change their own K at the same time, so that what gathers rows of other ranks shows as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpshard.errors import VerificationError
+from dpshard.interception import HIGH, LOW, Draws, Run
+from dpshard.verification.bench import Bench
+from dpshard.verification.objectives import sample_dim
+from dpshard.verification.samples import replaced, replaced_targets
+from dpshard.verification.tolerances import moved, one_size, scale
+
+
+def refuse_company(
+    bench: Bench,
+    shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
+    random: np.random.Generator,
+    draws: Sequence[Draws],
+) -> None:
+    """Raise VerificationError if what some rows hold moves the outputs or losses of others.
+
+    `shapes`: outputs for the chosen samples, and for the first of them.
+    """
+    run, loss = bench.run, bench.loss
+    if run.rows < 2 or len(bench.chosen) < 2:
+        return
+    everyone = list(range(run.batch_size))
+    places = [sample_dim(x, y, len(bench.chosen)) for x, y in zip(*shapes, strict=True)]
+    for draw in draws:
+        bench.draws = draw
+        order = random.permutation(run.rows).tolist()
+        first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
+        source = _others(run, order, crowded=draw is HIGH)
+        before = bench.values(everyone)
+
+        def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
+            rows = [source[i] if i in changed else i for i in everyone]
+            other = replaced(run, rows, changed[:1], changed) if scaled else replaced(run, rows)
+            return bench.values_if_it_runs(
+                everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
+            )
+
+        scaled = draw is LOW  # beside an outlier no small term of a loss would show
+        after = with_others(first, scaled=scaled)
+        if after is None and scaled:
+            scaled, after = False, with_others(first, scaled=False)
+        if after is None:
+            continue
+        for x, y, place in zip(before, after, places, strict=False):
+            if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
+                _refuse_moved(bench, x, y, place, second)
+        scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
+        if scalars and not scaled:
+            third, fourth = with_others(second, scaled=False), with_others(first + second, scaled=False)
+            if third is None or fourth is None:
+                continue
+            for i in scalars:
+                _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])
+
+
+def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
+    """The row from which each row takes its other inputs; `crowded`: the same for all, to exhaust what is shared."""
+    if crowded:
+        return [order[0]] * run.batch_size
+    shift = 1 + order[0] % (run.rows - 1)
+    return [(i + shift) % run.rows for i in range(run.batch_size)]
+
+
+def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
+    """Raise VerificationError if outputs of the rows `kept` are others after those of other rows were changed."""
+    dim, rows = place
+    mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
+    x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
+    apart, size = moved(x, y), scale(x)
+    eps = torch.finfo(x.dtype).eps
+    allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max()
+    if bool((apart > allowed).any()):
+        worst = int((apart - allowed).argmax())
+        raise VerificationError(
+            f"An output of shape {tuple(x.shape[1:])} a row moves by {float(apart[worst]):.4g} (of {float(size[worst]):.4g}) "
+            f"when the inputs of other samples change: {_MIXES}"
+        )
+
+
+_MIXES = (
+    "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
+    "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or those "
+    "of several ranks. So a loss of its outputs is not the sample's own. Take what is subtracted, or divided by, from the "
+    "sample alone, and let no sample take another's place."
+)
+
+
+def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
+    """Raise VerificationError if a loss is no sum of what single samples contribute."""
+    a, b, c, d = (float(x) for x in losses)
+    largest = max(abs(a), abs(b), abs(c), abs(d))
+    if not np.isfinite(largest):
+        return
+    rounding = 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
+    apart = abs((a - b) - (c - d))
+    if apart > rounding * largest:
+        raise VerificationError(
+            f"The loss is no sum of losses of single samples: with other inputs in one half of the rows it changes by "
+            f"{b - a:.6g} or by {d - c:.6g}, as those of the other half are. Likely causes: a mean over the tokens, or the "
+            f"valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's own), class weights "
+            f"with reduction='mean', a contrastive or balancing loss, a penalty on a group or on a statistic of the batch."
+        )
+
+
+def refuse_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
+    """Raise VerificationError if the inputs of other ranks move anything on this one; all ranks call it."""
+    if world_size == 1 or bench.run.rows < 2:
+        return
+    everyone = list(range(bench.run.batch_size))
+    before = bench.values(everyone)
+    apart = False
+    for parity in (0, 1):  # a rank raises when all have made their runs
+        run, loss = bench.run, bench.loss
+        if rank % 2 == parity:
+            rows = [0] * run.batch_size
+            run, loss = replaced(run, rows), None if loss is None else replaced_targets(loss, rows)
+        after = bench.values(everyone, run=run, loss=loss)
+        if rank % 2 != parity:
+            for x, y in zip(before, after, strict=True):
+                x, y = x.reshape(1, -1), y.reshape(1, -1)
+                apart = apart or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any())
+    if apart:
+        raise VerificationError(
+            "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "
+            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). No sample has "
+            "a gradient of its own then. Leave such collectives out of the model and its loss."
+        )

@@ -1,0 +1,179 @@
+"""A few samples together, through rules and anchors, against each one alone, through plain autograd.
+
+It knows nothing of the architecture, so it catches whatever makes the two differ: a wrong batch dimension, a function
+that mixes samples, a loss that divides by what other samples hold, a use of a parameter that got lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.tape import Clipper, Take, Tape
+from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
+from dpshard.verification.bench import Bench
+from dpshard.verification.count_sketch import Sketch
+from dpshard.verification.objectives import Objective
+from dpshard.verification.samples import replaced
+from dpshard.verification.tolerances import other_sizes
+
+
+class Differentiated(Protocol):
+    """What is asked of the parameters' owner."""
+
+    parameters: dict[str, nn.Parameter]
+    differentiated: Mapping[str, Tensor]
+
+
+def refuse_other_gradients(
+    bench: Bench,
+    backend: Differentiated,
+    clipper: Clipper,
+    objectives: Sequence[Objective],
+    *,
+    outlier: int | None = None,
+) -> None:
+    """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one alone.
+
+    `outlier`: one of them whose inputs are scaled. It may disturb the others; its own gradient is rounded by more.
+    """
+    chosen, n = bench.chosen, len(bench.chosen)
+    if outlier is not None:
+        run = replaced(bench.run, range(bench.run.batch_size), [outlier])
+        bench = replace(bench, run=run)
+    plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
+    for objective in objectives:
+        norms: dict[int, Tensor] = {}
+        together: dict[str, Sketch] = {}
+
+        def deliver(names: Sequence[str], take: Take, together: dict[str, Sketch] = together) -> list[None]:
+            together.update({name: Sketch.of(total) for name in names if (total := take(name)) is not None})
+            return [None] * len(names)
+
+        def observe(group: ClippingGroup, norm_B: Tensor, _: Tensor | None, norms: dict[int, Tensor] = norms) -> None:
+            norms[group.index] = norm_B
+
+        beside = clipper.twin(deliver, observe)
+        tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
+        output = bench.interception.run_recorded(bench.run, chosen, tape, bench.state, bench.draws)
+        _differentiate(objective(output, chosen), beside.differentiated())
+        del output
+        singles = [_sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
+        watched = [i != outlier for i in chosen]
+        _check(together, singles, norms, clipper, list(plain.values()), half=bench.half, watched=watched)
+
+
+def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
+    """Run backward from `value` to `parameters`; what they get is left to hooks and anchors."""
+    if not parameters:
+        return
+    try:
+        torch.autograd.grad(value, parameters, allow_unused=True)
+    except RuntimeError as error:
+        # What torch says, and DeepSpeed.
+        if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
+            raise
+        raise UnsupportedParameterError(REENTRANT) from error
+
+
+def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
+    """Sketches of the gradients of `value` by name, where there are any; one whole gradient is alive at a time."""
+    found: dict[str, Sketch] = {}
+
+    def note(name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # the graph gets there, but nothing came
+            return None
+        found[name] = Sketch.of(gradient)
+        return gradient.new_zeros(()).expand_as(gradient)  # what backward keeps for its caller takes no memory
+
+    with ExitStack() as hooks:
+        for name, parameter in parameters.items():
+            hooks.callback(parameter.register_hook(functools.partial(note, name)).remove)
+        _differentiate(value, list(parameters.values()))
+    return found
+
+
+def _check(
+    together: Mapping[str, Sketch],
+    singles: Sequence[Mapping[str, Sketch]],
+    norms: Mapping[int, Tensor],
+    clipper: Clipper,
+    parameters: Sequence[Tensor],
+    *,
+    half: bool,
+    watched: Sequence[bool],
+) -> None:
+    tolerance = other_sizes(parameters, half=half)
+    eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
+    whole = [_norm(single.values()) for single in singles]
+    # A gradient that is not finite drops its sample, and is counted, in training as well.
+    finite = [math.isfinite(norm) and keep for norm, keep in zip(whole, watched, strict=True)]
+    if not any(finite):
+        return
+    of_all = all(finite)
+    # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
+    rounding = 64 * eps * max(norm for norm, keep in zip(whole, finite, strict=True) if keep)
+    for group in clipper.groups:
+        alone = [_norm(single[name] for name in group.names if name in single) for single in singles]
+        exact = torch.tensor(alone, dtype=torch.float64, device="cpu")
+        found = norms.get(group.index, torch.zeros_like(exact)).double().cpu()
+        norms_agree = (found - exact)[finite].abs().max() <= tolerance * exact[finite].max() + rounding
+        if not of_all:
+            if not bool(norms_agree):
+                raise _failure(group, group.names[0], exact, found)
+            continue
+        device = clipper.values[group.names[0]].device  # where a function of the user's own gets norms in training
+        factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
+        off = {name: _difference(name, together, singles, factor) for name in group.names}
+        own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
+        # Measured against one sample's contribution: contributions may cancel in the sum.
+        slack = rounding * float(factor.max())
+        sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
+        # A loss that balances experts is small, but not beside what else their router learns from. (In half precision
+        # small gradients are rounded by more.)
+        parts_agree = half or all(
+            off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
+            for name in group.names
+        )
+        if not (bool(norms_agree) and sums_agree and parts_agree):
+            raise _failure(group, max(off, key=lambda name: off[name]), exact, found)
+
+
+def _norm(sketches: Iterable[Sketch]) -> float:
+    """The norm of several gradients together."""
+    return math.hypot(*(float(sketch.norm) for sketch in sketches))
+
+
+def _difference(
+    name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
+) -> float:
+    """The norm of the clipped sum of a parameter, less that of the samples alone."""
+    image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
+    for f, single in zip(factor, singles, strict=True):
+        if name in single:
+            image = image - f * single[name].image
+    return float(image.norm())
+
+
+def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> VerificationError:
+    return VerificationError(
+        f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together are not those of "
+        f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
+        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; of tokens "
+        f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
+        f"given to the engine; a batch dimension that is not dimension 0 of the inputs; a parameter used outside of a "
+        f"module call, or inside of a torch.autograd.Function. Turn off with "
+        f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
+    )
+
+
+def _list(values: Tensor) -> str:
+    return "[" + ", ".join(f"{float(v):.4g}" for v in values) + "]"

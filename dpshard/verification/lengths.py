@@ -1,0 +1,115 @@
+"""The longest row: without it a micro-batch is padded less, and the other rows' outputs must not move.
+
+[Note: Lengths]
+Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or dynamic
+RoPE) then makes one long document count in all others. So the longest row is taken out, and the columns with it that
+hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import DpshardError, VerificationError
+from dpshard.interception import Run
+from dpshard.verification.bench import Bench
+from dpshard.verification.tolerances import moved, other_sizes, scale
+
+
+def refuse_length_dependence(bench: Bench) -> None:
+    """Raise VerificationError if rows have other outputs where the longest one does not pad them."""
+    for at_end in (True, False):
+        found = _without_longest(bench.run, at_end=at_end)
+        if found is None:
+            continue
+        short, length, rest = found
+        long = bench.run.leaves[_sequences(bench.run)[0]].shape[1]
+        before = bench.values(rest)
+        try:
+            after = bench.values(list(range(len(rest))), run=short)
+        except DpshardError:
+            return  # an input of another shape belongs to the length: it cannot be cut
+        for x, y in zip(before, after, strict=True):
+            if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
+                x, y = x[None], y[None]
+            elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
+                continue
+            if x.dim() > 1 and x.shape[1] == long and y.shape[1] == length:
+                x = x[:, :length] if at_end else x[:, long - length :]
+            if x.shape != y.shape:
+                continue
+            kept = _content(bench.run, rest, length, x, at_end=at_end)
+            x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
+            if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
+                raise VerificationError(
+                    f"Without the longest row, which pads this micro-batch from {length} to {long} positions, the others "
+                    f"have other outputs: one long sample counts in all of them (RoPE that is scaled by the length: dynamic, "
+                    f"longrope; padding that is not masked). Pad all micro-batches to one length, or switch the scaling off."
+                )
+
+
+def _sequences(run: Run) -> list[int]:
+    """Which leaves are integers [B, T], of the length of the first of them."""
+    found = [
+        i
+        for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
+        if dim == 0 and x.dim() == 2 and not x.is_floating_point() and not x.is_complex()
+    ]
+    return [i for i in found if run.leaves[i].shape[1] == run.leaves[found[0]].shape[1]]
+
+
+def _padding(run: Run, *, at_end: bool) -> Tensor:
+    """Per row [B], how many positions at one end hold one value in every integer input; 0 rather than 1."""
+    alike = torch.stack([run.leaves[i].diff(dim=1) == 0 for i in _sequences(run)]).all(0)
+    alike = alike.flip(1) if at_end else alike
+    repeated = alike.long().cumprod(1).sum(1).cpu()
+    return repeated + (repeated > 0)
+
+
+def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
+    """The run without its longest row and the padding that it asks for, its length, and the rows that are left."""
+    leaves = _sequences(run)
+    if not leaves or run.rows < 2:
+        return None
+    padding = _padding(run, at_end=at_end)[: run.rows]
+    longest = int(padding.argmin())
+    rest = [i for i in range(run.rows) if i != longest]
+    cut, long = int(padding[rest].min()), run.leaves[leaves[0]].shape[1]
+    if cut <= int(padding[longest]) or cut >= long:
+        return None
+    length = long - cut
+    index = torch.tensor(rest)
+    kept = []
+    for x, dim in zip(run.leaves, run.dims, strict=True):
+        if isinstance(x, Tensor):
+            if dim is not None:
+                x = x.detach().index_select(dim, index.to(x.device))
+            for d in range(x.dim()):
+                if d != dim and x.shape[d] == long:
+                    x = x.narrow(d, 0 if at_end else cut, length)
+        kept.append(x)
+    return replace(run, leaves=tuple(kept), batch_size=len(rest), rows=len(rest)), length, rest
+
+
+def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
+    """Whether a mask, or an ignored label, says that the padding of these rows is padding, and no last token."""
+    found = [run.leaves[i][rest] for i in _sequences(run)]
+    ends = [x[:, -1 if at_end else 0] for x in found]
+    shortest = int(_padding(run, at_end=at_end)[rest].argmax())
+    masks = (bool(((x == 0) | (x == 1)).all()) and not bool(end[shortest]) for x, end in zip(found, ends, strict=True))
+    return any(masks) or any(bool(end[shortest] < 0) for end in ends)
+
+
+def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
+    """Which numbers of outputs [rows, ...] belong to positions that are no padding."""
+    if x.dim() < 2 or x.shape[1] != length:
+        return torch.ones_like(x, dtype=torch.bool)
+    padding = _padding(run, at_end=at_end)[rest]
+    long = run.leaves[_sequences(run)[0]].shape[1]
+    content = (long - padding)[:, None]
+    positions = torch.arange(length)[None]
+    kept = positions < content if at_end else positions >= length - content
+    return kept.reshape(*kept.shape, *[1] * (x.dim() - 2)).expand_as(x.cpu()).to(x.device)

@@ -1,0 +1,99 @@
+"""What a model keeps of samples, for later ones to meet.
+
+[Note: Memory]
+One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is published with
+the state dict. An attribute may differ, if B overwrites it: losses and features are often left for the script to read.
+But after B the state and the outputs must be equal. And B after A must give what B gave before any of them: so memory
+in globals and closures, which nobody can put back, shows by its effect. Counters and tables of positions pass: they depend on
+shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpshard.errors import UnsupportedParameterError
+from dpshard.interception import same
+from dpshard.verification.bench import Bench
+from dpshard.verification.samples import another, has_numbers, replaced
+from dpshard.verification.tolerances import moved, one_size, scale
+
+
+def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
+    """Raise UnsupportedParameterError if later samples meet what the model keeps of a sample.
+
+    Returns the paths of what every forward changes alike. `thorough`: also for a plain sample, beside a scaled one.
+    """
+    run = bench.run
+    first, one = bench.chosen[0], [bench.chosen[0]]
+    rows = list(range(run.batch_size))
+    other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
+    others = [another(run, first) if len(bench.chosen) == 1 else other]
+    if has_numbers(run):
+        others = [replaced(others[0], rows, [first]), *others]
+    alone = bench.values(one)
+    state = bench.state
+    kept, after, outputs = [], [], []
+    for before in (run, *others):
+        if len(kept) > 1 and not thorough:
+            break
+        if bench.values_if_it_runs(one, run=before) is None:
+            continue
+        kept.append(state.model.changes())
+        outputs.append(bench.values(one, rewind=False))
+        after.append(state.model.changes())
+    buffers = {name for name, _ in bench.interception.model.named_buffers()}
+    for other in range(1, len(kept)):
+        for name in _differing(kept[0], kept[other]):
+            if name in buffers:
+                raise UnsupportedParameterError(
+                    f"{name}: forward writes a function of the samples into this buffer, without noise, and later "
+                    f"samples may read it. Put the module in eval mode, or drop its running statistics (BatchNorm: use "
+                    f"GroupNorm; InstanceNorm: use track_running_stats=False)."
+                )
+        for name in _differing(after[0], after[other]):
+            raise UnsupportedParameterError(
+                f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may meet it. "
+                f"Keep nothing of samples between forwards: pass states as inputs and outputs, count calls rather than "
+                f"what is in the data."
+            )
+        _refuse_other_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
+    _refuse_other_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be put back")
+    return set(kept[0])
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name in sorted(first.keys() | second.keys())
+        if name not in first or name not in second or not _same(first[name], second[name])
+    ]
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, tuple) and isinstance(y, tuple) and x and isinstance(x[0], torch.Tensor):
+        return _same_numbers(x[0], y[0])
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and _same_numbers(x.detach(), y.detach())
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        return same(x, y)
+    return repr(x) == repr(y)
+
+
+def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.is_meta or same(x, y)
+
+
+def _refuse_other_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
+    for x, y in zip(first, second, strict=True):
+        x, y = x.reshape(1, -1), y.reshape(1, -1)
+        if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
+            raise UnsupportedParameterError(
+                f"{type(bench.run.module).__name__} remembers earlier samples: one and the same sample has another output "
+                f"after others. What is remembered may be in {where} (a detached hidden state, a queue of features, a running "
+                f"statistic). Keep nothing of samples between forwards."
+            )

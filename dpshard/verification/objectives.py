@@ -1,0 +1,92 @@
+"""What is differentiated, and compared, of a model's outputs: its losses, the user's loss, random directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpshard.errors import VerificationError
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss of the user's, to be differentiated in place of what the model returns."""
+
+    loss_fn: Callable[..., Tensor]
+    targets: tuple[Tensor, ...]
+
+    def of(self, output: Any, samples: Sequence[int]) -> Tensor:
+        """The loss of `samples`, whose output is given."""
+        index = torch.tensor(list(samples))
+        return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
+
+
+Objective = Callable[[Any, Sequence[int]], Tensor]
+"""From the output for some samples, and their numbers, to the scalar that is differentiated."""
+
+
+def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
+    """What to differentiate of a model's outputs, given those for the samples `chosen` and for the first of them."""
+    n = len(chosen)
+    leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise VerificationError(
+            "No output of the model depends on a trainable parameter in a differentiable way; there is nothing to "
+            "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
+        )
+    pairs = {i: (pytree.tree_leaves(together)[i], pytree.tree_leaves(alone)[i]) for i in leaves}
+    found: list[Objective] = [
+        lambda output, _samples, i=i: pytree.tree_leaves(output)[i] for i in leaves if pairs[i][0].dim() == 0
+    ]
+    wide = [i for i in leaves if pairs[i][0].dim() > 0]
+    if wide:
+        seeds = _seeds([pairs[i][0] for i in wide], [pairs[i][1] for i in wide], n)
+        place = {sample: i for i, sample in enumerate(chosen)}
+
+        def along(output: Any, samples: Sequence[int]) -> Tensor:
+            outputs = pytree.tree_leaves(output)
+            total = torch.zeros((), dtype=torch.float64, device=outputs[wide[0]].device)
+            for i, (seed, dim, rows) in zip(wide, seeds, strict=True):
+                if dim is not None and len(samples) < n:
+                    seed = seed.narrow(dim, place[samples[0]] * rows, rows)
+                total = total + (outputs[i] * seed).sum()
+            return total / len(samples) if mean else total
+
+        found.append(along)
+    return found
+
+
+def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
+    """The dimension of the samples, and the rows of one, given outputs for n samples and for one; None if there is none."""
+    dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
+    if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
+        return None
+    return dims[0], alone.shape[dims[0]]
+
+
+def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[tuple[Tensor, int | None, int]]:
+    """Per output a random gradient for the batch, the dimension of the samples, and the rows of one sample."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for x, y in zip(together, alone, strict=True):
+        place = sample_dim(x, y, n)
+        if place is None and x.shape != y.shape:
+            raise VerificationError(
+                f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
+                f"not treat samples one by one. Hand the loss in: engine.verify(*inputs, loss_fn=..., targets=...)."
+            )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
+        found.append((seed, *(place or (None, 0))))
+    return found
+
+
+def without_graph(output: Any) -> list[Any]:
+    """The leaves of an output, which say whether they had a gradient, without the activations that it needs."""
+    leaves = pytree.tree_leaves(output)
+    return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

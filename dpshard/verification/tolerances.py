@@ -1,0 +1,56 @@
+"""How far two runs may be apart by rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpshard.rules.torch_functions import outputs_of
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Precision(TorchFunctionMode):
+    """Notes whether a function returned half precision: also under autocast that the model enters by itself."""
+
+    half = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function, and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        self.half = self.half or any(x.dtype in HALF for x in outputs_of(result))
+        return result
+
+
+def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
+    """Relative, for batches of two sizes: far above two orders of summation; accelerators may take TF32."""
+    if half or any(x.dtype in HALF for x in tensors):
+        return 5e-2
+    if any(x.dtype == torch.float32 for x in tensors):
+        return 1e-4 if all(x.device.type == "cpu" for x in tensors) else 2e-2
+    return 1e-6
+
+
+def one_size(x: Tensor, *, half: bool) -> float:
+    """Relative, for batches of one size: what is not routed is rounded alike, whatever the other samples are."""
+    if half or x.dtype in HALF:
+        return 3e-2
+    if x.dtype == torch.float32:
+        return 2e-5 if x.device.type == "cpu" else 5e-3
+    return 1e-9
+
+
+def moved(x: Tensor, y: Tensor) -> Tensor:
+    """Per row of dimension 0, how far finite numbers are apart; infinite where only one of them is no number."""
+    equal = (x == y) | (x.isnan() & y.isnan())
+    apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
+    return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))
+
+
+def scale(y: Tensor) -> Tensor:
+    """Per row of dimension 0, its largest finite number."""
+    return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

@@ -1,0 +1,169 @@
+"""When a model is verified, and by which comparisons.
+
+[Note: When]
+At the first forward on every kind of input (numbers, flags and strings among the arguments are part of it), and then at
+steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. Between them a signature of the model's attributes and
+buffers is compared before every forward and every release: what was never seen to change is verified at once. So is the
+first micro-batch of a new longest length, and one with labels below 0 or positions beyond its length, where all were within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.tape import Clipper
+from dpshard.errors import VerificationError
+from dpshard.interception import AS_DRAWN, HIGH, LOW, Interception, Run
+from dpshard.randomness import RandomSource, derive_key
+from dpshard.verification.bench import Bench, RunFailedError
+from dpshard.verification.company import refuse_company, refuse_other_ranks
+from dpshard.verification.gradients import refuse_other_gradients
+from dpshard.verification.lengths import refuse_length_dependence
+from dpshard.verification.memory import refuse_memory
+from dpshard.verification.objectives import Loss, objectives
+from dpshard.verification.samples import has_numbers, pick
+from dpshard.verification.watch import Watch
+from dpshard.verification.wide import can_widen, widened
+
+
+class Owner(Protocol):
+    """What is asked of the back-end."""
+
+    parameters: dict[str, nn.Parameter]
+    differentiated: Mapping[str, Tensor]
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        ...
+
+    def unwatched(self) -> AbstractContextManager[Any]:
+        """A block in which plain gradients may reach the parameters."""
+        ...
+
+    def refuse_changed_parameters(self) -> None:
+        """Raise if there is a trainable parameter that the engine does not know."""
+        ...
+
+
+MOST_NEWS = 8
+"""Verifications for news, before they are rationed by the logarithm of the steps."""
+
+Moment = tuple[int, int | None, int]
+"""Where the training stands: step, number of the micro-batch (None in a loop of the user's own), number of them."""
+
+
+class Verifier:
+    """Verifies a model before its first forward, and again when there is reason to."""
+
+    def __init__(
+        self, owner: Owner, clipper: Clipper, moment: Callable[[], Moment], secret: Callable[[], bytes], *, mean: bool
+    ) -> None:
+        self._owner, self._clipper, self._moment, self._secret = owner, clipper, moment, secret
+        self._mean = mean
+        self._kinds: set[Any] = set()  # kinds of inputs that were verified
+        self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
+        self._watch = Watch()
+        self._news = 0
+        self._owed = False
+        self._last: tuple[Interception, Run] | None = None
+
+    def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
+        """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
+        new, due, news = kind not in self._kinds, self._is_due(run, kind), self._watch.news(run)
+        if new or due or self._owed or (news and self._may_look_again()):
+            self._owed = True  # until it has passed
+            self.verify(interception, run, None, thorough=new)
+            self._kinds.add(kind)
+        self._last = (interception, run)
+
+    def before_release(self) -> None:
+        """Verify on the last micro-batch, if the model has changed as it never did before."""
+        last, self._last = self._last, None
+        if last is not None and self._watch.changes() and self._may_look_again():
+            self._owed = True
+            self.verify(*last, None, thorough=False)
+
+    def _may_look_again(self) -> bool:
+        self._news += 1
+        return self._news <= MOST_NEWS + 2 * self._moment()[0].bit_length()
+
+    def _is_due(self, run: Run, kind: Any) -> bool:
+        """Whether this is the micro-batch to look at in a step that is a power of two, or a later one of its step."""
+        step, position, count = self._moment()
+        if step == 0 or step & (step - 1) or run.rows < 2 or (step, kind) in self._steps:
+            return False
+        if position is not None and position < self._random(step).integers(count):
+            return False
+        self._steps.add((step, kind))
+        return True
+
+    def _random(self, step: int) -> np.random.Generator:
+        words = RandomSource(derive_key(self._secret(), "verify", step)).words(4)
+        return np.random.default_rng([int(word) for word in words])
+
+    def verify(self, interception: Interception, run: Run, loss: Loss | None, *, thorough: bool) -> None:
+        """Raise VerificationError unless every sample has a gradient of its own; changes nothing else.
+
+        Differentiated are `loss` if it is given; else every scalar that the model returns, one after the other, and
+        all its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
+        """
+        owner = self._owner
+        owner.refuse_changed_parameters()
+        random = self._random(self._moment()[0])
+        chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
+        draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
+        with interception.undisturbed(run.module) as state, owner.unwatched(), torch.enable_grad():
+            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
+            together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
+            shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])
+            counters = refuse_memory(bench, thorough=thorough)
+            if thorough:
+                refuse_other_ranks(bench, owner.rank, owner.world_size)
+            found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
+            del together, alone
+            self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
+            if loss is None or thorough:
+                refuse_company(bench, shapes, random, draws)
+            bench.draws = AS_DRAWN
+            if self._watch.lengths_vary:
+                refuse_length_dependence(bench)
+        self._watch.accept(interception.model, counters)
+        self._owed = False
+
+    def _compare_gradients(self, bench: Bench, found: Any, *, outlier: bool) -> None:
+        outliers = [None, bench.chosen[-1]] if outlier and has_numbers(bench.run) else [None]
+        for scaled in outliers:
+            try:
+                refuse_other_gradients(bench, self._owner, self._clipper, found, outlier=scaled)
+            except (RuntimeError, ValueError, IndexError) as error:
+                differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
+                if not differs and scaled is not None:
+                    continue  # forward refuses numbers that were made up
+                if not differs or not can_widen(bench, self._owner) or not self._agrees_in_double(bench, found, scaled):
+                    raise
+
+    def _agrees_in_double(self, bench: Bench, found: Any, scaled: int | None) -> bool:
+        with widened(bench, self._clipper) as (wide, parameters, clipper):
+            if wide.loss is not None:
+                found = [wide.loss.of]
+            try:
+                refuse_other_gradients(wide, parameters, clipper, found, outlier=scaled)
+            except (RuntimeError, TypeError):  # also where forward casts to float32 by itself
+                return False
+            return True
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())

@@ -1,0 +1,89 @@
+"""A failure in float32 is decided in float64: rounding shrinks, a fault stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.tape import Clipper
+from dpshard.interception import kind_of_run
+from dpshard.verification.bench import Bench
+from dpshard.verification.objectives import Loss
+
+
+@dataclass(slots=True)
+class Widened:
+    """The parameters in float64, by name; see gradients.Differentiated."""
+
+    parameters: dict[str, nn.Parameter]
+    differentiated: Mapping[str, Tensor]
+
+
+def can_widen(bench: Bench, owned: Any) -> bool:
+    """Whether the comparison can be made in float64: parameters are whole, and float32 is not chosen by autocast."""
+    model = bench.interception.model
+    plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
+    alone = owned.world_size == 1 and not bench.interception.sharding.gathers(bench.run.module)
+    return plain and alone and owned.differentiated is owned.parameters and not bench.half
+
+
+@contextmanager
+def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
+    """A block in which the model computes in float64, with parameters of its own."""
+    interception = bench.interception
+    model, sources = interception.model, interception.sources
+    wide: dict[nn.Parameter, nn.Parameter] = {}
+    places = [
+        (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
+    ]
+    buffers = [b for b in model.buffers() if b.dtype == torch.float32]
+    kind, made, run = None, None, bench.run
+    try:
+        for module, name, p in places:
+            if p not in wide:
+                wide[p] = nn.Parameter(p.detach().double(), requires_grad=p.requires_grad)
+            if p in sources:
+                sources[wide[p]] = sources[p]
+            setattr(module, name, wide[p])
+        for buffer in buffers:
+            buffer.data = buffer.data.double()
+        parameters = {sources[p].label: wide[p] for p in wide if p in sources}
+        leaves = tuple(_double(x) for x in bench.run.leaves)
+        loss = None if bench.loss is None else Loss(bench.loss.loss_fn, tuple(_double(t) for t in bench.loss.targets))
+        values: dict[str, Tensor] = dict(parameters)
+        in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
+        kind = kind_of_run(in_double.run)
+        if kind not in interception.layouts:
+            made = interception.layouts[kind] = interception.layouts[kind_of_run(run)]
+        yield in_double, Widened(parameters, values), _with_values(clipper, values)
+    finally:
+        if made is not None:
+            del interception.layouts[kind]
+        for module, name, p in places:
+            setattr(module, name, p)
+        for p in wide.values():
+            sources.pop(p, None)
+        for buffer in buffers:
+            buffer.data = buffer.data.float()
+
+
+def _double(x: Any) -> Any:
+    return x.detach().double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+
+
+def _with_values(clipper: Clipper, values: dict[str, Tensor]) -> Clipper:
+    return Clipper(
+        clipper.shapes,
+        clipper.groups,
+        clipper.function,
+        clipper.execution,
+        clipper.deliver,
+        clipper.observe,
+        values,
+        values,
+    )

@@ -1,0 +1,243 @@
+"""Verification passes models in which every sample has a gradient of its own."""
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpshard.errors import VerificationError
+from tests.verification.models import (
+    MIXERS,
+    B,
+    Between,
+    D,
+    LanguageModel,
+    Looped,
+    T,
+    engine_on,
+    normal,
+    sample_mean,
+    sentences,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+]
+
+
+class PositionsInDouble(nn.Module):
+    """A sum whose two terms get one and the same gradient tensor, [B, 70, 64], from autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64).double(), nn.Linear(64, 3).double()
+        self.positions = nn.Parameter(normal(1, 70, 64).double())
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x) + self.positions))
+
+
+class _NoGradientForTheSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+class NothingComes(nn.Module):
+    """The graph gets to a parameter, and no gradient does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return _NoGradientForTheSecond.apply(self.first(x), self.second(x))
+
+
+class Two(NamedTuple):
+    scores: torch.Tensor
+    twice: torch.Tensor
+
+
+class OwnTuple(Two):
+    """Cannot be made from its fields, one after the other."""
+
+    def __new__(cls, scores):
+        return super().__new__(cls, scores, 2 * scores)
+
+
+class ReturnsOwnTuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x):
+        return OwnTuple(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(PositionsInDouble, (70, 64)), (NothingComes, (D,)), (ReturnsOwnTuple, (D,))]
+)
+def test_an_honest_model_that_is_hard_to_watch_passes(model, shape):
+    model = model()
+    engine = engine_on(model)
+    engine.verify(normal(3, *shape).to(next(model.parameters()).dtype))
+
+
+class Positions(nn.Module):
+    """Attention over T positions with a [T, T] table and a parameter per position: any of them could pass for B."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.table, self.position = nn.Parameter(normal(T, T, seed=4)), nn.Parameter(normal(T, D, seed=5))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x + self.position).chunk(3, -1)
+        return self.out((q @ k.mT + self.table).softmax(-1) @ v)
+
+
+class Structured(nn.Module):
+    """Nested outputs, some of them in half as many rows, some without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x, mask=None, scale=None):
+        h = self.first(x)
+        return {"logits": self.second(h), "hidden": (h, [h.flatten(0, 1)]), "ids": h.argmax(-1), "none": None}
+
+
+class StochasticDepth(nn.Module):
+    """Drops its layer for some samples, or for all, by a random number of `draw`."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.layer, self.second = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.draw = draw
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x + self.draw(self.layer, x))
+
+
+def dropped(layer, x, drawn):
+    return layer(x) * 2 if drawn < 0.5 else 0 * x
+
+
+SOUND = {
+    "mlp": lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)),
+    "dropout": lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, 3), nn.AlphaDropout(0.2)),
+    "dropout in place": lambda: Between(lambda h: torch.dropout_(h * 1, 0.5, True)),
+    "attention dropout": lambda: nn.TransformerEncoderLayer(D, 2, 8, dropout=0.3, batch_first=True),
+    "noise": lambda: Between(lambda h: h + torch.randn_like(h) * torch.empty_like(h).uniform_()),
+    "gumbel": lambda: Between(F.gumbel_softmax),
+    "permuted channels": lambda: Between(lambda h: h[..., torch.randperm(D)]),
+    "depth by rows": lambda: StochasticDepth(
+        lambda layer, x: layer(x) * torch.empty(len(x), 1, 1).bernoulli_(0.5).div_(0.5)
+    ),
+    "depth by torch": lambda: StochasticDepth(lambda layer, x: dropped(layer, x, torch.rand([]))),
+    "depth by python": lambda: StochasticDepth(lambda layer, x: dropped(layer, x, random.random())),
+    "depth by numpy": lambda: StochasticDepth(lambda layer, x: dropped(layer, x, np.random.rand())),  # noqa: NPY002
+    "positions": Positions,
+    "structure": Structured,
+    "looped": Looped,
+    "group norm": lambda: nn.Sequential(nn.Linear(D, D), nn.GroupNorm(1, T), nn.Linear(D, 3)),
+    "frozen statistics": lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T).eval()),
+    "idle parameter": lambda: Between(lambda h: h.detach()),
+}
+
+
+@pytest.mark.parametrize("rows", [B, T, 2, 1])
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_models_pass(name, rows):
+    """T rows, too: then the number of samples is that of positions, and tells nothing."""
+    model = SOUND[name]()
+    engine = engine_on(model)
+    for seed in range(3):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        engine.verify(normal(rows, T, D))
+    leaves = [x for x in torch.utils._pytree.tree_leaves(model(normal(rows, T, D))) if x is not None]
+    sum(x.sum() for x in leaves if x.requires_grad).backward()
+    engine.privatize()
+    assert engine.step == 1
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise", "block-wise", "param-wise"])
+@pytest.mark.parametrize("mode", ["auto", "ghost", "per-example"])
+@pytest.mark.parametrize("clipping_fn", ["automatic", "abadi", "global"])
+def test_every_style_mode_and_function_passes(style, mode, clipping_fn):
+    model = nn.Sequential(Positions(), nn.Linear(D, 3))
+    engine = engine_on(model, clipping_style=style, clipping_mode=mode, clipping_fn=clipping_fn)
+    engine.verify(normal(T, T, D))
+
+
+def test_a_model_that_returns_its_loss_passes():
+    model = LanguageModel(sample_mean)
+    engine_on(model)
+    model(*sentences())["loss"].backward()
+
+
+def test_arguments_without_samples_pass():
+    model = Structured()
+    engine = engine_on(model)
+    engine.verify(normal(B, T, D), mask=torch.ones(1, T), scale=torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_pass(dtype):
+    for build in (Positions, Looped, SOUND["attention dropout"]):
+        model = build().to(dtype)
+        engine_on(model).verify(normal(T, T, D).to(dtype))
+
+
+def test_a_model_that_enters_autocast_by_itself_passes():
+    """accelerate wraps forward so; outside of it parameters and outputs are float32."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())]
+    model = nn.Sequential(nn.Linear(D, D), *layers, nn.Linear(D, 3))
+    forward = model.forward
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float()
+
+    model.forward = cast
+    engine_on(model)
+    model(normal(B, T, D)).sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_passes_and_faults_are_caught_under_it(dtype):
+    with torch.autocast("cpu", torch.bfloat16):
+        for build in (Positions, Looped):
+            engine_on(build().to(dtype)).verify(normal(T, T, D).to(dtype))
+        with pytest.raises(VerificationError):
+            engine_on(Between(MIXERS["mean over samples"]).to(dtype)).verify(normal(B, T, D).to(dtype))
+
+
+class Attention(nn.Module):
+    """Queries and keys with biases; those of the keys shift all scores of a query alike, and change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_cancels_to_rounding_is_no_fault(dtype):
+    engine_on(Attention().to(dtype), clipping_style="param-wise").verify(normal(B, T, D).to(dtype))
