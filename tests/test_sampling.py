@@ -307,3 +307,17 @@ class Endless:
 def test_data_sets_that_cannot_be_sampled_are_refused_at_once(dataset, remedy):
     with pytest.raises(DataError, match=remedy):
         load(dataset, [], sample_size=50)
+
+
+def test_without_padding_rows_are_samples_and_ranks_agree_on_k():
+    """A rank that has no sample left has one row, of another's, which counts nothing."""
+    for drawn in (range(0), range(1), range(7), range(8), range(9)):
+        ranks = [plan_micro_batches(list(drawn), 0, 2, rank, 3, pad=False) for rank in range(3)]
+        padded = [plan_micro_batches(list(drawn), 0, 2, rank, 3) for rank in range(3)]
+        assert len({len(plans) for plans in (*ranks, *padded)}) == 1
+        for plans, filled in zip(ranks, padded, strict=True):
+            for plan, other in zip(plans, filled, strict=True):
+                assert plan.samples == other.samples
+                assert plan.samples_everywhere == other.samples_everywhere <= len(plan.indices)
+                assert len(plan.indices) == len(plan.is_padding) == max(1, plan.samples)
+                assert plan.indices[: plan.samples] == other.indices[: plan.samples]

@@ -37,6 +37,8 @@ class PrivateTraining(L.Callback):
         loader: The ordinary train loader; its batch_size is the expected logical batch. Poisson
             sampling replaces its sampler.
         micro_batch_size: Number of rows per forward; batch_size if not given.
+        pad: Whether padding fills the last micro-batches. A training_step that sorts or augments rows
+            needs False.
         **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
             target_delta, ... Loader and Trainer give batch size, sample size and steps.
 
@@ -47,13 +49,15 @@ class PrivateTraining(L.Callback):
     Raises ConfigurationError for a module or Trainer that would not be private as accounted.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, micro_batch_size: int | None = None, **privacy: Any) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, micro_batch_size: int | None = None, pad: bool = True, **privacy: Any
+    ) -> None:
         if loader.batch_size is None:
             raise ConfigurationError("The loader has no batch_size, which is the expected logical batch: give it one.")
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
         check_dataset(loader.dataset, size)
         self.engine: PrivacyEngine | None = None
-        self.loader = _LogicalBatches(self, loader, micro_batch_size or loader.batch_size)
+        self.loader = _LogicalBatches(self, loader, micro_batch_size or loader.batch_size, pad=pad)
         self._settings = {"batch_size": loader.batch_size, "sample_size": size, **privacy}
         self._loaded: Mapping[str, Any] | None = None
         self._running: Iterator[Any] | None = None
@@ -169,8 +173,8 @@ class PrivateTraining(L.Callback):
 class _LogicalBatches:
     """The train loader for Lightning; its items are logical batches."""
 
-    def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int) -> None:
-        self._callback, self._loader, self._micro_batch_size = callback, loader, micro_batch_size
+    def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int, *, pad: bool) -> None:
+        self._callback, self._loader, self._micro_batch_size, self._pad = callback, loader, micro_batch_size, pad
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -186,7 +190,7 @@ class _LogicalBatches:
                 self._loader.dataset,
                 self._micro_batch_size,
                 steps=len(self),
-                pad=False,  # a training_step may sort or augment rows
+                pad=self._pad,
                 **loading_options(self._loader),
             )
 

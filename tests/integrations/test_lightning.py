@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError, LogicalBatchError
 
 L = pytest.importorskip("lightning")
 
@@ -90,6 +90,19 @@ def fit(private, module, folder, ckpt_path=None, **options):
 
 def same(model, other):
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_step_that_shuffles_its_rows_needs_batches_without_padding(tmp_path):
+    class Shuffling(Classifier):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            order = torch.randperm(len(x))
+            return super().training_step((x[order], y[order]), batch_idx)
+
+    with pytest.raises(LogicalBatchError, match="pad=False"):
+        fit(private_training(), Shuffling(), tmp_path)
+    private = private_training(pad=False)
+    assert fit(private, Shuffling(), tmp_path).global_step == private.engine.step == 10
 
 
 def test_a_fit_is_the_engines_own_loop(tmp_path):
