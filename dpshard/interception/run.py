@@ -16,7 +16,6 @@ from dpshard.interception.vmapped import transforms_are_active
 from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
-
 READINGS = 16
 """Ways to read the inputs of a model that are tried at most."""
 
