@@ -165,7 +165,10 @@ def test_what_is_no_module_is_refused(model):
     ("build", "message"),
     [
         (lambda: nn.LazyLinear(3), r"weight is not initialised yet.*one forward under torch\.no_grad"),
-        (lambda: nn.Linear(4, 3, dtype=torch.complex64), r"weight is of torch\.complex64.*requires_grad_\(False\)"),
+        (
+            lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex32)]),
+            r"0 is of torch\.complex32.*requires_grad_\(False\)",
+        ),
         (lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), **mlp_named()}), r"weight: another parameter.*Rename"),
     ],
     ids=["lazy", "complex", "names"],

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,14 @@ def accumulates(leaf: Tensor) -> bool:
     return True
 
 
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def _left_out_of_graphs(backward: Backward) -> Backward:
+    """`backward` of a node outside of compiled regions, where a compiled function calls loss.backward() itself."""
+    return cast(Backward, torch.compiler.disable(backward))
+
+
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: what `close()` returns, their clipped sums, as their gradients."""
 
@@ -70,7 +78,7 @@ class Anchor(torch.autograd.Function):
         return torch.zeros(0, device=parameters[0].device)
 
     @staticmethod
-    @torch.compiler.disable
+    @_left_out_of_graphs
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close: every slot of these parameters has had its gradients."""
         return (None, *ctx.close())
@@ -89,7 +97,7 @@ class Slot(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
-    @torch.compiler.disable
+    @_left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Hand the gradients of the dummies on."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
@@ -107,7 +115,7 @@ class _Hold(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.compiler.disable
+    @_left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -151,7 +159,7 @@ class _Tap(torch.autograd.Function):
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
-    @torch.compiler.disable
+    @_left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
@@ -181,8 +189,8 @@ class _RegionTap(torch.autograd.Function):
 
 
 _CREATE_GRAPH = (
-    "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways that dpshard does "
-    "not see (gradient penalties, meta-learning). Compute it without create_graph."
+    "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways that dpshard "
+    "does not see (gradient penalties, meta-learning). Compute it without create_graph."
 )
 
 

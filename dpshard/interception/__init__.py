@@ -1,8 +1,8 @@
 """Redirects every torch function that uses a trainable parameter to its rule, in the forward of the user's model."""
 
 from dpshard.interception.copies import Copies
-from dpshard.interception.doubts import Doubts
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
+from dpshard.interception.doubts import Doubts
 from dpshard.interception.isolation import Undisturbed
 from dpshard.interception.kinds import kind_of_run, kind_of_value
 from dpshard.interception.model_state import is_own, same
@@ -13,10 +13,10 @@ from dpshard.interception.run import Run, plan_run
 
 __all__ = [
     "AS_DRAWN",
-    "Copies",
-    "Doubts",
     "HIGH",
     "LOW",
+    "Copies",
+    "Doubts",
     "Draws",
     "Interception",
     "RowIdentity",

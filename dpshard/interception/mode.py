@@ -93,7 +93,10 @@ class InterceptionMode(TorchFunctionMode):
     def _lifted(self, call: Lifted, types: Any) -> Any:
         reason = ""
         if call.differentiated:
-            reason = "it is called within torch.func.grad, jvp or jacrev, which differentiate it again: no per-sample gradient is followed there. Write out the derivative"
+            reason = (
+                "it is called within torch.func.grad, jvp or jacrev, where no per-sample gradient is followed. Write out"
+                " the derivative"
+            )
         elif isinstance(self.slots, Rehearsal | Premade):
             reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
         if reason:
@@ -170,8 +173,8 @@ class InterceptionMode(TorchFunctionMode):
             call.layout = call.layout.in_order()
             call.output_axis = call.layout.output
             return False
-        if not call.layout.routed:
-            raise call.refuse(_ROUTED.format("it did not, when the model was probed"), advise=False)
+        if call.output_axis is None or not call.output_axis.routed:
+            raise call.refuse(_ROUTED.format("this function is not known to treat them one by one"), advise=False)
         call.take_rows_for_samples(sample_N)
         return True
 

@@ -47,10 +47,13 @@ PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 _ACTIVATIONS = (
     "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
     "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
-    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as dropout "
-    "alpha_dropout"
+    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as long int "
+    "dropout alpha_dropout"
 )
-_COMPARISONS = "masked_fill masked_fill_ __neg__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
+_COMPARISONS = (
+    "remainder __mod__ floor round masked_fill masked_fill_ __neg__ "
+    "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
+)
 _ELEMENTWISE = (
     ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
 )
@@ -369,5 +372,5 @@ def _by_row(
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         whole = (index[0] is Ellipsis and len(index) <= args[0].dim()) or index[0] == slice(None)
-        return bool(alone and whole) and not any(isinstance(i, Tensor) for i in index) and None not in index
+        return bool(alone and whole) and not any(isinstance(i, Tensor) for i in index)
     return False

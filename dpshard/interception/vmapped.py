@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpshard.rules.torch_functions import Function, function_name, outputs_of
 
-_functorch = torch._C._functorch
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # what torch.func itself asks
 
 
 def transforms_are_active() -> bool:

@@ -1,4 +1,4 @@
-"""Records of rows that the data has routed: a rule takes each of N rows for a sample; here they go to those they are of."""
+"""Records of routed rows: a rule takes each of N rows for a sample; here they go to the samples that they are of."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from tests.oracle import (
     gradients_of,
     noise_free_engine,
     per_sample_gradients,
+    private_step,
     ramp_loss,
     randn,
     relative_error,
@@ -177,6 +178,39 @@ def test_a_part_that_is_called_time_first_is_refused(steps):
 
 def test_the_whole_model_may_turn_dimensions():
     assert_exact(TwoParts(), randn(B, B, D))
+
+
+class Attending(nn.Module):
+    """Takes a mask [T, T], and perhaps positions [T]: inputs without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.table = nn.Linear(D, D), nn.Linear(D, D), nn.Embedding(9, D)
+
+    def forward(self, x, mask, positions=None):
+        if positions is not None:
+            x = x + self.table(positions)
+        return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_inputs_without_samples_of_the_size_of_the_batch(size, positions):
+    torch.manual_seed(0)
+    model, x = Attending().double(), randn(size, size, D)
+    others = [torch.ones(size, size).tril().bool(), *([torch.arange(size)] if positions else [])]
+    if not positions:
+        model.table.requires_grad_(False)
+
+    def call(rows):
+        return model(rows, *others)
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    found = [torch.autograd.grad(ramp_loss(call(row)), parameters) for row in x.split(1)]
+    per_sample = [dict(zip(names, gradients, strict=True)) for gradients in found]
+    expected = clipped_mean(per_sample, max_grad_norm=0.1, batch_size=size)
+    assert relative_error(private_step(model, (x,), call=call, max_grad_norm=0.1), expected) < 1e-12
 
 
 class Masked(nn.Module):

@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dpshard import PrivacyEngine
 from dpshard.errors import UnsupportedParameterError
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
     Use,
     clipped_mean,
+    gradients_of,
     noise_free_engine,
     per_sample_gradients,
     private_step,
+    ramp_loss,
     randn,
     relative_error,
 )
@@ -191,6 +194,68 @@ def test_compiled_once(way):
         graphs.append(counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
     engine.detach()
+
+
+@pytest.fixture
+def graph_breaks():
+    """Wanted ones."""
+    yield
+    counters.clear()
+
+
+@pytest.mark.usefixtures("graph_breaks")
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_a_compiled_function_of_forward_and_backward(mode):
+    """What runs within it by itself, taps and anchors, is left out of it."""
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double(), randn(B, 4)
+    expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=1.0, batch_size=B)
+    noise_free_engine(model, batch_size=B, max_grad_norm=1.0, clipping_mode=mode, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        ramp_loss(model(x)).backward()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="own batches"):
+        step(x)
+    assert relative_error(gradients_of(model), expected) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("graph_breaks")
+def test_a_compiled_step_is_private():
+    model, x = nn.Sequential(nn.Linear(4, 3)).double(), randn(B, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    ramp_loss(model(x)).backward()
+    step()  # once without an engine
+    optimizer.zero_grad()
+    engine = PrivacyEngine(model, batch_size=B, sample_size=100, steps=2, noise_multiplier=1.0)
+    with pytest.warns(UserWarning, match="own batches"):
+        ramp_loss(model(x)).backward()
+    clipped, before = gradients_of(model), [p.detach().clone() for p in model.parameters()]
+    step()
+    assert engine.step == 1
+    moved = dict(zip(clipped, (b - p.detach() for b, p in zip(before, model.parameters(), strict=True)), strict=True))
+    assert relative_error(moved, {name: g / B for name, g in clipped.items()}) > 0.1
+
+
+@pytest.mark.usefixtures("graph_breaks")
+@pytest.mark.parametrize("what", ["forward", "step"])
+def test_a_whole_graph_of_what_cannot_be_one_says_what_to_compile(what):
+    model, x = nn.Sequential(nn.Linear(4, 3)).double(), randn(B, 4)
+    noise_free_engine(model, batch_size=B)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def forward():
+        ramp_loss(model(x)).backward()
+
+    function, reason = {
+        "forward": (forward, "Compile the model, or its blocks, before its PrivacyEngine is made"),
+        "step": (optimizer.step, "compile the step without fullgraph=True"),
+    }[what]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        torch.compile(function, fullgraph=True, backend="aot_eager")()
 
 
 class Wide(nn.Module):

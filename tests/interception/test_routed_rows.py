@@ -103,6 +103,47 @@ def test_as_many_rows_as_samples():
     assert_exact(Use(use, before=D, map=nn.Linear(D, 4)), randn(6, D))
 
 
+EACH = {
+    "layer norm": (lambda m, y: m.norm(y), {"norm": nn.LayerNorm(D)}),
+    "group norm": (lambda m, y: F.group_norm(y, 1, m.w, m.b), {"w": torch.rand(D), "b": torch.rand(D)}),
+    "table": (lambda m, y: m.table((y * 3).long() % 4).flatten(1), {"table": nn.Embedding(4, 2)}),
+    "convolution": (lambda m, y: m.conv(y[:, None]).flatten(1), {"conv": nn.Conv1d(1, 4, 2)}),
+    "grouped convolution": (lambda m, y: m.conv(y.unsqueeze(2)).flatten(1), {"conv": nn.Conv1d(D, D, 1, groups=D)}),
+    "prelu": (lambda m, y: F.prelu(y, m.w), {"w": torch.rand(1)}),
+    "weight on positions": (lambda m, y: (y.unsqueeze(1) * m.w).flatten(1), {"w": torch.rand(4, 1)}),
+}
+
+
+@pytest.mark.parametrize(("each", "parts"), EACH.values(), ids=EACH)
+def test_rows_go_through_whatever_treats_them_one_by_one(each, parts):
+    def use(m, x):
+        rows = chosen(x).flatten().nonzero()[:, 0].flip(0)
+        return home(x, rows, each(m, flat(x)[rows]))
+
+    assert_exact(Use(use, before=D, **parts), randn(B, T, D))
+
+
+@pytest.mark.parametrize("labels", [[0, 3, 7, 12, 1, 19], [0] * 20 + [7] + [0] * 8 + [15]], ids=["mixed", "rare"])
+@pytest.mark.parametrize("positions", [0, 2])
+def test_adaptive_softmax(labels, positions):
+    """Clusters pick their rows; one that no sample of the probe belongs to is met later."""
+
+    class Adaptive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(D, 8)
+            self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10], div_value=2.0, head_bias=True)
+
+        def forward(self, x):
+            h, y = self.map(x[..., :D]), x[..., D].long()
+            return -self.softmax(flat(h), y.flatten()).output.view(len(x), -1)
+
+    y = torch.tensor(labels, dtype=torch.float64)
+    y = y[:, None].expand(-1, positions)[..., None] if positions else y[:, None]
+    x = torch.cat([randn(*y.shape[:-1], D), y], -1)
+    assert_exact(Adaptive(), x, modes=MODES if len(labels) < 10 else ["auto"])
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +288,29 @@ def test_in_training_other_experts_than_in_the_probe():
         torch.testing.assert_close(g, apart[0][name] + apart[1][name])
 
 
+class Modules(nn.Module):
+    """An expert is a module of its own, and is called only if a row comes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.experts = nn.Linear(D, D), nn.ModuleList(nn.Linear(D, 4) for _ in range(8))
+
+    def forward(self, x):
+        expert, h = (x[:, 0].long()) % 8, self.before(x)
+        out = torch.zeros(len(x), 4, dtype=x.dtype)
+        for e in expert.unique().tolist():
+            rows = (expert == e).nonzero()[:, 0]
+            picked = h[None, rows].reshape(-1, D)
+            out.index_add_(0, rows, self.experts[e](picked).tanh())
+        return out
+
+
+def test_experts_that_no_row_of_the_probe_came_to():
+    x = randn(24, D)
+    x[:, 0] = torch.arange(24) // 3
+    assert_exact(Modules(), x, modes=["auto", "ghost"])
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -293,11 +357,12 @@ def test_rows_that_do_not_come_home():
     refused(use, randn(B, T, D), match=r"after.*nobody can tell", map=nn.Linear(D, 4), after=nn.Linear(4, 2))
 
 
-def test_a_function_without_a_rule_for_routed_rows():
+def test_a_function_that_looks_beyond_a_row():
     def use(m, x):
-        return m.norm(x[chosen(x)])
+        rows = x[chosen(x)]
+        return torch.einsum("nd,md,dp->np", rows, rows, m.w)
 
-    refused(use, randn(B, T, D), match=r"norm.*no rule for such rows", norm=nn.LayerNorm(D))
+    refused(use, randn(B, T, D), match=r"w in.*rows of its input.*not known to treat them one by one", w=randn(D, 4))
 
 
 def test_rows_one_batch_apart():
@@ -608,12 +673,12 @@ def test_packed_rows_of_samples_that_nobody_counted_are_refused():
     refused(use, sequences(4, 4, 4, 4, T=4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
 
 
-def test_a_norm_of_packed_rows_has_no_rule():
+def test_a_norm_of_packed_rows():
     def use(m, x):
         rows = packed(x)
         return padded(rows._replace(data=m.norm(rows.data)))
 
-    refused(use, sequences(2, 5, 1, 4), match=r"norm.*no rule for such rows", before=False, norm=nn.LayerNorm(D))
+    assert_exact(Use(use, norm=nn.LayerNorm(D)), sequences(2, 5, 1, 4))
 
 
 def test_rows_in_two_orders_are_refused():

@@ -39,11 +39,23 @@ def fft(x):
 
 USES = {
     "spectral filter": (lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.w, n=D), {"w": cplx(3)}),
-    "of real pairs": (lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.w), n=D), {"w": randn(3, 2)}),
-    "of two parameters": (lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.complex(m.w, m.v), n=D), {"w": randn(3), "v": randn(3)}),
-    "long convolution": (lambda m, x: torch.fft.irfft(torch.fft.rfft(x, n=9) * torch.fft.rfft(m.w, n=9), n=9), {"w": randn(D)}),
+    "of real pairs": (
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.w), n=D),
+        {"w": randn(3, 2)},
+    ),
+    "of two parameters": (
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.complex(m.w, m.v), n=D),
+        {"w": randn(3), "v": randn(3)},
+    ),
+    "long convolution": (
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x, n=9) * torch.fft.rfft(m.w, n=9), n=9),
+        {"w": randn(D)},
+    ),
     "linear": (lambda m, x: parts(F.linear(fft(x), m.w, m.b)), {"w": cplx(P, D), "b": cplx(P)}),
-    "addmm": (lambda m, x: parts(torch.addmm(m.b, fft(x).flatten(0, 1), m.w)).view(len(x), -1), {"w": cplx(D, P), "b": cplx(P)}),
+    "addmm": (
+        lambda m, x: parts(torch.addmm(m.b, fft(x).flatten(0, 1), m.w)).view(len(x), -1),
+        {"w": cplx(D, P), "b": cplx(P)},
+    ),
     "matmul": (lambda m, x: parts(fft(x) @ m.w), {"w": cplx(D, P)}),
     "transposed": (lambda m, x: parts(fft(x) @ m.w.T), {"w": cplx(P, D)}),
     "adjoint": (lambda m, x: parts(fft(x) @ m.w.mH), {"w": cplx(P, D)}),
@@ -55,7 +67,9 @@ USES = {
     "twice": (lambda m, x: parts(fft(x) @ m.w @ m.w.mH), {"w": cplx(D, P)}),
     "twice, of two kinds": (lambda m, x: parts((fft(x) * m.w[:, 0]) @ m.w), {"w": cplx(D, P)}),
     "in two slices": (
-        lambda m, x: torch.cat([torch.einsum("btd,dp->btp", fft(x)[..., s], m.w[s]) for s in (slice(2), slice(2, D))], -1).abs(),
+        lambda m, x: torch.cat(
+            [torch.einsum("btd,dp->btp", fft(x)[..., s], m.w[s]) for s in (slice(2), slice(2, D))], -1
+        ).abs(),
         {"w": cplx(D, P)},
     ),
     "einsum": (lambda m, x: torch.einsum("btd,dp->btp", fft(x), m.w).real, {"w": cplx(D, P)}),
@@ -65,7 +79,7 @@ USES = {
     "table": (lambda m, x: parts(m.w[(x * 3).long() % 4] * fft(x)[..., None]), {"w": cplx(4, 2)}),
     "token": (lambda m, x: torch.cat([fft(x), m.w.expand(len(x), -1, -1)], 1).abs(), {"w": cplx(1, 2, D)}),
     "power": (lambda m, x: (fft(x) ** m.w).abs(), {"w": cplx(D, scale=0.1)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("use", "parameters"), USES.values(), ids=USES)
@@ -126,9 +140,14 @@ RECORDS = {
     "per sample": PerSample(cplx(4, P, D)),
     "convolution": Convolution(cplx(4, 1, 2, 6), cplx(4, 1, 3, 5), torch.Size((3, 2, 2)), (1,), (0,), (1,), 1).outer(),
     "routed": RoutedProduct(
-        cplx(6, P), cplx(6, D), torch.tensor([0, 1, 3, 3, 0, 1]), torch.tensor([0, 1, 1, 1, 0, 2]), 4, torch.Size((2, P, D))
+        cplx(6, P),
+        cplx(6, D),
+        torch.tensor([0, 1, 3, 3, 0, 1]),
+        torch.tensor([0, 1, 1, 1, 0, 2]),
+        4,
+        torch.Size((2, P, D)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from dpshard.errors import DpshardError
 from dpshard.records import PerSample
@@ -79,6 +80,25 @@ def test_weight_of_a_linear_map(derive, shapes):
     assert_exact(model, randn(4, T, D), tolerance=tolerance)
     product = Use(lambda m, x: x @ derive(m).T, before=D, **parameters)
     assert_exact(product, randn(4, T, D), tolerance=tolerance, modes=["auto"])
+
+
+def pruned():
+    layer = nn.Linear(D, P)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.random_unstructured(layer, "weight", 0.2)
+    prune.random_unstructured(layer, "bias", 0.5)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "build", [lambda: nn.utils.weight_norm(nn.Linear(D, P)), pruned], ids=["weight_norm", "pruned"]
+)
+@pytest.mark.parametrize("outermost", [True, False])
+def test_a_weight_that_a_hook_computes(build, outermost):
+    """Of the outermost module it is computed before the forward is entered."""
+    layer = build().double()
+    assert_exact(layer if outermost else nn.Sequential(layer), randn(4, T, D))
 
 
 @pytest.mark.parametrize(

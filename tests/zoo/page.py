@@ -25,6 +25,7 @@ SECTIONS = {
     "test_timm.py": "Vision, timm",
     "test_peft.py": "Adapters of peft, and parts of models",
     "test_diffusion_and_recommenders.py": "Diffusion and recommenders",
+    "test_spectral.py": "Spectral models",
 }
 """Test files that the page holds; the modules of torch are in the guide's table of rules."""
 

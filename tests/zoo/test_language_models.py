@@ -110,6 +110,17 @@ def test_a_balancing_loss_is_refused():
             model(input_ids=ids, labels=ids)
 
 
+def test_switch_transformers():
+    """Experts are modules of their own; each sequence has its capacity."""
+    configuration = transformers.SwitchTransformersConfig(
+        vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=12, num_heads=2, num_layers=2, num_decoder_layers=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4, expert_capacity=3,
+        dropout_rate=0.0, router_jitter_noise=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.SwitchTransformersForConditionalGeneration(configuration)
+    assert_model_exact(model, {"input_ids": tokens(), "decoder_input_ids": tokens(4)})
+
+
 ENCODERS = {
     "Bert": {},
     "Roberta": {},

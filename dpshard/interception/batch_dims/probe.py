@@ -205,7 +205,7 @@ class _SecondRun(_Compared):
         holds = made.axis is not None and made.axis.dim == dim and not (dim and made.flattened)
         merge(self.layout, {rows_key(x, dim): CallLayout([BatchAxis(dim) if holds else None], None)})
         if read and holds and made.flattened:
-            doubt = Doubt(ROWS, 0, 0, x.detach().clone(), made.seen_at)
+            doubt = Doubt(ROWS, 0, 0, x.detach().clone(), made.seen_at, rows_key(x, dim))
             self.doubts.setdefault(made.position, []).append(doubt)
         return holds
 

@@ -34,6 +34,8 @@ class Doubt:
     """The tensor in the second run."""
     seen_at: int
     """Its place in the call of the first run, which may be another: the one that made it."""
+    rows: CallKey | None = None
+    """The key under which a layout holds whether a route may begin here."""
 
 
 def settle(
@@ -57,6 +59,9 @@ def settle(
                     f"module of its own for each of the two."
                 )
     for doubt in undecided:
+        if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
+            layout.pop(doubt.rows or ROWS, None)  # equal ids tell nothing: no route, until a parameter asks for one
+            continue
         settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
     for (key, place), order in settled.items():
         if not order:
