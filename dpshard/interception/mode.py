@@ -94,8 +94,8 @@ class InterceptionMode(TorchFunctionMode):
         reason = ""
         if call.differentiated:
             reason = (
-                "it is called within torch.func.grad, jvp or jacrev, where no per-sample gradient is followed. Write out"
-                " the derivative"
+                "it is called within torch.func.grad, jvp or jacrev, where no per-sample gradient is followed. Write "
+                "out the derivative"
             )
         elif isinstance(self.slots, Rehearsal | Premade):
             reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"

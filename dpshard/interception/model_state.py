@@ -2,9 +2,9 @@
 
 [Note: What a model may remember]
 State lives in buffers, and in whatever hangs on a module or its class: numbers, tensors, arrays, lists, dicts, sets,
-deques, generators, and objects with attributes of these. A walk finds it by its path. What hangs on a foreign framework (a
-trainer, a process group) is its own, and what lives in globals and closures has no path: verification sees that by its
-effect on outputs.
+deques, generators, and objects with attributes of these. A walk finds it by its path. What hangs on a foreign
+framework (a trainer, a process group) is its own, and what lives in globals and closures has no path: verification
+sees that by its effect on outputs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from dpshard.errors import UnsupportedParameterError
 
 _FOREIGN = frozenset(
-    "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref threading "
-    "multiprocessing concurrent asyncio".split()
+    "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref "
+    "threading multiprocessing concurrent asyncio".split()
 )
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """Attributes of a module that torch, or the interception, keeps."""
@@ -243,8 +243,8 @@ def _put_back(x: Any, value: Any, path: str) -> None:
         if x.grad_fn is None and not _unchanged(x, x, value):
             if x.shape != value[0].shape:
                 raise UnsupportedParameterError(
-                    f"{path}: forward gives this tensor another size in place, so it cannot be put back after a forward "
-                    f"beside the training. Assign a new tensor to the attribute instead."
+                    f"{path}: forward gives this tensor another size in place, so it cannot be put back after a "
+                    f"forward beside the training. Assign a new tensor to the attribute instead."
                 )
             with torch.no_grad():
                 x.detach().copy_(value[0])

@@ -3,8 +3,8 @@
 [Note: Leave one out, or half]
 What one sample counts for is what moves when it leaves. At the size of the real micro-batch, rows K get other inputs,
 among them an outlier; the outputs of the other rows J may not move. A scalar that adds up losses of single samples
-is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on a group and a variance of the batch
-are not. K is a random half, so that a term of any two samples, or of a group, has some on both sides.
+is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on a group and a variance of the
+batch are not. K is a random half, so that a term of any two samples, or of a group, has some on both sides.
 On several ranks all change their own K at the same time, so that what gathers rows of other ranks shows as well.
 """
 
@@ -90,16 +90,16 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
     if bool((apart > allowed).any()):
         worst = int((apart - allowed).argmax())
         raise VerificationError(
-            f"An output of shape {tuple(x.shape[1:])} a row moves by {float(apart[worst]):.4g} (of {float(size[worst]):.4g}) "
-            f"when the inputs of other samples change: {_MIXES}"
+            f"An output of shape {tuple(x.shape[1:])} a row moves by {float(apart[worst]):.4g} (of "
+            f"{float(size[worst]):.4g}) when the inputs of other samples change: {_MIXES}"
         )
 
 
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
-    "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or those "
-    "of several ranks. So a loss of its outputs is not the sample's own. Take what is subtracted, or divided by, from the "
-    "sample alone, and let no sample take another's place."
+    "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or "
+    "those of several ranks. So a loss of its outputs is not the sample's own. Take what is subtracted, or divided "
+    "by, from the sample alone, and let no sample take another's place."
 )
 
 
@@ -114,9 +114,10 @@ def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
     if apart > rounding * largest:
         raise VerificationError(
             f"The loss is no sum of losses of single samples: with other inputs in one half of the rows it changes by "
-            f"{b - a:.6g} or by {d - c:.6g}, as those of the other half are. Likely causes: a mean over the tokens, or the "
-            f"valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's own), class weights "
-            f"with reduction='mean', a contrastive or balancing loss, a penalty on a group or on a statistic of the batch."
+            f"{b - a:.6g} or by {d - c:.6g}, as those of the other half are. Likely causes: a mean over the tokens, "
+            f"or the valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's own), "
+            f"class weights with reduction='mean', a contrastive or balancing loss, a penalty on a group or on a "
+            f"statistic of the batch."
         )
 
 

@@ -1,9 +1,9 @@
 """The longest row: without it a micro-batch is padded less, and the other rows' outputs must not move.
 
 [Note: Lengths]
-Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or dynamic
-RoPE) then makes one long document count in all others. So the longest row is taken out, and the columns with it that
-hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
+Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
+dynamic RoPE) then makes one long document count in all others. So the longest row is taken out, and the columns with
+it that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def refuse_length_dependence(bench: Bench) -> None:
             x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
             if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
                 raise VerificationError(
-                    f"Without the longest row, which pads this micro-batch from {length} to {long} positions, the others "
-                    f"have other outputs: one long sample counts in all of them (RoPE that is scaled by the length: dynamic, "
-                    f"longrope; padding that is not masked). Pad all micro-batches to one length, or switch the scaling off."
+                    f"Without the longest row, which pads this micro-batch from {length} to {long} positions, the "
+                    f"others have other outputs: one long sample counts in all of them (RoPE that is scaled by the "
+                    f"length: dynamic, longrope; padding that is not masked). Pad all micro-batches to one length, "
+                    f"or switch the scaling off."
                 )
 
 

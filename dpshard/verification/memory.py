@@ -1,11 +1,11 @@
 """What a model keeps of samples, for later ones to meet.
 
 [Note: Memory]
-One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is published with
-the state dict. An attribute may differ, if B overwrites it: losses and features are often left for the script to read.
-But after B the state and the outputs must be equal. And B after A must give what B gave before any of them: so memory
-in globals and closures, which nobody can put back, shows by its effect. Counters and tables of positions pass: they depend on
-shapes alone.
+One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is published
+with the state dict. An attribute may differ, if B overwrites it: losses and features are often left for the script to
+read. But after B the state and the outputs must be equal. And B after A must give what B gave before any of them: so
+memory in globals and closures, which nobody can put back, shows by its effect. Counters and tables of positions pass:
+they depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
                 )
         for name in _differing(after[0], after[other]):
             raise UnsupportedParameterError(
-                f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may meet it. "
-                f"Keep nothing of samples between forwards: pass states as inputs and outputs, count calls rather than "
-                f"what is in the data."
+                f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may "
+                f"meet it. Keep nothing of samples between forwards: pass states as inputs and outputs, count calls "
+                f"rather than what is in the data."
             )
         _refuse_other_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
     _refuse_other_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be put back")
@@ -93,7 +93,7 @@ def _refuse_other_outputs(bench: Bench, first: Any, second: Any, where: str) -> 
         x, y = x.reshape(1, -1), y.reshape(1, -1)
         if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
             raise UnsupportedParameterError(
-                f"{type(bench.run.module).__name__} remembers earlier samples: one and the same sample has another output "
-                f"after others. What is remembered may be in {where} (a detached hidden state, a queue of features, a running "
-                f"statistic). Keep nothing of samples between forwards."
+                f"{type(bench.run.module).__name__} remembers earlier samples: one and the same sample has another "
+                f"output after others. What is remembered may be in {where} (a detached hidden state, a queue of "
+                f"features, a running statistic). Keep nothing of samples between forwards."
             )

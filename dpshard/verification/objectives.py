@@ -62,7 +62,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
 
 
 def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
-    """The dimension of the samples, and the rows of one, given outputs for n samples and for one; None if there is none."""
+    """The dimension of the samples, if there is one, and the rows of one, given outputs for n samples and for one."""
     dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
     if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
         return None

@@ -51,7 +51,7 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
 
 
 def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), negated: Sequence[int] = ()) -> Run:
-    """The run with the inputs of row source[i] in row i; numbers of `outliers` are scaled, those of `negated` negated."""
+    """The run with the inputs of row source[i] in row i; numbers of `outliers` are scaled, of `negated` negated."""
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:

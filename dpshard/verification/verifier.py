@@ -4,7 +4,8 @@
 At the first forward on every kind of input (numbers, flags and strings among the arguments are part of it), and then at
 steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. Between them a signature of the model's attributes and
 buffers is compared before every forward and every release: what was never seen to change is verified at once. So is the
-first micro-batch of a new longest length, and one with labels below 0 or positions beyond its length, where all were within.
+first micro-batch of a new longest length, and one with labels below 0 or positions beyond its length, where all were
+within.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ class Verifier:
     def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
         """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), self._watch.news(run)
-        if new or due or self._owed or (news and self._may_look_again()):
-            self._owed = True  # until it has passed
-            self.verify(interception, run, None, thorough=new)
+        news = news and self._may_look_again()
+        if new or due or news or self._owed:
+            thorough, self._owed = new or news or self._owed, True  # owed until it has passed
+            self.verify(interception, run, None, thorough=thorough)
             self._kinds.add(kind)
         self._last = (interception, run)
 
@@ -93,7 +95,7 @@ class Verifier:
         last, self._last = self._last, None
         if last is not None and self._watch.changes() and self._may_look_again():
             self._owed = True
-            self.verify(*last, None, thorough=False)
+            self.verify(*last, None, thorough=True)
 
     def _may_look_again(self) -> bool:
         self._news += 1
@@ -118,6 +120,7 @@ class Verifier:
 
         Differentiated are `loss` if it is given; else every scalar that the model returns, one after the other, and
         all its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
+        Else gradients, the dearest to compare, are left out every other time.
         """
         owner = self._owner
         owner.refuse_changed_parameters()
@@ -133,9 +136,10 @@ class Verifier:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
-            self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
-            if loss is None or thorough:
-                refuse_company(bench, shapes, random, draws)
+            # Beside an outlier, which comes with low draws, company cannot compare losses.
+            if thorough or draws[0] is LOW or self._moment()[0].bit_length() % 2:
+                self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
+            refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary:
                 refuse_length_dependence(bench)

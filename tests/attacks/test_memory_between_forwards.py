@@ -43,7 +43,8 @@ def engine_on(model, **options):
 
 
 class Remembering(nn.Module):
-    """Two linear maps; `use(module, h)` may keep what it likes in attributes and buffers that `make(module)` has made."""
+    """Two linear maps; `use(module, h)` may keep what it likes in attributes and buffers that `make(module)` has "
+    "made."""
 
     def __init__(self, make, use):
         super().__init__()

@@ -290,6 +290,50 @@ def test_a_long_document_that_comes_later_and_scales_all_others_is_refused(keeps
     assert steps_until_refused(Scaled(keeps=keeps), forward, 5) == 3
 
 
+def test_a_long_document_that_switches_phi3_to_longrope_is_refused():
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 10.0}
+    config = transformers.Phi3Config(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=8,
+        rope_parameters={**rope, "original_max_position_embeddings": 8},
+        initializer_range=1.0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.Phi3ForCausalLM(config).train()
+
+    def forward(m, step):
+        ids, mask = documents([5, 6, 4, 6] if step < 2 else [5, 12, 4, 6])
+        return (m(input_ids=ids, attention_mask=mask).logits.square().mean(-1) * mask).sum(1).mean()
+
+    assert steps_until_refused(model, forward, 4) == 2
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_question_whose_answer_is_cut_off_is_refused(late):
+    """BertForQuestionAnswering averages over the answers that lie within the length."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.BertForQuestionAnswering(config).train()
+    ids = torch.randint(1, V, (B, T), generator=torch.Generator().manual_seed(1))
+
+    def forward(m, step):
+        start = torch.arange(B) % T
+        if step >= 5 * late:
+            start[9] = T + 3
+        return m(input_ids=ids, start_positions=start, end_positions=start).loss
+
+    assert steps_until_refused(model, forward, 7) == 5 * late
+
+
 # --- losses outside of the model ------------------------------------------------------------------------------------
 
 
