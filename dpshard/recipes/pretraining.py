@@ -89,7 +89,7 @@ class PretrainingRecipe:
         if ramp_steps < self.levels:
             least = -(-self.levels * self.steps // self.ramp_steps)
             raise ConfigurationError(
-                f"steps={steps}: {self.levels} levels of the batch size need about {least} steps or more."
+                f"steps={steps}: {self.levels} levels of the batch size take {least} steps or more."
             )
         return replace(
             self,
