@@ -1,6 +1,6 @@
 """Figures of one logical batch, for tuning and debugging.
 
-They are not private: epsilon does not cover them.
+They are not private. None of it is covered by epsilon.
 """
 
 from __future__ import annotations
