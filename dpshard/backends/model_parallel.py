@@ -126,12 +126,12 @@ def whole_samples() -> AbstractContextManager[Any]:
 def _watched() -> Iterator[None]:
     from dpshard.backends.collective_mode import Watch  # a training on one process does not wait for it
 
-    refuse_pipeline(_callers())
+    _refuse_pipeline(_callers())
     with Watch(_refuse):
         yield
 
 
-def refuse_pipeline(callers: Iterator[str]) -> None:
+def _refuse_pipeline(callers: Iterator[str]) -> None:
     """Raise ConfigurationError if a pipeline schedule is among the modules that call."""
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
