@@ -69,4 +69,7 @@ class Copies:
 def _random_states(device: torch.device) -> list[Tensor]:
     """The states of torch's generators, on the host: numpy's and Python's take longer to read than a small layer."""
     host = torch.get_rng_state()
-    return [host] if device.type == "cpu" else [host, torch.get_device_module(device).get_rng_state(device)]
+    if device.type == "cpu":
+        return [host]
+    one = () if device.type == "mps" else (device,)  # of Metal there is one device
+    return [host, torch.get_device_module(device).get_rng_state(*one)]

@@ -79,7 +79,7 @@ class RowIdentity:
             return
         for x in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
             if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
-                self._outputs.append(Rows.of(x, 0).light())
+                self._outputs.append(Rows.of(x.detach(), 0).light())
 
     def _require_copies(self, x: Tensor, dim: int) -> None:
         filler = x.narrow(dim, self.samples - 1, 1)
