@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpshard.errors import ConfigurationError
@@ -30,6 +30,7 @@ def by_torch():
     return mock.patch("dpshard.kernels.native.takes_digest", return_value=False)
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, N), max_size=4))
 def test_shards_add_up(cuts):
     bounds = [0, *sorted(cuts), N]
