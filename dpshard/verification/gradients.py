@@ -49,6 +49,7 @@ def refuse_other_gradients(
     if outlier is not None:
         run = replaced(bench.run, range(bench.run.batch_size), [outlier])
         bench = replace(bench, run=run)
+    bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
     plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
     for objective in objectives:
         norms: dict[int, Tensor] = {}

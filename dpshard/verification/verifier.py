@@ -88,6 +88,7 @@ class Verifier:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(interception, run, None, thorough=thorough)
             self._kinds.add(kind)
+            self._owed = False
         self._last = (interception, run)
 
     def before_release(self) -> None:
@@ -96,6 +97,7 @@ class Verifier:
         if last is not None and self._watch.changes() and self._may_look_again():
             self._owed = True
             self.verify(*last, None, thorough=True)
+            self._owed = False
 
     def _may_look_again(self) -> bool:
         self._news += 1
@@ -144,7 +146,6 @@ class Verifier:
             if self._watch.lengths_vary:
                 refuse_length_dependence(bench)
         self._watch.accept(interception.model, counters)
-        self._owed = False
 
     def _compare_gradients(self, bench: Bench, found: Any, *, outlier: bool) -> None:
         outliers = [None, bench.chosen[-1]] if outlier and has_numbers(bench.run) else [None]
@@ -159,6 +160,7 @@ class Verifier:
                     raise
 
     def _agrees_in_double(self, bench: Bench, found: Any, scaled: int | None) -> bool:
+        bench.state.rewind(bench.draws)
         with widened(bench, self._clipper) as (wide, parameters, clipper):
             if wide.loss is not None:
                 found = [wide.loss.of]
