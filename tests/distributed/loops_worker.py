@@ -41,7 +41,10 @@ def outcome(case: str) -> tuple[str, int]:
     backend, _, case = case.partition(":")
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    model = DistributedDataParallel(model) if backend == "ddp" else fully_shard(model)
+    if backend == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
     size = 9 if case == "padding" else 12
     data = TensorDataset(torch.randn(size, 3, generator=torch.Generator().manual_seed(0)))
     engine = PrivacyEngine(model, batch_size=size, sample_size=size, steps=2, noise_multiplier=1.0)
