@@ -173,6 +173,7 @@ def test_what_is_no_module_is_refused(model):
     ],
     ids=["lazy", "complex", "names"],
 )
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_parameters_that_cannot_be_trained_are_refused(build, message):
     with pytest.raises(ConfigurationError, match=message):
         engine_on(build())

@@ -2,6 +2,8 @@
 
 On padded micro-batches such loops counted one sample up to 17.8 times. Each is refused, by an error that says what to
 do, or exact; with `pad=False`, and through the interface of Opacus, those that any training may contain are exact.
+
+PITFALLS rows: 5 every attack on padded micro-batches.
 """
 
 import pytest

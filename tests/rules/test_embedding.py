@@ -129,14 +129,14 @@ def test_relative_positions():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_norm": 1.0}, "max_norm"),
+        ({"max_norm": 1.0}, "max_norm"),  # which verification notices first, because forward writes into the table
         ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
         ({"sparse": True}, "set sparse=False"),
     ],
 )
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_options_that_have_no_per_sample_gradient_are_refused(kind, options, reason):
-    with pytest.raises(UnsupportedParameterError, match=f"weight in the model .*embedding.*{reason}"):
+    with pytest.raises(UnsupportedParameterError, match=f"weight in the model .*embedding.*{reason}|weight: forward writes"):
         assert_exact(kind(V, C, **options), token_ids(4, T), modes=["auto"])
 
 
