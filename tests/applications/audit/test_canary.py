@@ -21,14 +21,19 @@ def test_a_long_gradient_is_left_as_it_is():
     odd, found = aim("abadi", (("a", "b"),), (1.0,))
     assert found.pull == 1
     assert found.length == pytest.approx(1)
-    assert odd.along(found, GRADIENT.get) == pytest.approx(math.hypot(5, 0.5))
+    assert odd.along(GRADIENT.get) == pytest.approx([5, 0.5])
+    assert math.hypot(*odd.lengths(found)) == pytest.approx(found.length)
+    left = odd.left_of(found)
+    assert math.hypot(*(float(part.norm()) for part in left.values())) == pytest.approx(1)
+    assert odd.along(left.get) == pytest.approx(odd.lengths(found))
 
 
 def test_every_group_is_filled_to_its_threshold():
     odd, found = aim("abadi", GROUPS, (1.0, 2.0, 3.0))
     assert found.pull == pytest.approx(1e3 / 5)
     assert found.lengths_M.tolist() == pytest.approx([1, 2, 0])
-    assert odd.along(found, {"a": GRADIENT["a"], "b": GRADIENT["b"]}.get) == pytest.approx((5 + 2 * 0.5) / 5**0.5)
+    assert odd.along({"a": GRADIENT["a"], "b": GRADIENT["b"]}.get) == pytest.approx([5, 0.5])
+    assert odd.lengths(found) == pytest.approx([1, 2])
 
 
 def test_clipping_that_drops_what_is_long_is_met_just_below_its_threshold():
