@@ -102,7 +102,7 @@ def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
     """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
     phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]
     sigma = calibrate_noise_multiplier(phases, **BERT, accountant=accountant)
-    assert round(sigma, 4) == {"rdp": 0.7965, "pld": 0.7690}[accountant]
+    assert round(sigma, 4) == {"rdp": 0.7965, "pld": 0.7691}[accountant]
     run = {"sample_size": BERT["sample_size"], "target_delta": BERT["target_delta"], "accountant": accountant}
     theirs = {"rdp": RdpAccountant, "pld": PLDAccountant}[accountant]()
     for batch_size, steps in phases:

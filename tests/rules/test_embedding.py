@@ -136,7 +136,9 @@ def test_relative_positions():
 )
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_options_that_have_no_per_sample_gradient_are_refused(kind, options, reason):
-    with pytest.raises(UnsupportedParameterError, match=f"weight in the model .*embedding.*{reason}|weight: forward writes"):
+    with pytest.raises(
+        UnsupportedParameterError, match=f"weight in the model .*embedding.*{reason}|weight: forward writes"
+    ):
         assert_exact(kind(V, C, **options), token_ids(4, T), modes=["auto"])
 
 

@@ -89,6 +89,7 @@ def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_pat
     """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; parts of a norm or a gradient left out."""
     built = build(tmp_path, **{source: (right, wrong)})
     with pytest.warns(
-        UserWarning, match="it (draws noise|digests sums|takes norms|differentiates (convolutions|normalisations)) wrongly"
+        UserWarning,
+        match="it (draws noise|digests sums|takes norms|differentiates (convolutions|normalisations)) wrongly",
     ):
         assert load(built) is None
