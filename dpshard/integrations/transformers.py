@@ -364,8 +364,8 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         )
     if max(apart) <= tolerance:
         raise ConfigurationError(
-            f"The labels of {type(model).__name__} may name the token at a position, or the token after it: on one "
-            f"sample both losses are equal. {_OWN_LOSS}"
+            f"It cannot be told whether the labels of {type(model).__name__} name the token at a position, or the "
+            f"token after it: on one sample both losses are equal. {_OWN_LOSS}"
         )
     return apart[1] < apart[0]
 
