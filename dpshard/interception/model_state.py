@@ -9,6 +9,7 @@ sees that by its effect on outputs.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ _FOREIGN = frozenset(
 )
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """Attributes of a module that torch, or the interception, keeps."""
+_HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
+"""Where a module keeps its hooks: some models put them there in their first forward, and note that they did."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, nn.Module)
 _MOST = 100_000
@@ -124,6 +127,9 @@ def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple
     seen.add(id(module))
     buffers = module._buffers
     yield f"{path}(buffers)", _Container(buffers, lambda: dict(buffers), lambda x: _refill(buffers, x))
+    for name in _HOOKS:
+        hooks = vars(module)[name]
+        yield f"{path}({name})", _Container(hooks, hooks.copy, functools.partial(_put_back_hooks, hooks))
     names = module._non_persistent_buffers_set
     yield f"{path}(non-persistent)", names
     for name, buffer in list(buffers.items()):
@@ -166,6 +172,11 @@ def _refill(x: Any, content: Any) -> None:
     x.update(content) if isinstance(x, dict | set) else x.extend(content)
 
 
+def _put_back_hooks(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if hooks.keys() != before.keys():
+        _refill(hooks, before)
+
+
 def _container(x: Any) -> _Container | None:
     """What `x` holds, if it is something that can be looked into."""
     if isinstance(x, _Container):
@@ -202,8 +213,8 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield path, container
         content = container.read()
         items = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, item in items:
-            yield from _walk(f"{path}[{key if isinstance(key, _PLAIN) else type(key).__name__}]", item, seen)
+        for i, (key, item) in enumerate(items):
+            yield from _walk(f"{path}[{key if isinstance(key, _PLAIN) else f'#{i}'}]", item, seen)
 
 
 def _generator(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
