@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dpshard.config import check_positive
@@ -77,10 +77,13 @@ class AdamBC(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         state["noise_sq"].mul_(beta2).add_((1 - beta2) * noise_sq)
-        mean: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        mean_sq: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        # As torch's Adam has it, the two parts of a complex parameter are two parameters.
+        moved, gradient, mean, mean_sq = (torch.view_as_real(x) if x.is_complex() else x for x in tensors)
+        mean.lerp_(gradient, 1 - beta1)
+        mean_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         steps = float(state["step"])
         unbias1, unbias2 = 1 - beta1**steps, 1 - beta2**steps
-        signal_sq = (mean_sq / unbias2 - float(state["noise_sq"]) / unbias2).clamp_(min=group["floor"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcdiv_(mean, signal_sq.sqrt_(), value=-group["lr"] / unbias1)
+        signal_sq = (mean_sq / unbias2 - float(state["noise_sq"].real) / unbias2).clamp_(min=group["floor"])
+        moved.mul_(1 - group["lr"] * group["weight_decay"])
+        moved.addcdiv_(mean, signal_sq.sqrt_(), value=-group["lr"] / unbias1)

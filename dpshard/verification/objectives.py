@@ -54,7 +54,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
             for i, (seed, dim, rows) in zip(wide, seeds, strict=True):
                 if dim is not None and len(samples) < n:
                     seed = seed.narrow(dim, place[samples[0]] * rows, rows)
-                total = total + (outputs[i] * seed).sum()
+                total = total + (outputs[i] * seed).sum().real
             return total / len(samples) if mean else total
 
         found.append(along)
@@ -80,7 +80,7 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
                 f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
                 f"not treat samples one by one. Hand the loss in: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(x.dtype, torch.float32)
         seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
         found.append((seed, *(place or (None, 0))))
     return found

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
+from dpshard.recipes import AdamBC
 from dpshard.records import Convolution, Gather, OuterProduct, PerSample, RoutedProduct
-from tests.oracle import Use, assert_exact, gradients_of, norm, private_step, randn, relative_error
+from tests.oracle import Use, assert_exact, gradients_of, norm, private_step, ramp_loss, randn, relative_error
 
 T, D, P = 3, 5, 4
 FALSE_ALARM = 1e-7
@@ -132,6 +133,26 @@ def test_compiled():
     expected = private_step(model, (x,), max_grad_norm=1.0)
     compiled = torch.compile(model, backend="aot_eager")
     assert relative_error(private_step(compiled, (x,), max_grad_norm=1.0), expected) < 1e-10
+
+
+def test_a_complex_output():
+    model = Use(lambda m, x: fft(x) @ m.w, before=D, w=cplx(D, P))
+    assert_exact(model, (randn(4, T, D),), lambda output, *_: ramp_loss(parts(output)), modes=["auto"])
+
+
+def test_bias_corrected_adam_moves_the_parts():
+    moved = []
+    for paired in (False, True):
+        value = torch.linspace(0, 1, 6, dtype=torch.float64).view(3, 2)
+        p = nn.Parameter(value.clone() if paired else torch.view_as_complex(value.clone()))
+        optimizer = AdamBC([p], lr=0.1, noise_std=lambda: 0.1, weight_decay=0.1)
+        for _ in range(3):
+            p.grad = p.detach() + 1
+            if paired:
+                p.grad[:, 1] -= 1  # 1 is real
+            optimizer.step()
+        moved.append(p.detach() if paired else torch.view_as_real(p.detach()))
+    assert torch.equal(*moved)
 
 
 RECORDS = {
