@@ -59,6 +59,7 @@ USES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of attention without vmap's rule
 @pytest.mark.parametrize(("use", "parts"), USES.values(), ids=USES)
 def test_exact(use, parts):
     torch.manual_seed(0)
