@@ -371,30 +371,27 @@ class PrivacyEngine:
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
-        # Everything that the noise must not be the same without: [Note: Equal sums, equal noise].
-        sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex())
+        # All that has noise added, and how much: see [Note: Equal sums, equal noise].
+        sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex(), *self._thresholds.counts(collector))
         # Counted first: an error in between may only over-state what was spent.
-        counted, noted = self._spend(derive_key(self._secret, "release", *sums)[:16])
+        on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
         kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
         noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
         signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
         collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
-        if (counts := self._thresholds.counts(self._metrics)) is not None:
-            identity = derive_key(self._secret, "release of counts", *sums, counts)[:16]
-            self._budget.spend_within(step, identity, counted=counted)
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
         collector.warn_of_unreached()
-        noted()
+        for wait in on_disk:
+            wait()
 
-    def _spend(self, identity: bytes) -> tuple[bool, Callable[[], object]]:
-        """Count and note the next release; whether it counts, and what waits until the note is on the disk."""
+    def _spend(self, identity: bytes) -> list[Callable[[], object]]:
+        """Count and note the next release; what waits until the notes are on the disk."""
         step = self.step
-        counted = self._budget.spend(identity, on_trust=self._collector.batch is None)
-        notes = [note(step, identity) for note in self._notes] if counted else []
-        return counted, lambda: [on_disk() for on_disk in notes]
+        counts = self._budget.spend(identity, on_trust=self._collector.batch is None)
+        return [note(step, identity) for note in self._notes] if counts else []
 
     def _sum_digest(self) -> SumDigest:
         if self._digest is None or self._digest[0] != self._secret:

@@ -60,13 +60,6 @@ class Budget:
         self._history.add(step, identity)
         return True
 
-    def spend_within(self, step: int, identity: bytes, *, counted: bool) -> None:
-        """The release of a step holds a further value: count it on its own, unless it is `counted` with the others."""
-        if not counted and not self._history.knows(step, identity):
-            self._warn_of_repeat(step)
-            self.ledger.charge(self._release(step))
-        self._history.add(step, identity)
-
     def _warn_of_repeat(self, step: int) -> None:
         if step >= self._history.end or self._warned_of_repeats:
             return

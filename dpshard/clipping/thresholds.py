@@ -15,9 +15,9 @@ computed from rounded released counts, so everybody may see them, and the next s
 composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; of several groups, He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one count]
-The noise of a step is a function of its sums and of its own deviation ([Note: Equal sums, equal noise] in
-noise/digest.py), that of the counts of these and of the exact counts. Say a step is taken again on other ranks, where a
-sample at its threshold is counted otherwise. Its counts then have independent noise, and so have all later sums.
+The noise of a step is a function of its sums, of its deviation, and of the exact counts ([Note: Equal sums, equal
+noise] in noise/digest.py). Say a step is taken again on other ranks, where a sample at its threshold is counted
+otherwise. Then sums and counts have independent noise, and so have those of all later steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -69,6 +69,14 @@ class QuantileTracking:
         check_positive("learning_rate", self.learning_rate)
 
 
+class HasMetrics(Protocol):
+    """The logical batch in progress."""
+
+    def complete_metrics(self) -> BatchMetrics:
+        """Its figures, over all ranks."""
+        ...
+
+
 class Thresholds:
     """Those of a clipper's groups, which stay as they are."""
 
@@ -84,9 +92,9 @@ class Thresholds:
         """Standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
-    def counts(self, metrics: BatchMetrics) -> str | None:
-        """What `move` will tell of beside the sums, exactly and without noise; None for nothing."""
-        return None
+    def counts(self, collector: HasMetrics) -> list[str]:
+        """What `move` will tell of beside the sums, exactly and without noise."""
+        return []
 
     def refuse_own_loop(self) -> None:
         """Raise LogicalBatchError if they cannot be used in a loop that feeds its own batches."""
@@ -118,9 +126,9 @@ class TrackedThresholds(Thresholds):
         """Standard deviation of the noise on the count of each group."""
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
-    def counts(self, metrics: BatchMetrics) -> str:
+    def counts(self, collector: HasMetrics) -> list[str]:
         """See Thresholds."""
-        return str(self._counts(metrics).tolist())
+        return [str(self._counts(collector.complete_metrics()).tolist())]
 
     def _counts(self, metrics: BatchMetrics) -> Tensor:
         return metrics.unclipped_excess([group.label for group in self._clipper.groups])
@@ -137,7 +145,7 @@ class TrackedThresholds(Thresholds):
         """See Thresholds."""
         tracking, counts_M = self._tracking, self._counts(metrics)
         # A secret of its own: no name of a parameter leads to this noise. Drawn on the CPU, so equal on all ranks.
-        noise = KeyedGaussian(derive_key(noise.secret, "clipping counts", self.counts(metrics)), secure=noise.secure)
+        noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
         published_M = (counts_M / COUNT_GRID).round() * COUNT_GRID

@@ -90,6 +90,7 @@ class Collector:
         self._own_loop_warned = False
         self._first_gradients = FirstGradients(backend.parameters)
         self._process = os.getpid()
+        self._completed: BatchMetrics | None = None
 
     @property
     def epoch(self) -> int:
@@ -308,10 +309,7 @@ class Collector:
 
     def end_release(self) -> BatchMetrics:
         """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
-        if self.batch is not None:
-            self.metrics.samples = self.batch.samples
-        if self._backend.world_size > 1:
-            self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
+        self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
         self._own.clear()
@@ -323,6 +321,16 @@ class Collector:
     def warn_of_unreached(self) -> None:
         """Warn, once, of parameters that got no gradient in the first logical batch."""
         self._first_gradients.tell(self._backend.stack)
+
+    def complete_metrics(self) -> BatchMetrics:
+        """The figures of this logical batch, over all ranks, of which no micro-batch is left."""
+        if self._completed is not self.metrics:
+            self._completed = self.metrics
+            if self.batch is not None:
+                self.metrics.samples = self.batch.samples
+            if self._backend.world_size > 1:
+                self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
+        return self.metrics
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""

@@ -88,8 +88,6 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
 def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_path):
     """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; parts of a norm or a gradient left out."""
     built = build(tmp_path, **{source: (right, wrong)})
-    with pytest.warns(
-        UserWarning,
-        match="it (draws noise|digests sums|takes norms|differentiates (convolutions|normalisations)) wrongly",
-    ):
+    wrongly = "it (draws noise|digests sums|takes norms|differentiates (convolutions|normalisations)) wrongly"
+    with pytest.warns(UserWarning, match=wrongly):
         assert load(built) is None
