@@ -42,6 +42,11 @@ from dpshard.rules.vectorized import vectorized
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
 
+_NO_RULE = "no rule gives its per-sample gradient"
+_NO_SAMPLES = (
+    "what it takes was read at places that carry no samples of the micro-batch (flat ids with offsets, say: pass ids "
+    "[B, T], and flatten them in forward)"
+)
 _LOST = (
     "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
     "function that mixes rows; a packed sequence that was not made by pack_padded_sequence from a tensor with a row a "
@@ -143,7 +148,7 @@ class InterceptionMode(TorchFunctionMode):
         rule = vectorized if isinstance(func, Vmapped) else RULES.get(func)
         rule = ROUTED_RULES.get(func, rule) if routed else rule
         if rule is None:
-            raise call.refuse("no rule gives its per-sample gradient")
+            raise call.refuse(_NO_RULE if call.has_met_no_constants() else f"{_NO_RULE}; {_NO_SAMPLES}")
         if routed and not call.batch_size:
             args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
             result = func(*args, **kwargs)  # an expert to which no row came
@@ -267,6 +272,10 @@ class _InterceptedCall:
         """What makes records of routed rows, as those of the samples that they belong to."""
         B = self.mode.slots.batch_size
         return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
+
+    def has_met_no_constants(self) -> bool:
+        """Whether its sources were made of parameters alone."""
+        return all(self.mode.sources[x].exact for x in self.tensors if x in self.mode.sources)
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
         labels = ", ".join(dict.fromkeys(self.mode.sources[x].label for x in self.tensors if x in self.mode.sources))

@@ -19,7 +19,9 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D] of any rank."""
+    """Y = x W^T + b with W [P, D] and x [..., D] of any rank; with a vector W [D], sample by sample."""
+    if weight.dim() == 1:
+        return vectorized(call, *call.args, **call.kwargs)
     axis, source = batch_axis(call, input), call.source(weight)
     input = call.hold(input) if source is not None else input
     output = _linear(input, call.plain(weight), call.plain(bias))

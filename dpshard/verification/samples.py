@@ -42,7 +42,7 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
         if x.shape[dim] < run.rows or x.is_complex() or x.numel() == 0:
             continue
         wide = x.detach().narrow(dim, 0, run.rows).movedim(dim, 0).reshape(run.rows, -1).to(torch.float64)
-        wide = wide.nan_to_num()
+        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # so that sums of them are finite
         columns += [wide.mean(1), wide.amax(1), wide.amin(1), (wide[:, 1:] == wide[:, :-1]).sum(1).double()]
         columns.append((wide == wide.flatten().mode().values).sum(1).double())  # of what pads, or is ignored
     table = torch.stack(columns, 1).cpu().numpy()

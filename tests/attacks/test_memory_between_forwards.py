@@ -296,6 +296,29 @@ def test_a_forward_with_an_engine_is_the_forward_without_one():
     assert torch.equal(model.generator.get_state(), plain.generator.get_state())
 
 
+class Hooked(nn.Module):
+    """Puts a hook on its layer in its first forward, and notes that it did, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.installed = nn.Linear(D, D), False
+
+    def forward(self, x):
+        if not self.installed:
+            self.installed = True
+            self.layer.register_forward_hook(lambda _, args, output: 2 * output)
+        return self.layer(x)
+
+
+def test_a_hook_that_the_first_forward_installs_is_there_once():
+    plain = Hooked()
+    model = copy.deepcopy(plain)
+    engine_on(model)
+    for _ in range(2):
+        assert torch.equal(plain(normal(B, D)), model(normal(B, D)))
+    assert len(model.layer._forward_hooks) == len(plain.layer._forward_hooks) == 1
+
+
 def llama(**rope):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -110,6 +110,8 @@ EACH = {
     "convolution": (lambda m, y: m.conv(y[:, None]).flatten(1), {"conv": nn.Conv1d(1, 4, 2)}),
     "grouped convolution": (lambda m, y: m.conv(y.unsqueeze(2)).flatten(1), {"conv": nn.Conv1d(D, D, 1, groups=D)}),
     "prelu": (lambda m, y: F.prelu(y, m.w), {"w": torch.rand(1)}),
+    "linear map of cubes": (lambda m, y: m.map(y[:, None]).flatten(1), {"map": nn.Linear(D, 4)}),
+    "vector": (lambda m, y: F.linear(y, m.w)[:, None], {"w": torch.rand(D)}),
     "weight on positions": (lambda m, y: (y.unsqueeze(1) * m.w).flatten(1), {"w": torch.rand(4, 1)}),
 }
 

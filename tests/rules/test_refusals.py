@@ -77,16 +77,10 @@ UNSUPPORTED = {
         r"conv1d: its input has no batch dimension; pass \[B, C, \.\.\.\]",
     ),
     "written into": (written_into, (D,), r"it writes into a tensor that no sample has met.*out of place"),
-    "routed cubes": (
-        lambda m, x: F.linear(picked(x).unsqueeze(1), m.w).sum(),
-        (P, D),
-        r"linear: its first argument is not \[N, D\] with the rows that were routed",
-    ),
-    "routed vectors": (lambda m, x: F.linear(picked(x), m.w).sum(), (D,), r"linear: only a matrix maps rows \[N, D\]"),
     "beside routed rows": (
         lambda m, x: torch.addcmul(picked(x), torch.ones(len(picked(x)), 1).double(), m.w).sum(),
         (D,),
-        r"addcmul: an argument has a dimension where the others have routed rows",
+        r"addcmul: .*this function is not known to treat them one by one",
     ),
     "rows of others": (
         lambda m, x: torch.addcmul(picked(x), m.w, turned(x)).sum(),
@@ -143,7 +137,8 @@ LAYOUTS = {
 def test_what_carries_no_evidence_of_samples_is_refused(case):
     use, shape, message = LAYOUTS[case]
     model = Use(use, w=randn(*shape))
-    noise_free_engine(model, batch_size=B)
+    # Without `verify`, which refuses the course that changes for another reason: its output does.
+    noise_free_engine(model, batch_size=B, verify=False)
     with pytest.raises(BatchLayoutError, match=message):
         model(randn(B, T, D))
 
@@ -162,7 +157,7 @@ def test_inputs_of_different_lengths_are_refused():
 
 
 def test_bags_of_flat_ids_from_outside_are_refused():
-    """They have no dimension for samples, so all of them go into the last bag of the samples that are checked."""
+    """They have no dimension for samples: nobody can tell which sample reads which row of the table."""
 
     class Bags(nn.EmbeddingBag):
         def forward(self, x, ids, offsets):
@@ -172,7 +167,7 @@ def test_bags_of_flat_ids_from_outside_are_refused():
     engine = noise_free_engine(model, batch_size=B, sample_size=B)
     for logical_batch in engine.batches(torch.utils.data.TensorDataset(randn(B, D)), micro_batch_size=B):
         for (x,) in logical_batch:
-            with pytest.raises(VerificationError, match=r"Bags fails on 1 sample.*flat ids with offsets: pass ids"):
+            with pytest.raises(UnsupportedParameterError, match=r"index_add_: no rule .*flat ids with offsets"):
                 model(x, torch.arange(2 * B) % 7, torch.arange(0, 2 * B, 2))
         break
 

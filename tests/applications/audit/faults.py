@@ -23,11 +23,14 @@ def weaken_noise(monkeypatch, by):
 
 def reuse_noise(monkeypatch, steps=10**9):
     """So many steps in a row have the noise of the first of them."""
-    monkeypatch.setattr(
-        KeyedGaussian,
-        "release_",
-        lambda self, shards, *, step, **rest: RELEASE(self, shards, step=step - step % steps, **rest),
-    )
+    first = {}
+
+    def release(self, shards, *, step, **rest):
+        if step % steps == 0:
+            first["noise"] = self  # its key holds the sums of the step
+        return RELEASE(first["noise"], shards, step=step - step % steps, **rest)
+
+    monkeypatch.setattr(KeyedGaussian, "release_", release)
 
 
 def drop_clipping(monkeypatch, of):
@@ -68,8 +71,8 @@ def shuffle(monkeypatch):
 def count_padding(monkeypatch):
     """Rows that fill up a micro-batch are samples."""
 
-    def planned(*arguments):
-        return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments)]
+    def planned(*arguments, **rest):
+        return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments, **rest)]
 
     monkeypatch.setattr(dpshard.engine, "plan_micro_batches", planned)
 
@@ -210,9 +213,9 @@ def double_a_threshold(monkeypatch):
 def count_one_row_of_padding(monkeypatch):
     """The first row that fills up a micro-batch is a sample."""
 
-    def planned(*arguments):
+    def planned(*arguments, **rest):
         plans = []
-        for plan in PLAN(*arguments):
+        for plan in PLAN(*arguments, **rest):
             is_padding = plan.is_padding.clone()
             if plan.samples and is_padding.any():
                 is_padding[plan.samples] = False
