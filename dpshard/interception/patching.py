@@ -382,7 +382,7 @@ class Interception:
 
     def _probe(self, run: Run, into: Layout) -> Layout:
         try:
-            with self.undisturbed(run.module) as state, self.sharding.probing(), torch.enable_grad():
+            with self.sharding.probing(), self.undisturbed(run.module) as state, torch.enable_grad():
 
                 def first(n: int, rows: int) -> Any:
                     state.rewind()

@@ -129,7 +129,7 @@ class Verifier:
         random = self._random(self._moment()[0])
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
         draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
-        with interception.undisturbed(run.module) as state, owner.unwatched(), torch.enable_grad():
+        with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
             together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
             shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])

