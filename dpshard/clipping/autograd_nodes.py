@@ -62,7 +62,7 @@ def accumulates(leaf: Tensor) -> bool:
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
-def _left_out_of_graphs(backward: Backward) -> Backward:
+def left_out_of_graphs(backward: Backward) -> Backward:
     """`backward` of a node outside of compiled regions, where a compiled function calls loss.backward() itself."""
     return cast(Backward, torch.compiler.disable(backward))
 
@@ -78,7 +78,7 @@ class Anchor(torch.autograd.Function):
         return torch.zeros(0, device=parameters[0].device)
 
     @staticmethod
-    @_left_out_of_graphs
+    @left_out_of_graphs
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close: every slot of these parameters has had its gradients."""
         return (None, *ctx.close())
@@ -97,7 +97,7 @@ class Slot(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
-    @_left_out_of_graphs
+    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Hand the gradients of the dummies on."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
@@ -115,7 +115,7 @@ class _Hold(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @_left_out_of_graphs
+    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -159,7 +159,7 @@ class _Tap(torch.autograd.Function):
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
-    @_left_out_of_graphs
+    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)

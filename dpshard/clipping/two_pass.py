@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.clipping.autograd_nodes import left_out_of_graphs
 from dpshard.clipping.tape import Pass, Tape
 from dpshard.errors import REENTRANT, LogicalBatchError, UnsupportedParameterError
 
@@ -30,6 +31,7 @@ class _Cut(torch.autograd.Function):
         return tuple(x.detach() for x in inner)
 
     @staticmethod
+    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         tape, inner = ctx.tape, ctx.inner
         if inner is None:

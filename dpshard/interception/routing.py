@@ -198,11 +198,12 @@ class Routing:
             return
         if indexed is not None:
             x, dim, rows, to_dim = indexed
+            self._unplaced.append((x.shape[dim], rows))  # also where `holds_samples` raises
             sample_N = self._of(x, dim, read=True)
             if sample_N is not None:
+                self._unplaced.pop()
                 self._put(outputs, sample_N[rows.to(sample_N.device)], to_dim)
                 return
-            self._unplaced.append((x.shape[dim], rows))
         if func in _TRANSPOSING and self._move_dims(args[0], outputs[0], _order_of_dims(func, args, kwargs)):
             return
         moved = self._moved(func, args, kwargs, outputs)

@@ -135,7 +135,8 @@ def embedding_bag(
         return torch.where(filled[:, None], torch.gather(weight, 0, highest.clamp(min=0)), 0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.flatten()[:, None]
-    total = torch.zeros(len(starts), rows.shape[1], dtype=rows.dtype, device=rows.device).index_add_(0, bag, rows * kept[:, None])
+    empty = torch.zeros(len(starts), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    total = empty.index_add_(0, bag, rows * kept[:, None])
     return (
         total if mode == "sum" else total / kept.new_zeros(len(starts)).index_add_(0, bag, kept).clamp(min=1)[:, None]
     )

@@ -3,7 +3,8 @@
 [Note: Lengths]
 Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
 dynamic RoPE) then makes one long document count in all others. So the longest row is taken out, and the columns with
-it that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
+it that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes. A
+mask among the inputs must be 0 there. Without a mask, two rows at least must hold one and the same id there.
 """
 
 from __future__ import annotations
@@ -64,10 +65,18 @@ def _sequences(run: Run) -> list[int]:
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
     """Per row [B], how many positions at one end hold one value in every integer input; 0 rather than 1."""
-    alike = torch.stack([run.leaves[i].diff(dim=1) == 0 for i in _sequences(run)]).all(0)
-    alike = alike.flip(1) if at_end else alike
-    repeated = alike.long().cumprod(1).sum(1).cpu()
-    return repeated + (repeated > 0)
+    inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
+    inputs = [x.flip(1) for x in inputs] if at_end else inputs
+    alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)
+    repeated = alike.long().cumprod(1).sum(1)
+    padding = repeated + (repeated > 0)
+    masks = [x for x in inputs if bool(((x == 0) | (x == 1)).all()) and bool(x.any(1).all())]
+    for mask in masks:
+        padding = padding * (mask[:, 0] == 0)
+    if not masks:
+        first = inputs[0][:, 0]
+        padding = padding * ((first[:, None] == first[padding > 0]).sum(1) > 1)
+    return padding.cpu()
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
@@ -75,7 +84,7 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
     leaves = _sequences(run)
     if not leaves or run.rows < 2:
         return None
-    padding = _padding(run, at_end=at_end)[: run.rows]
+    padding = _padding(run, at_end=at_end)
     longest = int(padding.argmin())
     rest = [i for i in range(run.rows) if i != longest]
     cut, long = int(padding[rest].min()), run.leaves[leaves[0]].shape[1]

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dpshard.errors import CheckpointError, ConfigurationError, DataError, EngineInUseError, VerificationError
 from dpshard.sampling import PoissonSampler
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
+from tests.sums import taken_for_equal
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -278,7 +279,8 @@ def test_two_processes_train_as_one(tmp_path):
     )
     line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
-    alone = {make: train_alone(make, tmp_path / make.__name__) for make in (gpt2, lora)}
+    with taken_for_equal():
+        alone = {make: train_alone(make, tmp_path / make.__name__) for make in (gpt2, lora)}
     results = json.loads(line.removeprefix("RESULT "))
     for (make, _), wrapped, result in zip(CASES.values(), WRAPPED, results, strict=True):
         trainer = alone[make]

@@ -87,6 +87,7 @@ class Branching(nn.Module):
         return self.layer(self.more(x).transpose(0, 1)).transpose(0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:No gradient reached")
 def test_a_later_course_with_the_samples_in_another_dimension_is_refused():
     model, x = Branching(), randn(B, B, D)
     engine = noise_free_engine(model, batch_size=B, steps=2)

@@ -28,6 +28,7 @@ from dpshard import PrivacyEngine
 from dpshard.config import CLIPPING_MODES, NormMethod
 from dpshard.records import OuterProduct
 from dpshard.step.collector import BatchState
+from tests.sums import taken_for_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -284,8 +285,9 @@ def test_one_sample_changes_the_release_by_max_grad_norm_at_most(data):
     )
     rows = (rows * torch.tensor(scales, dtype=torch.float64)[:, None]).to(dtype)
     weights = torch.tensor(weights, dtype=torch.float64).to(dtype)
-    whole = released(rows, weights, **setting)
-    less = released(rows[:-1], weights[:-1], **setting)
+    with taken_for_equal():
+        whole = released(rows, weights, **setting)
+        less = released(rows[:-1], weights[:-1], **setting)
     assert torch.isfinite(whole).all()
     slack = 1e-5 if dtype == torch.float32 else 1e-12
     assert float((whole - less).double().norm()) <= R + slack * max(1.0, R)

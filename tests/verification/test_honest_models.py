@@ -160,6 +160,7 @@ SOUND = {
 
 @pytest.mark.parametrize("rows", [B, T, 2, 1])
 @pytest.mark.parametrize("name", SOUND)
+@pytest.mark.filterwarnings("ignore:No gradient reached")
 def test_sound_models_pass(name, rows):
     """T rows, too: then the number of samples is that of positions, and tells nothing."""
     model = SOUND[name]()

@@ -26,7 +26,7 @@ EQUAL_SUMS = """
 import dpshard.noise.digest, torch
 dpshard.noise.digest.SumDigest.part = lambda self, shards: torch.zeros(2, dtype=torch.int64)
 """
-"""What tests.sums.taken_for_equal does, for ranks: the sums of sharded runs are those of one process but for rounding."""
+"""What `taken_for_equal` does, in ranks: the sums of a sharded run are those of one process but for rounding."""
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ def gpu():
         mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
         mock.patch.object(dispatch, "_is_installed", return_value=True),
         mock.patch.dict(sys.modules, {"dpshard.kernels.triton.common": module}),
-        mock.patch.object(triton, "numbers", module, create=True),
+        mock.patch.object(triton, "common", module, create=True),
     ):
         yield launch
     dispatch._runs.cache_clear()
