@@ -362,7 +362,7 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
             f"sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
             f"mixes samples: switch it off. {_OWN_LOSS}"
         )
-    if max(apart) <= tolerance:
+    if max(apart) <= 10 * min(apart) + 2 * eps * max(1.0, abs(own)):
         raise ConfigurationError(
             f"It cannot be told whether the labels of {type(model).__name__} name the token at a position, or the "
             f"token after it: on one sample both losses are equal. {_OWN_LOSS}"

@@ -3,7 +3,8 @@
 Counted on one of 256 ranks, on fake tensors with a process group that sends nothing (applications/planner/): the real
 step, exact and the same on every machine. What comes on top is engine.metrics(): once a step, 6 numbers a clipping
 group and 2 for the loss are gathered, and where gradients are sharded the norm of the clipped sum is; and before the
-noise what speaks against the release, and a digest of the sums.
+noise what speaks against the release, and a digest of the sums. In the first step alone ranks also tell each other
+which parameters got a gradient, a byte a parameter.
 Two backward passes gather the blocks once more.
 """
 
@@ -36,7 +37,10 @@ def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
     """What engine.metrics() sends once a step, in float64; and a digest of the sums, and whether they are sound."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
     digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (2 + len(Doubt) + 2) * 8)}
-    return figures | digest | ({} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)})
+    assert isinstance(setup.model, Transformer)
+    reached = {("all-gather", "uint8"): Traffic(1, setup.ranks * groups_of(Clipping("param-wise"), setup.model))}
+    norm = {} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)}
+    return figures | digest | reached | norm
 
 
 def groups_of(clipping: Clipping, shape: Transformer) -> int:
