@@ -420,11 +420,12 @@ class PrivacyEngine:
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         module = self.model
-        args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
-        run = plan_run(module, self._interception.original(module), args, kwargs, None)
-        self._interception.layout_of(run, verify=False)
-        loss = None if loss_fn is None else Loss(loss_fn, targets)
-        self._verifier.verify(self._interception, run, loss, thorough=True)
+        with self._backend.unwatched():
+            args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
+            run = plan_run(module, self._interception.original(module), args, kwargs, None)
+            self._interception.layout_of(run, verify=False)
+            loss = None if loss_fn is None else Loss(loss_fn, targets)
+            self._verifier.verify(self._interception, run, loss, thorough=True)
 
     def detach(self) -> None:
         """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""

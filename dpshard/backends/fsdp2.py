@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,18 @@ class FSDP2Backend(LocalBackend):
         """See LocalBackend; its forwards gather parameters, so all ranks come together first."""
         meet_for_probe(self._group())
         return super().probing()
+
+    def unwatched(self) -> AbstractContextManager[Any]:
+        """See LocalBackend; what was sharded before the block is sharded after it."""
+        stack = ExitStack()
+        stack.enter_context(super().unwatched())
+        for unit in self.units:
+            module = unit.modules[0]
+            assert isinstance(module, FSDPModule)
+            if all(group.is_sharded for group in _groups(module)):
+                # The last forward leaves the root gathered, and an optimizer made then would hold what FSDP frees.
+                stack.callback(module.reshard)
+        return stack
 
     def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters of the unit whose forward begins."""
