@@ -83,7 +83,7 @@ class Verifier:
     def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
         """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), self._watch.news(run)
-        news = news and self._may_look_again()
+        news = news and not _gathers(interception, run) and self._may_look_again()
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(interception, run, None, thorough=thorough)
@@ -94,7 +94,7 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch, if the model has changed as it never did before."""
         last, self._last = self._last, None
-        if last is not None and self._watch.changes() and self._may_look_again():
+        if last is not None and self._watch.changes() and not _gathers(*last) and self._may_look_again():
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
@@ -143,7 +143,7 @@ class Verifier:
                 self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
             refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
-            if self._watch.lengths_vary:
+            if self._watch.lengths_vary and not _gathers(interception, run):
                 refuse_length_dependence(bench)
         self._watch.accept(interception.model, counters)
 
@@ -169,6 +169,11 @@ class Verifier:
             except (RuntimeError, TypeError):  # also where forward casts to float32 by itself
                 return False
             return True
+
+
+def _gathers(interception: Interception, run: Run) -> bool:
+    """Whether all ranks must run as many forwards: then none looks at what it alone has met."""
+    return interception.sharding.gathers(run.module)
 
 
 def _is_number(x: Any) -> bool:
