@@ -2,23 +2,89 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from subprocess import STDOUT
 from typing import Any
+
+import torch.distributed as dist
+
+from tests.forks import ROOT, Forked
 
 FOLDER = Path(__file__).parent
 
 
-def launch(worker: str, world_size: int, *arguments: str, timeout: float = 280) -> list[Any]:
-    """What each rank of `worker` reports; a rank that fails, or hangs, fails the test with its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), environment.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [*command, str(FOLDER / worker), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
-    )
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
-    return json.loads(line.removeprefix("RESULT "))
+class FailedRankError(AssertionError):
+    """A rank failed, was killed, or did not end in time; the message is what the ranks printed."""
+
+
+def launch(worker: str | Path, world_size: int, *arguments: str | Path, timeout: float = 280) -> Any:
+    """What `worker` (a file of this folder, or a path) prints behind RESULT: by rank.main, what each rank reports.
+
+    FailedRankError if a rank fails, or hangs longer than `timeout` seconds; the others are killed then.
+    """
+    with tempfile.TemporaryDirectory() as folder, _environments(world_size) as environments:
+        logs = [Path(folder) / f"rank-{rank}" for rank in range(world_size)]
+        ranks: list[Forked] = []
+        try:
+            for log, environment in zip(logs, environments, strict=True):
+                with log.open("wb") as out:
+                    command = ["python", FOLDER / worker, *arguments]
+                    ranks.append(
+                        Forked(command, env=environment, stdout=out.fileno(), stderr=STDOUT, start_new_session=True)
+                    )
+            done = _wait(ranks, time.monotonic() + timeout)
+        finally:
+            for rank in ranks:
+                _end(rank)
+        printed = [log.read_text(errors="replace") for log in logs]
+    lines = [line for text in printed for line in text.splitlines() if line.startswith("RESULT ")]
+    if not done or not lines:
+        codes = [rank.returncode for rank in ranks]
+        tails = "\n".join(f"--- rank {rank}\n{text[-6000:]}" for rank, text in enumerate(printed))
+        raise FailedRankError(f"exit codes {codes} (-9: killed, also because another had failed)\n{tails}")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@contextmanager
+def _environments(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """Those of the ranks, as of torchrun: this process holds the store in which they meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    del store
+
+
+def _end(rank: Forked) -> None:
+    """Kill it if it runs, and whatever it has forked."""
+    rank.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.wait()
+
+
+def _wait(ranks: Sequence[Forked], deadline: float) -> bool:
+    """Whether all ranks end well before `deadline`; False as soon as one has not."""
+    while time.monotonic() < deadline:
+        codes = [rank.poll() for rank in ranks]
+        if None not in codes:
+            return not any(codes)
+        if any(codes):
+            return False
+        time.sleep(0.02)
+    return False

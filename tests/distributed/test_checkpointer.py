@@ -4,32 +4,16 @@ PITFALLS rows: 24 test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_b
 test_a_run_goes_on_with_another_number_of_ranks, and the same by DeepSpeed.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.distributed.launch import launch
 from tests.distributed.restarts import STEPS
 from tests.extras import needs_deepspeed
 
-SCRIPT = Path(__file__).with_name("restarts.py")
-
 
 def restarts(*arguments: str) -> dict:
-    root = str(SCRIPT.parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=240, env=environment
-    )
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
-    return json.loads(line.removeprefix("RESULT "))
+    return launch("restarts.py", 1, *arguments, timeout=240)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from dpshard.applications.cli import launch
 from tests.applications.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
+from tests.forks import Forked
 from tests.sums import taken_for_equal
 
 STEPS = 12
@@ -37,6 +39,12 @@ def environment(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(everywhere), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with taken_for_equal():
         yield
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch):
+    """The launcher in this process forks its ranks, which need not import torch; `spawn` and torchrun start Python."""
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture(scope="module")
@@ -223,26 +231,28 @@ def test_a_run_joins_torchrun(alone, begun):
     assert_same_run(begun, alone)
 
 
-def test_a_run_joins_srun(alone, begun):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dpshard", "train", "--resume", str(begun), "--shard", "ddp"],
-            env={
-                **os.environ,
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-                "SLURM_JOB_ID": str(os.getpid()),
-                "SLURM_STEP_ID": "0",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+def test_a_run_joins_srun(alone, begun, tmp_path):
+    printed = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    ranks = []
+    for rank, path in enumerate(printed):
+        environment = {
+            **os.environ,
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+        }
+        command = [sys.executable, "-m", "dpshard", "train", "--resume", begun, "--shard", "ddp"]
+        with path.open("wb") as out:
+            ranks.append(Forked(command, env=environment, stdout=out.fileno(), stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    outputs = [path.read_text() for path in printed]
+    assert codes == [0, 0], outputs
     assert "Report, plots and weights" in outputs[0]
     assert outputs[1] == ""
     assert_same_run(begun, alone)

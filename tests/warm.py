@@ -1,0 +1,20 @@
+"""What processes have imported before they are forked; see forks.py."""
+
+# ruff: noqa: F401
+
+import contextlib
+
+import fsspec  # which torch.distributed.checkpoint imports late
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import dpshard.applications.audit
+import dpshard.applications.cli.training
+import dpshard.backends.ddp
+import dpshard.backends.fsdp2
+import tests.oracle
+
+with contextlib.suppress(ImportError):
+    import tests.distributed.deepspeed_setup
