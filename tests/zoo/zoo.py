@@ -103,7 +103,10 @@ def functions_met() -> Iterator[set[str]]:
 def assert_model_exact(
     model: nn.Module, inputs: Mapping[str, Tensor], read: Callable[[Any], Tensor] = logits, **options: Any
 ) -> float:
-    """One private step in either style is the oracle's, some samples clipped and some not; returns the worst error."""
+    """One private step in either style is the oracle's, some samples clipped and some not; returns the worst error.
+
+    The model is verified in the first of them.
+    """
     model = model.double().train()
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     with torch.no_grad():
@@ -121,7 +124,8 @@ def assert_model_exact(
             layers.setdefault(name.rpartition(".")[0], []).append(name)
         for style, groups in (("all-layer", None), ("layer-wise", list(layers.values()))):
             expected = clipped_mean(per_sample, max_grad_norm=R, batch_size=B, groups=groups)
-            update = private_step(model, (rows,), call=call, max_grad_norm=R, clipping_style=style, **options)
+            once = {"verify": groups is None, "clipping_style": style, "max_grad_norm": R}
+            update = private_step(model, (rows,), call=call, **{**once, **options})
             error = relative_error(update, expected)
             assert error <= TOLERANCE, f"{style}: relative error {error:.2e}"
             worst = max(worst, error)
