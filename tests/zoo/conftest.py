@@ -10,6 +10,11 @@ def pytest_runtest_setup():
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    config.stash[page.COLLECTED] = list(items)
+
+
 @pytest.fixture(autouse=True)
 def _as_on_the_page(request):
     page.begin()

@@ -29,6 +29,9 @@ SECTIONS = {
 }
 """Test files that the page holds; the modules of torch are in the guide's table of rules."""
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""In pytest's configuration: the tests of the zoo, also those that are deselected."""
+
 HEAD = """# Models
 
 Every row is a model, small and random, that was trained for one step without noise in all-layer and in layer-wise

@@ -34,7 +34,8 @@ dpshard.noise.digest.SumDigest.part = lambda self, shards: torch.zeros(2, dtype=
 @pytest.fixture(autouse=True)
 def environment(monkeypatch, tmp_path_factory):
     everywhere = tmp_path_factory.mktemp("everywhere")
-    (everywhere / "sitecustomize.py").write_text(f"import os\nif {{'RANK', 'SLURM_PROCID'}} & os.environ.keys():{indent(EQUAL_SUMS, '    ')}")
+    ranks = "if {'RANK', 'SLURM_PROCID'} & os.environ.keys():"
+    (everywhere / "sitecustomize.py").write_text(f"import os\n{ranks}{indent(EQUAL_SUMS, '    ')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(everywhere), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with taken_for_equal():
