@@ -36,7 +36,7 @@ def optimizer_of(model: nn.Module, options: set[str]) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
 
-def private(model: nn.Module, style: object, mode: str, options: set[str]) -> PrivacyEngine:
+def private(model: nn.Module, style: object, mode: str, options: set[str], *, verify: bool = True) -> PrivacyEngine:
     engine = PrivacyEngine(
         model,
         batch_size=1 if "rare" in options else 12,
@@ -50,6 +50,7 @@ def private(model: nn.Module, style: object, mode: str, options: set[str]) -> Pr
         accountant="rdp",
         offload_records="waiting" in options,
         adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
+        verify=verify,
     )
     engine.load_state_dict(_with_secret(engine))  # type: ignore[arg-type]
     return engine
@@ -77,7 +78,7 @@ def train_sharded(model: nn.Module, stage: int, style: object, mode: str, option
 def train_alone(model: nn.Module, style: object, options: set[str]) -> dict[str, Any]:
     """Figures of the training in one process, and the parameters that it ends with."""
     with mock.patch("torch.distributed.is_initialized", return_value=False):
-        engine = private(model, style, "auto", options)
+        engine = private(model, style, "auto", options, verify=False)
     optimizer, clipped = optimizer_of(model, options), []
     for logical_batch in engine.batches(data(), 7):
         for x, y in logical_batch:

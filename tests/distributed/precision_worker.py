@@ -74,6 +74,7 @@ def step(backend: str, half: str, style: str, dtype: torch.dtype) -> dict[str, o
     engine = PrivacyEngine(
         model, batch_size=BATCH_SIZE, sample_size=SAMPLES, steps=1, noise_multiplier=0.0, max_grad_norm=THRESHOLD,
         clipping_fn="abadi", clipping_style=style,  # type: ignore[arg-type]
+        verify=style == "all-layer",
     )  # fmt: skip
     engine._secret = bytes(range(32))  # the same logical batch in every run of the tests
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
