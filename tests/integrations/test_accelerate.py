@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
 from dpshard.errors import ConfigurationError
+from tests.distributed.launch import launch
 from tests.integrations.accelerate_setup import DATA, SETTINGS, mlp
 from tests.sums import taken_for_equal
 
@@ -24,6 +25,18 @@ accelerate = pytest.importorskip("accelerate")
 from dpshard.integrations.accelerate import make_engine  # noqa: E402
 
 WORKER = Path(__file__).with_name("accelerate_worker.py")
+
+
+def reported(ranks: int, *arguments: str) -> list:
+    """What the worker prints; one alone is no rank."""
+    if ranks > 1:
+        return launch(WORKER, ranks, *arguments, timeout=200)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    command = [sys.executable, str(WORKER), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
+    return json.loads(line.removeprefix("RESULT "))
 
 
 @pytest.mark.parametrize(
@@ -42,17 +55,7 @@ def test_parameters_are_those_of_the_plain_engine(kind, ranks, name, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    run = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), kind, str(tmp_path), state],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
-    )
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
-    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
-    wrapped, steps, found = json.loads(line.removeprefix("RESULT "))
+    wrapped, steps, found = reported(ranks, kind, str(tmp_path), state)
     assert (wrapped, steps) == (name, 4)
     for values, parameter in zip(found, plain.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())

@@ -8,11 +8,8 @@ PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_i
 import functools
 import json
 import logging
-import os
 import re
 import stat
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpshard.errors import CheckpointError, ConfigurationError, DataError, EngineInUseError, VerificationError
 from dpshard.sampling import PoissonSampler
+from tests.distributed.launch import launch
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
 from tests.sums import taken_for_equal
 
@@ -267,21 +265,9 @@ PROMPT = [[1, 2, 3]]
 def test_two_processes_train_as_one(tmp_path):
     """Noise and logs included, with half of the accumulation steps; and they save, resume, and generate."""
     worker = Path(__file__).with_name("trainer_worker.py")
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(worker, tmp_path / "two", *CASES),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(worker.parents[2])},
-    )
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
-    assert line is not None, run.stdout[-2000:] + run.stderr[-6000:]
+    results = launch(worker, 2, tmp_path / "two", *CASES, timeout=200)
     with taken_for_equal():
         alone = {make: train_alone(make, tmp_path / make.__name__) for make in (gpt2, lora)}
-    results = json.loads(line.removeprefix("RESULT "))
     for (make, _), wrapped, result in zip(CASES.values(), WRAPPED, results, strict=True):
         trainer = alone[make]
         assert (result["wrapped"], result["steps"], result["resumed"]) == (wrapped, 3, True)
