@@ -62,12 +62,14 @@ def tied():
 
 RELEASE = {"trials": 400, "clipping_fn": "abadi"}
 """One step, all samples in it, in two micro-batches of three rows."""
+CLEAR = RELEASE | {"trials": 150}
+"""Enough for a fault that lets a sample show at almost every step."""
 EPOCH = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 1, "noise_multiplier": 0.2}
 SEVERAL = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 2, "noise_multiplier": 2.0}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"clipping_style": "layer-wise"}, {"secure_mode": True, "loss_reduction": "sum"}], ids=str
+    "options", [{"clipping_style": "layer-wise"}, {"secure_mode": True, "loss_reduction": "sum"}], ids=str
 )
 def test_a_sound_release_passes(options):
     audit = audit_steps(*classifier(), **(RELEASE | {"trials": 600}), **options)
@@ -127,7 +129,7 @@ def test_halved_noise_is_refuted(monkeypatch):
 @pytest.mark.parametrize("parameter", ["0.weight", "2.weight"])
 def test_a_layer_that_is_not_clipped_is_refuted(monkeypatch, parameter):
     faults.drop_clipping(monkeypatch, parameter)
-    assert audit_steps(*classifier(), **RELEASE, verify=False).refuted_at() is not None
+    assert audit_steps(*classifier(), **CLEAR, verify=False).refuted_at() is not None
 
 
 def test_tied_weights_that_are_clipped_apart_are_refuted(monkeypatch):
@@ -139,7 +141,7 @@ def test_tied_weights_that_are_clipped_apart_are_refuted(monkeypatch):
 def test_a_parameter_without_noise_is_refuted(monkeypatch, parameter):
     """However small its part of the gradient is: epsilon is infinite."""
     faults.silence(monkeypatch, parameter)
-    audit = audit_steps(*classifier(), **RELEASE)
+    audit = audit_steps(*classifier(), **(RELEASE | {"trials": 300}))
     assert audit.refuted_at() is not None
     assert audit.trials.mu(REFUTED_BEYOND) > 1.5 * audit.accounted_mu
 
@@ -151,12 +153,12 @@ def test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted(monkeypatch):
 
 def test_counted_padding_is_refuted(monkeypatch):
     faults.count_padding(monkeypatch)
-    assert audit_steps(*classifier(), **RELEASE).refuted_at() is not None
+    assert audit_steps(*classifier(), **CLEAR).refuted_at() is not None
 
 
 def test_noise_that_is_used_again_is_refuted(monkeypatch):
     faults.reuse_noise(monkeypatch)
-    assert audit_steps(*classifier(), **SEVERAL, micro_batch_size=2).refuted_at() is not None
+    assert audit_steps(*classifier(), **(SEVERAL | {"trials": 120}), micro_batch_size=2).refuted_at() is not None
 
 
 def test_a_sample_that_moves_the_gradients_of_others_is_refuted():
