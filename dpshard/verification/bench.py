@@ -17,6 +17,11 @@ from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
 
 
+def is_compared(x: Any) -> bool:
+    """Whether a leaf of an output is compared: flags and integers too, since a mask or a label decides a loss."""
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
 class RunFailedError(VerificationError):
     """A run of some samples raised an error of its own."""
 
@@ -70,12 +75,12 @@ class Bench:
         """The numbers of the output for some samples, and of the user's loss, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
-            found = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+            found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
             found = [torch.view_as_real(x) if x.is_complex() else x for x in found]
             loss = loss or self.loss
             if loss is not None:
                 found.append(loss.of(output, samples).detach())
-        return [x for x in found if x.is_floating_point()]
+        return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
         """See `values`; None if forward refuses these inputs, as it may where numbers were made up."""

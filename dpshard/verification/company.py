@@ -84,6 +84,9 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
+    if not x.is_floating_point():
+        _refuse_other_choices(x, y)
+        return
     apart, size = moved(x, y), scale(x)
     eps = torch.finfo(x.dtype).eps
     allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max()
@@ -95,6 +98,18 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
         )
 
 
+def _refuse_other_choices(x: Tensor, y: Tensor) -> None:
+    """Raise VerificationError if flags or whole numbers of an output differ, beyond what ties can."""
+    apart = int((x != y).sum())
+    if apart > TIES * x.numel():
+        raise VerificationError(
+            f"{apart} of {x.numel()} elements of an output ({str(x.dtype).removeprefix('torch.')}, shape "
+            f"{tuple(x.shape[1:])} a row) change when the inputs of other samples do: {_MIXES}"
+        )
+
+
+TIES = 1e-4
+"""Share of whole numbers that may differ: rounding decides between experts that are equally good."""
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
     "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or "
@@ -109,7 +124,8 @@ def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
         return
-    rounding = 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
+    whole = not losses[0].is_floating_point()
+    rounding = 0.0 if whole else 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
     apart = abs((a - b) - (c - d))
     if apart > rounding * largest:
         raise VerificationError(

@@ -22,7 +22,7 @@ from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Interception, Run
 from dpshard.randomness import RandomSource, derive_key
-from dpshard.verification.bench import Bench, RunFailedError
+from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import refuse_company, refuse_other_ranks
 from dpshard.verification.gradients import refuse_other_gradients
 from dpshard.verification.lengths import refuse_length_dependence
@@ -132,7 +132,7 @@ class Verifier:
         with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
             together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
-            shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])
+            shapes = ([x for x in together if is_compared(x)], [x for x in alone if is_compared(x)])
             counters = refuse_memory(bench, thorough=thorough)
             if thorough:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
@@ -174,7 +174,3 @@ class Verifier:
 def _gathers(interception: Interception, run: Run) -> bool:
     """Whether all ranks must run as many forwards: then none looks at what it alone has met."""
     return interception.sharding.gathers(run.module)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
