@@ -34,7 +34,7 @@ from dpshard.interception.held_objects import (
 
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """Attributes of a module that torch, or the interception, keeps."""
-_HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
+HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
 """Where a module keeps its hooks: some models put them there in their first forward, and note that they did."""
 _MOST = 100_000
 """Things looked at: beyond them an attribute holds data rather than state."""
@@ -128,7 +128,7 @@ def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple
     seen.add(id(module))
     buffers = module._buffers
     yield f"{path}(buffers)", Container(buffers, lambda: dict(buffers), lambda x: refill(buffers, x))
-    for name in _HOOKS:
+    for name in HOOKS:
         hooks = vars(module)[name]
         yield f"{path}({name})", Container(hooks, hooks.copy, functools.partial(_put_back_hooks, hooks))
     names = module._non_persistent_buffers_set

@@ -58,9 +58,6 @@ class Owner(Protocol):
         ...
 
 
-MOST_NEWS = 8
-"""Verifications for news, before they are rationed by the logarithm of the steps."""
-
 Moment = tuple[int, int | None, int]
 """Where the training stands: step, number of the micro-batch (None in a loop of the user's own), number of them."""
 
@@ -76,14 +73,14 @@ class Verifier:
         self._kinds: set[Any] = set()  # kinds of inputs that were verified
         self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
         self._watch = Watch()
-        self._news = 0
         self._owed = False
         self._last: tuple[Interception, Run] | None = None
 
     def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
         """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
-        new, due, news = kind not in self._kinds, self._is_due(run, kind), self._watch.news(run)
-        news = news and not _gathers(interception, run) and self._may_look_again()
+        new, due, news = kind not in self._kinds, self._is_due(run, kind), False
+        if not _gathers(interception, run):
+            news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(interception, run, None, thorough=thorough)
@@ -94,14 +91,10 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch, if the model has changed as it never did before."""
         last, self._last = self._last, None
-        if last is not None and self._watch.changes() and not _gathers(*last) and self._may_look_again():
+        if last is not None and not _gathers(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
-
-    def _may_look_again(self) -> bool:
-        self._news += 1
-        return self._news <= MOST_NEWS + 2 * self._moment()[0].bit_length()
 
     def _is_due(self, run: Run, kind: Any) -> bool:
         """Whether this is the micro-batch to look at in a step that is a power of two, or a later one of its step."""
