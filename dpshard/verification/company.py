@@ -11,24 +11,33 @@ On several ranks all change their own K at the same time, so that what gathers r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpshard.errors import VerificationError
-from dpshard.interception import HIGH, LOW, Draws, Run
+from dpshard.interception import Draws, Run
 from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import sample_dim
 from dpshard.verification.samples import replaced, replaced_targets
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
+class Others(Enum):
+    """What the inputs of the other rows become."""
+
+    MOVED = auto()  # those of another row each
+    SCALED = auto()  # outliers
+    ONE = auto()  # all the same, to exhaust what is shared
+
+
 def refuse_company(
     bench: Bench,
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
-    draws: Sequence[Draws],
+    draws: Sequence[tuple[Draws, Others]],
 ) -> None:
     """Raise VerificationError if what some rows hold moves the outputs or losses of others.
 
@@ -39,11 +48,11 @@ def refuse_company(
         return
     everyone = list(range(run.batch_size))
     places = [sample_dim(x, y, len(bench.chosen)) for x, y in zip(*shapes, strict=True)]
-    for draw in draws:
+    for draw, others in draws:
         bench.draws = draw
         order = random.permutation(run.rows).tolist()
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
-        source = _others(run, order, crowded=draw is HIGH)
+        source = _others(run, order, crowded=others is Others.ONE)
         before = bench.values(everyone)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
@@ -53,7 +62,7 @@ def refuse_company(
                 everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
             )
 
-        scaled = draw is LOW  # beside an outlier no small term of a loss would show
+        scaled = others is Others.SCALED  # beside an outlier no small term of a loss would show
         after = with_others(first, scaled=scaled)
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)

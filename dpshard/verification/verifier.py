@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
-from dpshard.interception import AS_DRAWN, HIGH, LOW, Interception, Run
+from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Interception, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
-from dpshard.verification.company import refuse_company, refuse_other_ranks
+from dpshard.verification.company import Others, refuse_company, refuse_other_ranks
 from dpshard.verification.gradients import refuse_other_gradients
 from dpshard.verification.lengths import refuse_length_dependence
 from dpshard.verification.memory import refuse_memory
@@ -121,9 +121,13 @@ class Verifier:
         owner.refuse_changed_parameters()
         random = self._random(self._moment()[0])
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
-        draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
+        if thorough:
+            fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
+            draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
+        else:
+            draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
         with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
-            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
+            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
             together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
             shapes = ([x for x in together if is_compared(x)], [x for x in alone if is_compared(x)])
             counters = refuse_memory(bench, thorough=thorough)
@@ -131,8 +135,8 @@ class Verifier:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
-            # Beside an outlier, which comes with low draws, company cannot compare losses.
-            if thorough or draws[0] is LOW or self._moment()[0].bit_length() % 2:
+            # Beside an outlier company cannot compare losses.
+            if thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2:
                 self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
             refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
