@@ -66,15 +66,18 @@ def refuse_company(
         after = with_others(first, scaled=scaled)
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
-        if after is None:
+        # A mask that a threshold decides may stay as it is for one half of the rows.
+        third = with_others(second, scaled=scaled)
+        for now, kept in ((after, second), (third, first)):
+            for x, y, place in zip(before, now or (), places, strict=False):
+                if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
+                    _refuse_moved(bench, x, y, place, kept)
+        if after is None or third is None:
             continue
-        for x, y, place in zip(before, after, places, strict=False):
-            if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
-                _refuse_moved(bench, x, y, place, second)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
         if scalars and not scaled:
-            third, fourth = with_others(second, scaled=False), with_others(first + second, scaled=False)
-            if third is None or fourth is None:
+            fourth = with_others(first + second, scaled=False)
+            if fourth is None:
                 continue
             for i in scalars:
                 _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])

@@ -75,3 +75,80 @@ HONEST_CHOICES = {
 def test_a_choice_by_the_sample_alone_is_exact(choice):
     of, loss = HONEST_CHOICES[choice]
     assert influence(lambda: Outputs(of), loop_of(loss), dataset(), left_out=[0]) <= ALLOWED
+
+
+# --- gradients on their way back --------------------------------------------------------------------------------------
+
+
+class Clipped(torch.autograd.Function):
+    """Clips a gradient of activations by its norm."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * min(1.0, ctx.limit / float(g.norm())), None
+
+
+def hooked(_, x, o):
+    if o.requires_grad:
+        o.register_hook(lambda g: g * min(1.0, 50.0 / float(g.norm())))
+    return o
+
+
+def small(scale=0.1):
+    return TensorDataset(scale * torch.randn(8, 3, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2)
+
+
+def outside(model, x, y):
+    return 500 * F.cross_entropy(model(x), y, reduction="sum")
+
+
+BACKWARD = {"a hook": hooked, "a function": lambda _, x, o: Clipped.apply(o, 50.0)}
+
+
+@pytest.mark.parametrize("of", BACKWARD)
+def test_gradients_of_activations_that_the_batch_clips_are_refused(of):
+    """The limit is above the gradients of verification, and below those of training."""
+    message = is_refused(lambda: Outputs(BACKWARD[of]), loop_of(outside), small(), loss_reduction="sum")
+    assert "gradients of 3 samples together" in (message or "")
+
+
+def test_gradients_of_activations_that_rows_clip_are_exact():
+    def of(_, x, o):
+        if o.requires_grad:
+            o.register_hook(lambda g: g * (50.0 / g.norm(dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1))
+        return o
+
+    assert influence(lambda: Outputs(of), loop_of(outside), small(), left_out=[0], loss_reduction="sum") <= ALLOWED
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e17])
+@pytest.mark.parametrize("bias", [True, False])
+def test_blank_and_huge_samples_train(size, bias):
+    def build():
+        return nn.Sequential(nn.Conv1d(1, 4, 2, bias=bias), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2, bias=bias))
+
+    x = size * torch.randn(8, 1, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, torch.arange(8) % 2)
+    own = loop_of(lambda model, x, y: F.cross_entropy(model(x), y))
+    assert influence(build, own, data, left_out=[0]) <= ALLOWED
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gradient_hook_of_the_user_is_named(early):
+    def build():
+        model = nn.Linear(3, 2)
+        if early:
+            model.weight.register_hook(lambda g: g.clamp(-1, 1))
+        return model
+
+    def loop(model, engine, optimizer, dataset):
+        if not early:
+            model.weight.register_hook(lambda g: g.clamp(-1, 1))
+        loop_of(lambda model, x, y: F.cross_entropy(model(x), y))(model, engine, optimizer, dataset)
+
+    assert "gradient hook that is not dpshard's" in (is_refused(build, loop, dataset()) or "")
