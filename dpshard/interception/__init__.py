@@ -6,7 +6,7 @@ from dpshard.interception.doubts import Doubts
 from dpshard.interception.held_objects import container
 from dpshard.interception.isolation import Undisturbed
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
-from dpshard.interception.model_state import HOOKS, is_own, same
+from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
 from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import Session
 from dpshard.interception.row_identity import RowIdentity
@@ -32,4 +32,6 @@ __all__ = [
     "kind_of_value",
     "plan_run",
     "same",
+    "walk",
+    "walk_through",
 ]

@@ -124,6 +124,11 @@ def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from _walk(f"{path}{kind.__name__}", _class_attributes(kind), seen)
 
 
+def walk_through(path: str, x: Any) -> dict[str, Any]:
+    """Paths and values of what an object holds."""
+    return dict(_walk(path, x, set()))
+
+
 def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(module))
     buffers = module._buffers

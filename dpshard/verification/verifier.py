@@ -26,6 +26,7 @@ from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import Others, refuse_company, refuse_other_ranks
 from dpshard.verification.gradients import refuse_other_gradients
+from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
 from dpshard.verification.lengths import refuse_length_dependence
 from dpshard.verification.memory import refuse_memory
 from dpshard.verification.objectives import Loss, objectives
@@ -133,8 +134,14 @@ class Verifier:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
         with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
-            together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
-            shapes = ([x for x in together if is_compared(x)], [x for x in alone if is_compared(x)])
+            (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
+            bench.kept = rows_kept(kept, kept_alone, len(chosen))
+            shapes = tuple(
+                [x for x in leaves if is_compared(x)] + [held[path] for path in bench.kept]
+                for leaves, held in ((together, kept), (alone, kept_alone))
+            )
+            statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
+            del kept, kept_alone
             counters = refuse_memory(bench, thorough=thorough)
             if thorough:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
@@ -143,6 +150,7 @@ class Verifier:
             # Beside an outlier company cannot compare losses.
             if thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2:
                 self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
+                self._compare_kept(bench, statistics, random)
             refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary and not _gathers(interception, run):
@@ -170,6 +178,16 @@ class Verifier:
                     or not self._agrees_in_double(bench, found, compare)
                 ):
                     raise
+
+    def _compare_kept(self, bench: Bench, statistics: Mapping[str, Tensor], random: np.random.Generator) -> None:
+        if len(bench.chosen) < 2:
+            return
+        for path, like in statistics.items():
+            objective = objective_of(bench.interception.model, path, like)
+            try:
+                self._compare_gradients(bench, [objective], random, thorough=False)
+            except VerificationError as error:
+                raise named(path, error) from error
 
     def _agrees_in_double(self, bench: Bench, found: Any, compare: Callable[..., None]) -> bool:
         bench.state.rewind(bench.draws)

@@ -152,3 +152,87 @@ def test_a_gradient_hook_of_the_user_is_named(early):
         loop_of(lambda model, x, y: F.cross_entropy(model(x), y))(model, engine, optimizer, dataset)
 
     assert "gradient hook that is not dpshard's" in (is_refused(build, loop, dataset()) or "")
+
+
+# --- terms that forward leaves for the loop ---------------------------------------------------------------------------
+
+
+class Aux:
+    """What some forwards return beside logits."""
+
+    def __init__(self, balance):
+        self.balance = balance
+
+
+class Experts(nn.Module):
+    """A mixture of experts, whose balance is left by `leave(module, gates [B, E])`."""
+
+    def __init__(self, leave):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(3, 4), nn.Linear(3, 8)
+        self.logs = {}
+        self.leave = leave
+
+    def forward(self, x):
+        gates = self.gate(x).softmax(1)
+        beside = self.leave(self, gates)
+        logits = (self.experts(x).view(-1, 4, 2) * gates[..., None]).sum(1)
+        return logits if beside is None else (logits, beside)
+
+
+def balance(gates):
+    return 4 * (gates.mean(0) ** 2).sum()
+
+
+def logits_of(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+LEFT = {
+    "an attribute": (lambda m, g: setattr(m, "l_aux", balance(g)), lambda m, _: m.l_aux),
+    "a dict": (lambda m, g: m.logs.update(balance=balance(g)), lambda m, _: m.logs["balance"]),
+    "an object": (lambda _, g: Aux(balance(g)), lambda _, o: o[1].balance),
+    "features": (lambda m, g: setattr(m, "features", g - g.mean(0)), lambda m, _: m.features.square().mean()),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_balance_that_forward_leaves_for_the_loop_is_refused(left):
+    leave, term = LEFT[left]
+
+    def loss(model, x, y):
+        output = model(x)
+        return F.cross_entropy(logits_of(output), y) + term(model, output)
+
+    assert is_refused(lambda: Experts(leave), loop_of(loss), small(10.0)) is not None
+
+
+def features(m, g):
+    m.features, m.own = g, g.square().sum(1).mean()
+
+
+HONEST_LEFT = {
+    "features": (features, lambda m, _: m.own + m.features.square().sum(1).mean()),
+    "a detached balance": (lambda m, g: setattr(m, "l_aux", balance(g).detach()), lambda *_: 0.0),
+    "a penalty of own rows": (lambda _, g: Aux(g.square().sum(1).mean()), lambda _, o: o[1].balance),
+    "a norm of weights": (lambda m, g: setattr(m, "size", m.experts.weight.detach().norm() * 1.0), lambda *_: 0.0),
+}
+
+
+@pytest.mark.parametrize("left", HONEST_LEFT)
+def test_terms_of_single_samples_that_forward_leaves_are_exact(left):
+    leave, term = HONEST_LEFT[left]
+
+    def loss(model, x, y):
+        output = model(x)
+        return F.cross_entropy(logits_of(output), y) + term(model, output)
+
+    assert influence(lambda: Experts(leave), loop_of(loss), small(10.0), left_out=[0]) <= ALLOWED
+
+
+def test_spectral_normalisation_passes():
+    def build():
+        return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+    own = loop_of(lambda model, x, y: F.cross_entropy(model(x), y))
+    assert is_refused(build, own, small(10.0)) is None
