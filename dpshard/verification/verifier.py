@@ -136,9 +136,9 @@ class Verifier:
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
             (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
             bench.kept = rows_kept(kept, kept_alone, len(chosen))
-            shapes = tuple(
-                [x for x in leaves if is_compared(x)] + [held[path] for path in bench.kept]
-                for leaves, held in ((together, kept), (alone, kept_alone))
+            shapes = (
+                [x for x in together if is_compared(x)] + [kept[path] for path in bench.kept],
+                [x for x in alone if is_compared(x)] + [kept_alone[path] for path in bench.kept],
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
