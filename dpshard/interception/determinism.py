@@ -33,7 +33,7 @@ _DROPOUT = {
 class Draws:
     """What random draws are in runs that are compared: constants, so that a sample draws the same in any company.
 
-    None of them is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low and
+    None but flags is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low and
     high ones, and others at every verification: a constant for ever leaves branches that are never taken.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,11 @@ def _held(x: Any) -> dict[Any, Any] | None:
         return {"function": x.func, "args": x.args, **x.keywords}
     if isinstance(x, FunctionType):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if cell != _EMPTY} | (x.__kwdefaults__ or {})
+        return {name: cell.cell_contents for name, cell in cells if cell != CellType()} | (x.__kwdefaults__ or {})
     slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
     if not slots:
         return vars(x) if hasattr(x, "__dict__") else None
     return {name: getattr(x, name) for name in slots} | getattr(x, "__dict__", {})
-
-
-_EMPTY = type((lambda x: lambda: x)(0).__closure__[0])()  # pyright: ignore[reportOptionalSubscript]
 
 
 def kind_of_run(run: Run) -> Any:
