@@ -33,8 +33,8 @@ _DROPOUT = {
 class Draws:
     """What random draws are in runs that are compared: constants, so that a sample draws the same in any company.
 
-    None but flags is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low and
-    high ones, and others at every verification: a constant for ever leaves branches that are never taken.
+    None but flags is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low
+    and high ones, and others at every verification: a constant for ever leaves branches that are never taken.
     """
 
     uniform: float = 0.45

@@ -4,7 +4,7 @@ It reads identities, versions, lengths and shapes, and values of integers on the
 
 [Note: What is watched]
 Attributes, buffers, sub-modules and hooks of every module, and what dicts, lists and objects among them hold: settings
-in `model.config`, say. An ordinary forward costs four lists of numbers, made nearly without loops in Python. What a float
+in `model.config`, say. An ordinary forward costs four lists of numbers, nearly without loops in Python. What a float
 ramps through is news at every power of two, so news of one attribute are rationed by the logarithm of the steps; flags
 and strings have rations of their own.
 """
