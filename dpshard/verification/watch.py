@@ -46,6 +46,7 @@ class Watch:
         self._signature: Signature | None = None
         self._handles = -1
         self._hooks: list[dict[Any, Any]] = []
+        self._hooking: list[dict[Any, Any]] = []  # those that hold any
         self._hooked: list[int] = []
         self._kinds: dict[str, Any] = {}  # of whatever is watched, by path
         self._seen: set[tuple[str, Any]] = set()
@@ -103,6 +104,7 @@ class Watch:
             self._hooks += hooks
             self._kinds[f"{path}(hooks)"] = tuple(map(id, chain.from_iterable(map(dict.values, hooks))))
         self._signature, self._handles = self._sign(), RemovableHandle.next_id
+        self._hooking = [hooks for hooks in self._hooks if hooks]
         self._hooked = self._hook_ids()
 
     def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
@@ -166,7 +168,8 @@ class Watch:
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._hooks))))
+        # Most are empty, and are counted: that is the cheaper look.
+        return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
         sizes = [n for x, dim in _samples(run) for d, n in enumerate(x.shape) if d != dim]
