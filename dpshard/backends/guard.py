@@ -122,7 +122,7 @@ class Guard:
         Raises UnsupportedParameterError for parameters that somebody else has put a hook on.
         """
         for name in names:
-            self._refuse_hooks(name)
+            self.refuse_hooks(name)
         touched = next((name for name in names if not self.is_untouched(name)), None) or self._rewritten(names)
         if touched is None:
             return
@@ -153,7 +153,8 @@ class Guard:
         changed = (torch.stack([x.to(device) for x in now]) != then_N).tolist()
         return next((name for name, is_changed in zip(noted, changed, strict=True) if is_changed), None)
 
-    def _refuse_hooks(self, name: str) -> None:
+    def refuse_hooks(self, name: str) -> None:
+        """Raise UnsupportedParameterError if somebody else has put a hook on this parameter."""
         parameter = self._parameters[name]
         hooks = len(parameter._backward_hooks or ()) + len(
             getattr(parameter, "_post_accumulate_grad_hooks", None) or ()

@@ -64,6 +64,11 @@ class LocalBackend:
                     f"engine.state_dict() and engine.detach(), and make a new engine."
                 )
 
+    def refuse_hooks(self) -> None:
+        """Raise UnsupportedParameterError if somebody else has put a hook on a parameter."""
+        for name in self.parameters:
+            self.guard.refuse_hooks(name)
+
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training
 

@@ -3,9 +3,10 @@
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.doubts import Doubts
+from dpshard.interception.held_objects import container
 from dpshard.interception.isolation import Undisturbed
-from dpshard.interception.kinds import kind_of_run, kind_of_value
-from dpshard.interception.model_state import is_own, same
+from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
+from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
 from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import Session
 from dpshard.interception.row_identity import RowIdentity
@@ -14,6 +15,7 @@ from dpshard.interception.run import Run, plan_run
 __all__ = [
     "AS_DRAWN",
     "HIGH",
+    "HOOKS",
     "LOW",
     "Copies",
     "Doubts",
@@ -23,9 +25,13 @@ __all__ = [
     "Run",
     "Session",
     "Undisturbed",
+    "container",
     "is_own",
+    "kind_of_object",
     "kind_of_run",
     "kind_of_value",
     "plan_run",
     "same",
+    "walk",
+    "walk_through",
 ]

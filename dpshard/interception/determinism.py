@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,11 +33,12 @@ _DROPOUT = {
 class Draws:
     """What random draws are in runs that are compared: constants, so that a sample draws the same in any company.
 
-    None of them is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low and
-    high ones.
+    None but flags is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low
+    and high ones, and others at every verification: a constant for ever leaves branches that are never taken.
     """
 
-    uniform: float = 0.25
+    uniform: float = 0.45
+    """In (0, 1). Integers, waiting times and shares follow from it."""
     normal: float = 1.0
     seed: int | None = None
     """Seeds Python's and torch's generators, for what is drawn otherwise; None leaves them where they stand."""
@@ -43,7 +46,23 @@ class Draws:
 
     def constant(self, name: str) -> float:
         """What the draws of the function `name` become."""
-        return self.uniform if name in _UNIFORM else self.normal if name in _NORMAL else 1.0
+        if name in _UNIFORM:
+            return self.uniform
+        if name in _NORMAL:
+            return self.normal
+        return float(self.uniform < 0.9) if name in _FLAGS else float(np.ceil(self.waiting))
+
+    @property
+    def waiting(self) -> float:
+        """What exponential draws become, and those of Gamma."""
+        return -math.log1p(-self.uniform)
+
+    @classmethod
+    def fresh(cls, random: np.random.Generator) -> Draws:
+        """Other constants, drawn from a generator."""
+        uniform, normal = float(random.uniform(0.01, 0.99)), float(random.normal())
+        seed, numpy_seed = (int(x) for x in random.integers(2**32, size=2))
+        return cls(uniform, normal if abs(normal) > 0.1 else 0.1, seed, numpy_seed)
 
 
 AS_DRAWN = Draws()
@@ -54,34 +73,40 @@ HIGH = Draws(uniform=0.97, normal=0.5, seed=698, numpy_seed=1470)
 
 _UNIFORM = ("rand", "rand_like", "uniform_")
 _NORMAL = ("randn", "randn_like", "normal", "normal_", "cauchy_")
+_FLAGS = ("bernoulli", "bernoulli_")
 _DRAWN = {
     getattr(owner, name): name
     for owner in (torch, Tensor)
-    for name in (*_UNIFORM, *_NORMAL, "bernoulli", "bernoulli_", "exponential_", "log_normal_", "geometric_")
+    for name in (*_UNIFORM, *_NORMAL, *_FLAGS, "exponential_", "log_normal_", "geometric_")
     if hasattr(owner, name)
 }
 """Random draws (stochastic depth, injected noise)."""
 
 
-def _integers(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Random integers, all of them the lowest."""
-    low = kwargs.get("low", args[0] if len(args) > 1 and isinstance(args[1], int) and func is torch.randint else 0)
-    return func(*args, **kwargs).fill_(low)
+def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Random integers, all of them at one place between their bounds."""
+    drawn = func(*args, **kwargs)
+    bounds = [x for x in args if isinstance(x, int)]
+    high = kwargs.get("high", kwargs.get("to", bounds.pop() if bounds else None))
+    low = kwargs.get("low", kwargs.get("from", bounds[0] if bounds else 0))
+    return drawn if high is None else drawn.fill_(low + int(draws.uniform * (high - low)))
 
 
-def _shares(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A random distribution [..., K]: mixup's weights, and those of Beta."""
     drawn = func(*args, **kwargs)
-    share = torch.full_like(drawn, 0.2 / max(1, drawn.shape[-1] - 1))
-    share[..., 0] = 0.8
+    share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
+    share[..., 0] = 1 - draws.uniform
     return share
 
 
 _REPLACED = {
     torch.randint: _integers,
+    torch.randint_like: _integers,
+    Tensor.random_: _integers,
     torch._sample_dirichlet: _shares,
-    torch._standard_gamma: lambda func, args, kwargs: torch.ones_like(func(*args, **kwargs)),
-    torch.poisson: lambda func, args, kwargs: func(*args, **kwargs).copy_(args[0].round()),
+    torch._standard_gamma: lambda draws, func, args, kwargs: torch.full_like(func(*args, **kwargs), draws.waiting),
+    torch.poisson: lambda _, func, args, kwargs: func(*args, **kwargs).copy_(args[0].round()),
 }
 """Random draws that are no one constant."""
 
@@ -136,7 +161,7 @@ class Undropped(TorchFunctionMode):
         if func in _DRAWN:
             return func(*args, **kwargs).fill_(self.draws.constant(_DRAWN[func]))
         if func in _REPLACED:
-            return _REPLACED[func](func, args, kwargs)
+            return _REPLACED[func](self.draws, func, args, kwargs)
         if func in _ORDERS and self.permuting and not kwargs.get("stable"):
             return _any_order(func(*args, **kwargs), args[0])
         args, kwargs = _without_dropout(func, args, kwargs)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from enum import Enum
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from dpshard.interception.held_objects import is_foreign
 from dpshard.interception.run import Run
 
 _EXACT = 4
+_DEEPEST = 4
+_MOST = 64
+"""Items of an object that are looked at."""
 
 
 def kind_of_value(x: Any) -> Any:
     """What tells a value from others: flags and strings by themselves, numbers by sign and power of two."""
+    if isinstance(x, Enum):
+        return (type(x), x.name)
+    if isinstance(x, np.generic):
+        x = x.item()
     if isinstance(x, (bool, str)) or x is None:
         return x
     if isinstance(x, int):
@@ -21,6 +34,39 @@ def kind_of_value(x: Any) -> Any:
     if isinstance(x, float):
         return ("float", x > 0, math.frexp(x)[1] if x and math.isfinite(x) else repr(x))
     return None
+
+
+def kind_of_object(x: Any, depth: int = 0) -> Any:
+    """The kinds of what an object holds: a configuration, a function with its closure, a single number on the CPU."""
+    if type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu":
+        return kind_of_value(x.item())
+    if isinstance(x, (Tensor, nn.Module, ModuleType, type, Enum, np.generic, str, int, float)) or depth == _DEEPEST:
+        return kind_of_value(x)
+    if isinstance(x, MethodType):
+        return kind_of_object(x.__func__, depth + 1), kind_of_object(x.__self__, depth + 1)
+    if is_foreign(getattr(x, "__module__", None) if isinstance(x, FunctionType) else type(x).__module__):
+        return getattr(x, "__qualname__", None)
+    held = _held(x)
+    if held is None:
+        return kind_of_value(x) if not callable(x) else getattr(x, "__qualname__", None)
+    kinds = [(str(name), kind_of_object(item, depth + 1)) for name, item in [*held.items()][:_MOST]]
+    return (x.__code__ if isinstance(x, FunctionType) else type(x), tuple(kinds))
+
+
+def _held(x: Any) -> dict[Any, Any] | None:
+    if isinstance(x, dict):
+        return x
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    if isinstance(x, functools.partial):
+        return {"function": x.func, "args": x.args, **x.keywords}
+    if isinstance(x, FunctionType):
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if cell != CellType()} | (x.__kwdefaults__ or {})
+    slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
+    if not slots:
+        return vars(x) if hasattr(x, "__dict__") else None
+    return {name: getattr(x, name) for name in slots} | getattr(x, "__dict__", {})
 
 
 def kind_of_run(run: Run) -> Any:
@@ -31,3 +77,9 @@ def kind_of_run(run: Run) -> Any:
     ]
     # What mixes samples shows with two of them at least.
     return (run.module, run.tree, tuple(inputs), run.rows > 1)
+
+
+def kind_of_contents(run: Run) -> Any:
+    """The kinds of what objects among the inputs hold, which forward may change: read before it runs."""
+    with torch._C.DisableTorchFunction():
+        return tuple(None if d is not None else kind_of_object(x) for x, d in zip(run.leaves, run.dims, strict=True))

@@ -2,18 +2,18 @@
 
 [Note: What a model may remember]
 State lives in buffers, and in whatever hangs on a module or its class: numbers, tensors, arrays, lists, dicts, sets,
-deques, generators, and objects with attributes of these. A walk finds it by its path. What hangs on a foreign
-framework (a trainer, a process group) is its own, and what lives in globals and closures has no path: verification
-sees that by its effect on outputs.
+deques, generators, bytes, and what objects hold of these; see held_objects.py. A walk finds it by its path. What hangs
+on a foreign framework (a trainer, a process group) is its own, and what lives in globals has no path: verification sees
+that by its effect on outputs.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterator
+from operator import is_
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.errors import UnsupportedParameterError
-
-_FOREIGN = frozenset(
-    "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref "
-    "threading multiprocessing concurrent asyncio".split()
+from dpshard.interception.held_objects import (
+    PLAIN,
+    STATEFUL,
+    Container,
+    access_to,
+    container,
+    is_data,
+    is_foreign,
+    refill,
 )
+
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """Attributes of a module that torch, or the interception, keeps."""
-_HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
+HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
 """Where a module keeps its hooks: some models put them there in their first forward, and note that they did."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, nn.Module)
 _MOST = 100_000
 """Things looked at: beyond them an attribute holds data rather than state."""
-
-GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    np.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
-}
-"""Kinds of generators: how their states are read and set."""
 
 
 def is_own(name: str) -> bool:
@@ -57,11 +50,26 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {name: x for name, x in vars(module).items() if is_own(name)}
 
 
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.strided: ("detach",),
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""By layout: the methods that give the tensors which hold what there is."""
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    return [getattr(x, name)() for name in _PARTS.get(x.layout, ())]
+
+
 def same(x: Any, y: Any) -> bool:
     """Whether two values are equal; NaN is equal to NaN."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device or x.layout != y.layout:
             return False
+        if x.layout is not torch.strided:
+            return all(same(*parts) for parts in zip(_parts(x), _parts(y), strict=True))
         return bool(torch.equal(x, y) or ((x == y) | ((x != x) & (y != y))).all())
     if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
         return x.dtype == y.dtype and x.tobytes() == y.tobytes()
@@ -93,7 +101,7 @@ class ModelState:
         now, found = dict(walk(self._model)), {}
         for path, x in now.items():
             old, value = self._saved.get(path, (None, None))
-            if isinstance(x, _Container):
+            if isinstance(x, Container):
                 continue  # what it holds has paths of its own
             if isinstance(x, set | frozenset):
                 if old is None or x != value:
@@ -103,33 +111,31 @@ class ModelState:
         return found | dict.fromkeys(self._saved.keys() - now.keys())
 
 
-class _Container:
-    """A dict, list or deque, or the attributes of an object or a class: what it holds is walked through by itself."""
-
-    def __init__(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self.owner, self.read, self.write = owner, read, write
-
-
 def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Paths and values of what a model holds beside parameters; containers come before what they hold."""
-    seen: set[int] = set()
+    seen = {id(p) for p in model.parameters()}
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
         yield from _walk_module(path, module, seen)
         for kind in type(module).__mro__:
-            own = kind.__module__.partition(".")[0] not in _FOREIGN and kind is not object
+            own = not is_foreign(kind.__module__) and kind is not object
             if own and id(kind) not in seen:
                 seen.add(id(kind))
                 yield from _walk(f"{path}{kind.__name__}", _class_attributes(kind), seen)
 
 
+def walk_through(path: str, x: Any) -> dict[str, Any]:
+    """Paths and values of what an object holds."""
+    return dict(_walk(path, x, set()))
+
+
 def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(module))
     buffers = module._buffers
-    yield f"{path}(buffers)", _Container(buffers, lambda: dict(buffers), lambda x: _refill(buffers, x))
-    for name in _HOOKS:
+    yield f"{path}(buffers)", Container(buffers, lambda: dict(buffers), lambda x: refill(buffers, x))
+    for name in HOOKS:
         hooks = vars(module)[name]
-        yield f"{path}({name})", _Container(hooks, hooks.copy, functools.partial(_put_back_hooks, hooks))
+        yield f"{path}({name})", Container(hooks, hooks.copy, functools.partial(_put_back_hooks, hooks))
     names = module._non_persistent_buffers_set
     yield f"{path}(non-persistent)", names
     for name, buffer in list(buffers.items()):
@@ -142,12 +148,12 @@ def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple
             del module.__dict__[name]
         module.__dict__.update(before)
 
-    yield f"{path}(attributes)", _Container(module, lambda: attributes(module), write)
+    yield f"{path}(attributes)", Container(module, lambda: attributes(module), write)
     for name, x in attributes(module).items():
         yield from _walk(f"{path}{name}", x, seen)
 
 
-def _class_attributes(kind: type) -> _Container:
+def _class_attributes(kind: type) -> Container:
     def read() -> dict[str, Any]:
         return {
             name: x
@@ -160,46 +166,26 @@ def _class_attributes(kind: type) -> _Container:
             if vars(kind).get(name) is not x:
                 setattr(kind, name, x)
 
-    return _Container(kind, read, write)
+    return Container(kind, read, write)
 
 
 def _is_state(x: Any) -> bool:
-    return isinstance(x, (*_PLAIN, Tensor, np.ndarray, dict, list, set, deque, *GENERATORS))
-
-
-def _refill(x: Any, content: Any) -> None:
-    x.clear()
-    x.update(content) if isinstance(x, dict | set) else x.extend(content)
+    own = isinstance(x, FunctionType) and bool(vars(x))  # what a method keeps as its attribute
+    return own or isinstance(x, (*PLAIN, Tensor, np.ndarray, dict, list, set, deque, *STATEFUL))
 
 
 def _put_back_hooks(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
     if hooks.keys() != before.keys():
-        _refill(hooks, before)
-
-
-def _container(x: Any) -> _Container | None:
-    """What `x` holds, if it is something that can be looked into."""
-    if isinstance(x, _Container):
-        return x
-    if isinstance(x, dict):
-        return _Container(x, lambda: dict(x), lambda content: _refill(x, content))
-    if isinstance(x, list | deque):
-        return _Container(x, lambda: list(x), lambda content: _refill(x, content))
-    if isinstance(x, tuple):
-        return _Container(x, lambda: x, lambda _: None)
-    if isinstance(x, _OPAQUE) or type(x).__module__.partition(".")[0] in _FOREIGN or not hasattr(x, "__dict__"):
-        return None
-    content = vars(x)
-    return _Container(x, lambda: dict(content), lambda before: _refill(content, before))
+        refill(hooks, before)
 
 
 def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(x, nn.Parameter):
+    if isinstance(x, nn.Parameter) and type(x) is not nn.Parameter:
         return
-    if isinstance(x, _PLAIN):
+    if isinstance(x, PLAIN):
         yield path, x
         return
-    if not isinstance(x, _Container):  # they are made for the walk, and their numbers come again
+    if not isinstance(x, Container):  # they are made for the walk, and their numbers come again
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))
@@ -207,34 +193,30 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         for prefix, module in x.named_modules():
             if id(module) not in seen or module is x:
                 yield from _walk_module(f"{path}.{prefix}." if prefix else f"{path}.", module, seen)
-    elif isinstance(x, (Tensor, np.ndarray, set, frozenset, *GENERATORS)):
+    elif isinstance(x, (Tensor, np.ndarray, set, frozenset, *STATEFUL)) or is_data(x):
         yield path, x
-    elif (container := _container(x)) is not None:
-        yield path, container
-        content = container.read()
+    elif (holder := container(x)) is not None:
+        yield path, holder
+        content = holder.read()
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for i, (key, item) in enumerate(items):
-            yield from _walk(f"{path}[{key if isinstance(key, _PLAIN) else f'#{i}'}]", item, seen)
-
-
-def _generator(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    return next((access for kind, access in GENERATORS.items() if isinstance(x, kind)), None)
+            yield from _walk(f"{path}[{key if isinstance(key, PLAIN) else f'#{i}'}]", item, seen)
 
 
 def _copy(x: Any) -> Any:
-    if isinstance(x, _Container):
+    if isinstance(x, Container):
         return x.read()
     if isinstance(x, Tensor):
         return x if x.grad_fn is not None else (x.detach().clone(), x._version)
-    if isinstance(x, np.ndarray | set):
+    if isinstance(x, np.ndarray | set | list | dict | deque):
         return x.copy()
-    access = _generator(x)
+    access = access_to(x)
     return x if access is None else access[0](x)
 
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor has numbers that can be read here."""
-    return type(x) in (Tensor, nn.Buffer) and not x.is_meta
+    return type(x) in (Tensor, nn.Buffer, nn.Parameter) and not x.is_meta and x.layout in _PARTS
 
 
 def _unchanged(x: Any, old: Any, value: Any) -> bool:
@@ -242,26 +224,37 @@ def _unchanged(x: Any, old: Any, value: Any) -> bool:
         if x.grad_fn is not None or old.grad_fn is not None:
             return x is old
         return same(x.detach(), value[0]) if _is_plain(x) else x is old and x._version == value[1]
-    if (access := _generator(x)) is not None:
-        return x is old and repr(access[0](x)) == repr(value)
+    if (access := access_to(x)) is not None:
+        return x is old and _same_state(access[0](x), value)
+    if isinstance(x, list | tuple | deque):
+        return x is old and len(x) == len(value) and all(map(is_, x, value))
+    if isinstance(x, dict):
+        return x is old and list(x) == list(value) and all(map(is_, x.values(), value.values()))
     return same(x, value)
 
 
+def _same_state(x: Any, y: Any) -> bool:
+    return same(x, y) if isinstance(x, Tensor) else repr(x) == repr(y)
+
+
 def _put_back(x: Any, value: Any, path: str) -> None:
-    if isinstance(x, _Container):
+    if isinstance(x, Container):
         x.write(value)
     elif isinstance(x, Tensor):
         if x.grad_fn is None and not _unchanged(x, x, value):
-            if x.shape != value[0].shape:
+            now, before = _parts(x.detach()), _parts(value[0])
+            if [part.shape for part in now] != [part.shape for part in before]:
                 raise UnsupportedParameterError(
                     f"{path}: forward gives this tensor another size in place, so it cannot be put back after a "
                     f"forward beside the training. Assign a new tensor to the attribute instead."
                 )
             with torch.no_grad():
-                x.detach().copy_(value[0])
+                for part, content in zip(now, before, strict=True):
+                    part.copy_(content)
     elif isinstance(x, np.ndarray):
         x[...] = value
-    elif isinstance(x, set):
-        _refill(x, value)
-    elif (access := _generator(x)) is not None:
+    elif isinstance(x, set | list | dict | deque):
+        if isinstance(x, set) or not _unchanged(x, x, value):
+            refill(x, value)
+    elif (access := access_to(x)) is not None:
         access[1](x, value)

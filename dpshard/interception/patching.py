@@ -30,7 +30,7 @@ from dpshard.interception.compiled import Regions
 from dpshard.interception.determinism import AS_DRAWN, Draws, Undropped
 from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
-from dpshard.interception.kinds import kind_of_run
+from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import Session, Sharding
@@ -349,11 +349,12 @@ class Interception:
     def layout_of(self, run: Run, *, verify: bool = True) -> Layout:
         """The layout for inputs of this kind, found when they come for the first time; the model is verified if due."""
         run = self.as_read(run)
+        contents = kind_of_contents(run)
         if kind_of_run(run) not in self.layouts:
             run = self._read(run)
         kind = kind_of_run(run)
         if verify:
-            self._before_forward(run, kind)
+            self._before_forward(run, (kind, contents))
             self._gather(run.module)
         return self.layouts[kind]
 

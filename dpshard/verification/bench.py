@@ -13,8 +13,14 @@ from torch.utils import _pytree as pytree
 
 from dpshard.errors import DpshardError, VerificationError
 from dpshard.interception import AS_DRAWN, Draws, Interception, Run, Undisturbed
+from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
+
+
+def is_compared(x: Any) -> bool:
+    """Whether a leaf of an output is compared: flags and integers too, since a mask or a label decides a loss."""
+    return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 class RunFailedError(VerificationError):
@@ -35,6 +41,8 @@ class Bench:
     """The samples whose gradients are compared."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
+    kept: Sequence[str] = ()
+    """Paths of what forward leaves of each sample beside its output."""
 
     @property
     def half(self) -> bool:
@@ -70,12 +78,15 @@ class Bench:
         """The numbers of the output for some samples, and of the user's loss, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
-            found = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+            found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
+            if self.kept:
+                there = tensors_kept(self.interception.model, output, with_graph=False)
+                found += [there[path].detach() if path in there else torch.zeros(0) for path in self.kept]
             found = [torch.view_as_real(x) if x.is_complex() else x for x in found]
             loss = loss or self.loss
             if loss is not None:
                 found.append(loss.of(output, samples).detach())
-        return [x for x in found if x.is_floating_point()]
+        return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
         """See `values`; None if forward refuses these inputs, as it may where numbers were made up."""
@@ -84,6 +95,8 @@ class Bench:
         except RunFailedError:
             return None
 
-    def leaves(self, samples: Sequence[int]) -> list[Any]:
-        """The leaves of the output for some samples, which say whether they had a gradient."""
-        return without_graph(self.plain(samples))
+    def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
+        """The leaves of the output for some samples, which say whether they had a gradient; and what else is kept."""
+        output = self.plain(samples)
+        kept = tensors_kept(self.interception.model, output, with_graph=True)
+        return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

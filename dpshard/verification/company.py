@@ -11,24 +11,33 @@ On several ranks all change their own K at the same time, so that what gathers r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpshard.errors import VerificationError
-from dpshard.interception import HIGH, LOW, Draws, Run
+from dpshard.interception import Draws, Run
 from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import sample_dim
 from dpshard.verification.samples import replaced, replaced_targets
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
+class Others(Enum):
+    """What the inputs of the other rows become."""
+
+    MOVED = auto()  # those of another row each
+    SCALED = auto()  # outliers
+    ONE = auto()  # all the same, to exhaust what is shared
+
+
 def refuse_company(
     bench: Bench,
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
-    draws: Sequence[Draws],
+    draws: Sequence[tuple[Draws, Others]],
 ) -> None:
     """Raise VerificationError if what some rows hold moves the outputs or losses of others.
 
@@ -39,11 +48,11 @@ def refuse_company(
         return
     everyone = list(range(run.batch_size))
     places = [sample_dim(x, y, len(bench.chosen)) for x, y in zip(*shapes, strict=True)]
-    for draw in draws:
+    for draw, others in draws:
         bench.draws = draw
         order = random.permutation(run.rows).tolist()
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
-        source = _others(run, order, crowded=draw is HIGH)
+        source = _others(run, order, crowded=others is Others.ONE)
         before = bench.values(everyone)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
@@ -53,19 +62,22 @@ def refuse_company(
                 everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
             )
 
-        scaled = draw is LOW  # beside an outlier no small term of a loss would show
+        scaled = others is Others.SCALED  # beside an outlier no small term of a loss would show
         after = with_others(first, scaled=scaled)
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
-        if after is None:
+        # A mask that a threshold decides may stay as it is for one half of the rows.
+        third = with_others(second, scaled=scaled)
+        for now, kept in ((after, second), (third, first)):
+            for x, y, place in zip(before, now or (), places, strict=False):
+                if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
+                    _refuse_moved(bench, x, y, place, kept)
+        if after is None or third is None:
             continue
-        for x, y, place in zip(before, after, places, strict=False):
-            if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
-                _refuse_moved(bench, x, y, place, second)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
         if scalars and not scaled:
-            third, fourth = with_others(second, scaled=False), with_others(first + second, scaled=False)
-            if third is None or fourth is None:
+            fourth = with_others(first + second, scaled=False)
+            if fourth is None:
                 continue
             for i in scalars:
                 _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])
@@ -84,6 +96,9 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
+    if not x.is_floating_point():
+        _refuse_other_choices(x, y)
+        return
     apart, size = moved(x, y), scale(x)
     eps = torch.finfo(x.dtype).eps
     allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max()
@@ -95,6 +110,18 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
         )
 
 
+def _refuse_other_choices(x: Tensor, y: Tensor) -> None:
+    """Raise VerificationError if flags or whole numbers of an output differ, beyond what ties can."""
+    apart = int((x != y).sum())
+    if apart > TIES * x.numel():
+        raise VerificationError(
+            f"{apart} of {x.numel()} elements of an output ({str(x.dtype).removeprefix('torch.')}, shape "
+            f"{tuple(x.shape[1:])} a row) change when the inputs of other samples do: {_MIXES}"
+        )
+
+
+TIES = 1e-4
+"""Share of whole numbers that may differ: rounding decides between experts that are equally good."""
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
     "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or "
@@ -109,7 +136,8 @@ def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
         return
-    rounding = 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
+    whole = not losses[0].is_floating_point()
+    rounding = 0.0 if whole else 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
     apart = abs((a - b) - (c - d))
     if apart > rounding * largest:
         raise VerificationError(

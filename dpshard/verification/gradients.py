@@ -25,6 +25,13 @@ from dpshard.verification.objectives import Objective
 from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
 
+MAGNIFIED = 1e3
+"""What objectives are multiplied by, to look at large gradients."""
+_LARGEST = 1e18
+"""Norms whose squares float32 cannot hold."""
+_UNRESOLVED = 1e-13
+"""Norms that may be lost where their squares underflow in float32, over many elements."""
+
 
 class Differentiated(Protocol):
     """What is asked of the parameters' owner."""
@@ -40,11 +47,14 @@ def refuse_other_gradients(
     objectives: Sequence[Objective],
     *,
     outlier: int | None = None,
+    magnified: bool = False,
 ) -> None:
     """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one alone.
 
     `outlier`: one of them whose inputs are scaled. It may disturb the others; its own gradient is rounded by more.
+    `magnified`: gradients are larger than they will be, so that what clips those of activations acts on them.
     """
+    size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
     if outlier is not None:
         run = replaced(bench.run, range(bench.run.batch_size), [outlier])
@@ -65,11 +75,11 @@ def refuse_other_gradients(
         beside = clipper.twin(deliver, observe)
         tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
         output = bench.interception.run_recorded(bench.run, chosen, tape, bench.state, bench.draws)
-        _differentiate(objective(output, chosen), beside.differentiated())
+        _differentiate(size * objective(output, chosen), beside.differentiated())
         del output
-        singles = [_sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
+        singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]
-        _check(together, singles, norms, clipper, list(plain.values()), half=bench.half, watched=watched)
+        _check(together, singles, norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size)
 
 
 def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
@@ -111,17 +121,19 @@ def _check(
     *,
     half: bool,
     watched: Sequence[bool],
+    size: float,
 ) -> None:
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
-    # A gradient that is not finite drops its sample, and is counted, in training as well.
-    finite = [math.isfinite(norm) and keep for norm, keep in zip(whole, watched, strict=True)]
+    # A gradient that is not finite, or whose square is not, drops its sample, and is counted, in training as well.
+    finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
     if not any(finite):
         return
     of_all = all(finite)
     # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
     rounding = 64 * eps * max(norm for norm, keep in zip(whole, finite, strict=True) if keep)
+    rounding = max(rounding, _UNRESOLVED * size)  # blank samples
     for group in clipper.groups:
         alone = [_norm(single[name] for name in group.names if name in single) for single in singles]
         exact = torch.tensor(alone, dtype=torch.float64, device="cpu")

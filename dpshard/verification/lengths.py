@@ -34,6 +34,8 @@ def refuse_length_dependence(bench: Bench) -> None:
         except DpshardError:
             return  # an input of another shape belongs to the length: it cannot be cut
         for x, y in zip(before, after, strict=True):
+            if not x.is_floating_point():
+                continue  # rounding of another size decides between equals
             if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
                 x, y = x[None], y[None]
             elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():

@@ -10,6 +10,7 @@ within.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 
 from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
-from dpshard.interception import AS_DRAWN, HIGH, LOW, Interception, Run
+from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Interception, Run
 from dpshard.randomness import RandomSource, derive_key
-from dpshard.verification.bench import Bench, RunFailedError
-from dpshard.verification.company import refuse_company, refuse_other_ranks
+from dpshard.verification.bench import Bench, RunFailedError, is_compared
+from dpshard.verification.company import Others, refuse_company, refuse_other_ranks
 from dpshard.verification.gradients import refuse_other_gradients
+from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
 from dpshard.verification.lengths import refuse_length_dependence
 from dpshard.verification.memory import refuse_memory
 from dpshard.verification.objectives import Loss, objectives
@@ -57,9 +59,10 @@ class Owner(Protocol):
         """Raise if there is a trainable parameter that the engine does not know."""
         ...
 
+    def refuse_hooks(self) -> None:
+        """Raise if somebody else has put a hook on a parameter."""
+        ...
 
-MOST_NEWS = 8
-"""Verifications for news, before they are rationed by the logarithm of the steps."""
 
 Moment = tuple[int, int | None, int]
 """Where the training stands: step, number of the micro-batch (None in a loop of the user's own), number of them."""
@@ -76,14 +79,14 @@ class Verifier:
         self._kinds: set[Any] = set()  # kinds of inputs that were verified
         self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
         self._watch = Watch()
-        self._news = 0
         self._owed = False
         self._last: tuple[Interception, Run] | None = None
 
     def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
         """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
-        new, due, news = kind not in self._kinds, self._is_due(run, kind), self._watch.news(run)
-        news = news and not _gathers(interception, run) and self._may_look_again()
+        new, due, news = kind not in self._kinds, self._is_due(run, kind), False
+        if not _gathers(interception, run):
+            news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(interception, run, None, thorough=thorough)
@@ -94,14 +97,10 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch, if the model has changed as it never did before."""
         last, self._last = self._last, None
-        if last is not None and self._watch.changes() and not _gathers(*last) and self._may_look_again():
+        if last is not None and not _gathers(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
-
-    def _may_look_again(self) -> bool:
-        self._news += 1
-        return self._news <= MOST_NEWS + 2 * self._moment()[0].bit_length()
 
     def _is_due(self, run: Run, kind: Any) -> bool:
         """Whether this is the micro-batch to look at in a step that is a power of two, or a later one of its step."""
@@ -128,44 +127,75 @@ class Verifier:
         owner.refuse_changed_parameters()
         random = self._random(self._moment()[0])
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
-        draws = [AS_DRAWN, LOW, HIGH] if thorough else [(AS_DRAWN, LOW, HIGH)[random.integers(3)]]
+        if thorough:
+            fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
+            draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
+        else:
+            draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
         with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
-            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0])
-            together, alone = bench.leaves(chosen), bench.leaves(chosen[:1])
-            shapes = ([x for x in together if _is_number(x)], [x for x in alone if _is_number(x)])
+            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
+            (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
+            bench.kept = rows_kept(kept, kept_alone, len(chosen))
+            shapes = (
+                [x for x in together if is_compared(x)] + [kept[path] for path in bench.kept],
+                [x for x in alone if is_compared(x)] + [kept_alone[path] for path in bench.kept],
+            )
+            statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
+            del kept, kept_alone
             counters = refuse_memory(bench, thorough=thorough)
             if thorough:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
-            # Beside an outlier, which comes with low draws, company cannot compare losses.
-            if thorough or draws[0] is LOW or self._moment()[0].bit_length() % 2:
-                self._compare_gradients(bench, found, outlier=thorough and len(chosen) > 1)
+            # Beside an outlier company cannot compare losses.
+            if thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2:
+                self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
+                self._compare_kept(bench, statistics, random)
             refuse_company(bench, shapes, random, draws)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary and not _gathers(interception, run):
                 refuse_length_dependence(bench)
         self._watch.accept(interception.model, counters)
 
-    def _compare_gradients(self, bench: Bench, found: Any, *, outlier: bool) -> None:
-        outliers = [None, bench.chosen[-1]] if outlier and has_numbers(bench.run) else [None]
-        for scaled in outliers:
+    def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
+        ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # an outlier, magnified gradients
+        if thorough:
+            ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
+        for scaled, magnified in ways:
+            compare = functools.partial(refuse_other_gradients, outlier=scaled, magnified=magnified)
             try:
-                refuse_other_gradients(bench, self._owner, self._clipper, found, outlier=scaled)
+                compare(bench, self._owner, self._clipper, found)
+            except (AttributeError, TypeError):
+                self._owner.refuse_hooks()  # torch calls one of the user's with None, where no gradient comes
+                raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
                 if not differs and scaled is not None:
                     continue  # forward refuses numbers that were made up
-                if not differs or not can_widen(bench, self._owner) or not self._agrees_in_double(bench, found, scaled):
+                if (
+                    not differs
+                    or not can_widen(bench, self._owner)
+                    or not self._agrees_in_double(bench, found, compare)
+                ):
                     raise
 
-    def _agrees_in_double(self, bench: Bench, found: Any, scaled: int | None) -> bool:
+    def _compare_kept(self, bench: Bench, statistics: Mapping[str, Tensor], random: np.random.Generator) -> None:
+        if len(bench.chosen) < 2:
+            return
+        for path, like in statistics.items():
+            objective = objective_of(bench.interception.model, path, like)
+            try:
+                self._compare_gradients(bench, [objective], random, thorough=False)
+            except VerificationError as error:
+                raise named(path, error) from error
+
+    def _agrees_in_double(self, bench: Bench, found: Any, compare: Callable[..., None]) -> bool:
         bench.state.rewind(bench.draws)
         with widened(bench, self._clipper) as (wide, parameters, clipper):
             if wide.loss is not None:
                 found = [wide.loss.of]
             try:
-                refuse_other_gradients(wide, parameters, clipper, found, outlier=scaled)
+                compare(wide, parameters, clipper, found)
             except (RuntimeError, TypeError):  # also where forward casts to float32 by itself
                 return False
             return True
@@ -174,7 +204,3 @@ class Verifier:
 def _gathers(interception: Interception, run: Run) -> bool:
     """Whether all ranks must run as many forwards: then none looks at what it alone has met."""
     return interception.sharding.gathers(run.module)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())

@@ -1,31 +1,56 @@
 """A signature of what a model holds and gets, cheap enough for every forward: what was never seen is news.
 
 It reads identities, versions, lengths and shapes, and values of integers on the CPU: no accelerator is waited for.
+
+[Note: What is watched]
+Attributes, buffers, sub-modules and hooks of every module, and what dicts, lists and objects among them hold: settings
+in `model.config`, say. An ordinary forward costs four lists of numbers, nearly without loops in Python. What a float
+ramps through is news at every power of two, so news of one attribute are rationed by the logarithm of the steps; flags
+and strings have rations of their own.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from dpshard.interception import Run, is_own, kind_of_value
+from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value
 
-_CONTAINERS = (list, dict, set, deque)
+MOST_NEWS = 8
+"""Verifications for news of one attribute, before they are rationed."""
+_MOST_ITEMS = 256
+"""Items of a collection beyond which only its length is watched."""
+_MOST_HELD = 2_000
+"""Values within attributes that are watched at most."""
+_DEEPEST = 5
+
+Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
     """What was seen of a model's attributes and buffers, and of its inputs."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[str, dict[str, Any]]] = []  # attributes and buffers of every module, by its path
-        self._identities: list[tuple[int, ...]] = []
-        self._held: list[tuple[str, Any]] = []  # what may change in place
-        self._counts: list[int] = []
-        self._kinds: dict[str, Any] = {}  # of every attribute and buffer
+        self._model: nn.Module | None = None
+        self._sized: list[Any] = []  # what has a length: modules' attributes, collections
+        self._owners: list[dict[Any, Any]] = []  # values are looked up here
+        self._keys: list[Any] = []
+        self._lists: list[Any] = []  # whose items are watched
+        self._tensors: list[Tensor] = []
+        self._in_place: list[tuple[str, Any, int]] = []  # path, what may change in place, length or version
+        self._signature: Signature | None = None
+        self._handles = -1
+        self._hooks: list[dict[Any, Any]] = []
+        self._hooking: list[dict[Any, Any]] = []  # those that hold any
+        self._hooked: list[int] = []
+        self._kinds: dict[str, Any] = {}  # of whatever is watched, by path
         self._seen: set[tuple[str, Any]] = set()
+        self._spent: Counter[str] = Counter()
         self._counters: tuple[str, ...] = ()
         self._lengths: set[int] = set()
         self._characters: set[Any] = set()
@@ -35,54 +60,116 @@ class Watch:
         """Whether micro-batches have come in several lengths."""
         return len(self._lengths) > 1
 
-    def news(self, run: Run) -> bool:
+    def news(self, run: Run, step: int) -> bool:
         """Whether the model's state, or its inputs, changed as they never did before."""
-        return self.changes() | self._is_longer(run) | self._has_character(run)
+        longer = self._is_longer(run) and self._may_spend("(length)", step)
+        return self.changes(step) | longer | self._has_character(run)
 
-    def changes(self) -> bool:
+    def changes(self, step: int) -> bool:
         """Whether an attribute or a buffer changed as it never did before."""
-        identities, counts = self._identify(), self._count()
-        if identities == self._identities and counts == self._counts:
+        if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
-        found = {
-            (path, "in place")
-            for (path, _), count, before in zip(self._held, counts, self._counts, strict=True)
-            if count != before
-        }
-        before = self._kinds
-        self._note()
-        found |= {(path, kind) for path, kind in self._kinds.items() if path not in before or before[path] != kind}
-        found |= {(path, None) for path in before.keys() - self._kinds.keys()}
+        kinds, places = self._kinds, self._in_place
+        found = {(path, "in place") for path, x, count in places if _count(x) != count}
+        self._note(self._model)
+        found |= {(path, kind) for path, kind in self._kinds.items() if path not in kinds or kinds[path] != kind}
+        found |= {(path, None) for path in kinds.keys() - self._kinds.keys()}
         new = {(path, kind) for path, kind in found - self._seen if not path.startswith(self._counters)}
         self._seen |= found
-        return bool(new)
+        spent = [self._may_spend(name, step) for name in {_ration(path, kind) for path, kind in new}]
+        return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
         """Take the state as verified; `counters` are the paths that forward changes whatever the samples are."""
         self._counters = tuple({*self._counters, *counters})
-        modules = list(model.named_modules())
-        self._places = [(path, vars(module)) for path, module in modules]
-        self._places += [(path, module._buffers) for path, module in modules]
-        self._note()
+        self._model = model
+        self._note(model)
 
-    def _note(self) -> None:
-        self._identities = self._identify()
-        self._kinds, self._held = {}, []
-        for prefix, held in self._places:
-            for name, x in held.items():
-                if not is_own(name):
-                    continue
-                path = f"{prefix}.{name}" if prefix else name
-                self._kinds[path] = (type(x).__name__, kind_of_value(x))
-                if isinstance(x, Tensor) or type(x) in _CONTAINERS:
-                    self._held.append((path, x))
-        self._counts = self._count()
+    def _may_spend(self, name: str, step: int) -> bool:
+        self._spent[name] += 1
+        return self._spent[name] <= MOST_NEWS + 2 * step.bit_length()
 
-    def _identify(self) -> list[tuple[int, ...]]:
-        return [tuple(map(id, held.values())) for _, held in self._places]
+    def _note(self, model: nn.Module) -> None:
+        self._sized, self._owners, self._keys, self._lists, self._tensors = [], [], [], [], []
+        self._in_place, self._kinds, self._hooks = [], {}, []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            path, own = f"{prefix}." if prefix else "", vars(module)
+            self._sized += (own, module._buffers, module._modules)
+            self._look_up(module._modules, module._modules, f"{path}(modules)")
+            self._look_up(module._buffers, module._buffers, path, seen)
+            names = [name for name in own if is_own(name) or name == "forward"]
+            self._look_up(own, names, path, seen)
+            hooks = [own[name] for name in HOOKS]
+            self._hooks += hooks
+            self._kinds[f"{path}(hooks)"] = tuple(map(id, chain.from_iterable(map(dict.values, hooks))))
+        self._signature, self._handles = self._sign(), RemovableHandle.next_id
+        self._hooking = [hooks for hooks in self._hooks if hooks]
+        self._hooked = self._hook_ids()
 
-    def _count(self) -> list[int]:
-        return [x._version if isinstance(x, Tensor) else len(x) for _, x in self._held]
+    def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
+        """Watch the values of a module's attributes, or the modules in it."""
+        for key in keys:
+            x = owner[key]
+            self._owners.append(owner)
+            self._keys.append(key)
+            self._kinds[f"{path}{key}"] = id(x) if seen is None or key == "forward" else _kind(x)
+            if seen is not None and key != "forward":
+                self._look_into(f"{path}{key}", x, seen, 0)
+
+    def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
+        """Watch what changes within an attribute, and values of objects and collections in it."""
+        if isinstance(x, Tensor):
+            if not x.is_inference():
+                self._tensors.append(x)
+                self._in_place.append((path, x, x._version))
+            return
+        if isinstance(x, (str, bytes, int, float, nn.Module)) or x is None or id(x) in seen:
+            return
+        seen.add(id(x))
+        sized = type(x) in (list, dict, set, deque)
+        if sized:
+            self._sized.append(x)
+            self._in_place.append((path, x, len(x)))
+        if depth == _DEEPEST or len(seen) > _MOST_HELD or (sized and len(x) > _MOST_ITEMS):
+            return
+        if isinstance(x, dict):
+            self._look_at_items(path, x, seen, depth)
+        elif isinstance(x, list | tuple | deque):
+            self._lists.append(x)
+            # What comes and goes is not told apart by where it stands.
+            self._kinds[f"{path}[]"] = frozenset(_kind(item) for item in x)
+            for item in x:
+                self._look_into(f"{path}[]", item, seen, depth + 1)
+        elif container(x) is not None and hasattr(x, "__dict__") and not callable(x):
+            self._sized.append(vars(x))
+            self._look_at_items(path, vars(x), seen, depth)
+
+    def _look_at_items(self, path: str, x: dict[Any, Any], seen: set[int], depth: int) -> None:
+        for key, item in x.items():
+            self._owners.append(x)
+            self._keys.append(key)
+            self._kinds[f"{path}[{key}]"] = _kind(item)
+            self._look_into(f"{path}[{key}]", item, seen, depth + 1)
+
+    def _sign(self) -> Signature:
+        return (
+            list(map(len, self._sized)),
+            list(map(id, map(dict.get, self._owners, self._keys))),
+            list(map(id, chain.from_iterable(self._lists))),
+            [x._version for x in self._tensors],
+        )
+
+    def _has_other_hooks(self) -> bool:
+        """Whether hooks of modules were added or removed; torch counts all that are made."""
+        if self._handles == RemovableHandle.next_id:
+            return False
+        self._handles = RemovableHandle.next_id
+        return self._hooked != self._hook_ids()
+
+    def _hook_ids(self) -> list[int]:
+        # Most are empty, and are counted: that is the cheaper look.
+        return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
         sizes = [n for x, dim in _samples(run) for d, n in enumerate(x.shape) if d != dim]
@@ -102,6 +189,20 @@ class Watch:
         new = character not in self._characters
         self._characters.add(character)
         return new
+
+
+def _kind(x: Any) -> Any:
+    return (type(x).__name__, kind_of_object(x) if callable(x) else kind_of_value(x))
+
+
+def _count(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) else len(x)
+
+
+def _ration(path: str, kind: Any) -> str:
+    """By which name news are rationed: flags and strings by themselves, numbers by the attribute they are in."""
+    exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
+    return path if exact else f"{path.partition('[')[0]}[]"
 
 
 def _samples(run: Run) -> list[tuple[Tensor, int]]:
