@@ -157,7 +157,8 @@ class _SecondRun(_Compared):
         # What the model computes under its own no_grad is a constant, as it is in training.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
         uses = traced and any(x in self.sources for x in tensors)
-        inputs = [x.detach().clone() if uses else x for x in tensors]  # before an in-place function changes them
+        copied = uses and getattr(func, "__name__", "") != "__get__"  # before an in-place function changes them
+        inputs = [x.detach().clone() if copied else x for x in tensors]
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)
         self.note_course(func, args, result, off=off)
