@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,14 +59,28 @@ def accumulates(leaf: Tensor) -> bool:
     return True
 
 
-Backward = TypeVar("Backward", bound=Callable[..., Any])
+Node = TypeVar("Node", bound=torch.autograd.Function)
+
+_traced: list[type[torch.autograd.Function]] = []
 
 
-def left_out_of_graphs(backward: Backward) -> Backward:
-    """`backward` of a node outside of compiled regions, where a compiled function calls loss.backward() itself."""
-    return cast(Backward, torch.compiler.disable(backward))
+def left_out_of_graphs(node: type[Node]) -> type[Node]:
+    """Mark a node outside of compiled regions; see `leave_nodes_out_of_graphs`."""
+    _traced.append(node)
+    return node
 
 
+def leave_nodes_out_of_graphs() -> None:
+    """Keep torch.compile from tracing the marked nodes where a compiled function calls loss.backward() itself.
+
+    Each engine calls this, because it loads the compiler, which takes longer than to load torch.
+    """
+    while _traced:
+        node = _traced.pop()
+        setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
+
+
+@left_out_of_graphs
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: what `close()` returns, their clipped sums, as their gradients."""
 
@@ -78,12 +92,12 @@ class Anchor(torch.autograd.Function):
         return torch.zeros(0, device=parameters[0].device)
 
     @staticmethod
-    @left_out_of_graphs
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close: every slot of these parameters has had its gradients."""
         return (None, *ctx.close())
 
 
+@left_out_of_graphs
 class Slot(torch.autograd.Function):
     """`count` templates and the tokens -> one tensor per template; backward: `arrive()` is told their gradients."""
 
@@ -97,7 +111,6 @@ class Slot(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
-    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Hand the gradients of the dummies on."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
@@ -106,6 +119,7 @@ class Slot(torch.autograd.Function):
         return (None,) * (2 + ctx.inputs)
 
 
+@left_out_of_graphs
 class _Hold(torch.autograd.Function):
     """x -> x, saved for a tap that is yet to come."""
 
@@ -115,7 +129,6 @@ class _Hold(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -145,6 +158,7 @@ Arrive = Callable[[Sequence[Tensor | None]], None]
 """Takes the tensors that were kept for the records of a use, and the output gradient."""
 
 
+@left_out_of_graphs
 class _Tap(torch.autograd.Function):
     """`output` unchanged; in backward its gradient g passes on, and the kept tensors and g are handed to `arrive`.
 
@@ -159,7 +173,6 @@ class _Tap(torch.autograd.Function):
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
-    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)

@@ -21,6 +21,7 @@ from dpshard.clipping.tape import Pass, Tape
 from dpshard.errors import REENTRANT, LogicalBatchError, UnsupportedParameterError
 
 
+@left_out_of_graphs
 class _Cut(torch.autograd.Function):
     """Outputs -> the same, detached; backward: both passes through the inner graph."""
 
@@ -31,7 +32,6 @@ class _Cut(torch.autograd.Function):
         return tuple(x.detach() for x in inner)
 
     @staticmethod
-    @left_out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         tape, inner = ctx.tape, ctx.inner
         if inner is None:

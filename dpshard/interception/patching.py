@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from dpshard.clipping.autograd_nodes import leave_nodes_out_of_graphs
 from dpshard.clipping.tape import Tape
 from dpshard.clipping.two_pass import through_two_passes
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
@@ -39,11 +39,16 @@ from dpshard.interception.refusals import refusal, refuse_batch_norm
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.interception.running import Running
 from dpshard.interception.slots import Recomputation, SlotMaker
+from dpshard.names import is_compiled_wrapper
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Quiet
 
 ATTEMPTS = 8
 """How often a forward is begun again when it takes a course that was not probed."""
+_NOT_COMPILED = (
+    "dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
+    "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
+)
 _NEW_COURSE = (
     "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
     "that depends on random numbers or on the data of a single sample."
@@ -88,6 +93,8 @@ class Interception:
         self._hooks: list[RemovableHandle] = []
         self._again: Callable[[], AbstractContextManager[Any]] | None = None  # how backward repeats a forward
         self._recomputing = False
+        # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
+        self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         self._parameters = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
         self._batch_norms = [
             (path, module)
@@ -99,6 +106,7 @@ class Interception:
 
     def install(self) -> None:
         """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        leave_nodes_out_of_graphs()
         for path, module in self.model.named_modules():
             if next(module.parameters(), None) is None:
                 continue
@@ -113,7 +121,7 @@ class Interception:
                 self._patch(module, "_compiled_call_impl", compiled=True)
             if self.sharding.gathers(module):
                 self._look_away_around(module, compiled=module._compiled_call_impl is not None)
-            self._patch(module, "forward", compiled=isinstance(module, OptimizedModule))
+            self._patch(module, "forward", compiled=is_compiled_wrapper(module))
 
     def _patch(self, module: nn.Module, attribute: str, *, compiled: bool) -> None:
         previous = module.__dict__.get(attribute)
@@ -254,12 +262,7 @@ class Interception:
         self._again = again
         return Running(self, mode)
 
-    # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
-    @torch.compiler.disable(
-        reason="dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
-        "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
-    )
-    def _outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+    def _run_outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         refuse_batch_norm(self._batch_norms)
         undo_foreign_patches()
         if not compiled:

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,18 @@ class _Engine(Protocol):
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
+_NOT_COMPILED = (
+    "dpshard adds the noise in a hook before optimizer.step(), outside of what is compiled: compile the step "
+    "without fullgraph=True, or not at all"
+)
+
 
 def register(engine: _Engine) -> None:
     """Privatize for `engine` from now on."""
     global _installed
     if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
+        # The compiler is loaded with the first engine, not with this module: that takes longer than to load torch.
+        register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(_before_step, reason=_NOT_COMPILED)))
         _installed = True
     _engines.add(engine)
 
@@ -62,10 +68,6 @@ def refuse_shared(model: nn.Module) -> None:
                 )
 
 
-@torch.compiler.disable(
-    reason="dpshard adds the noise in a hook before optimizer.step(), outside of what is compiled: compile the step "
-    "without fullgraph=True, or not at all"
-)
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     _refuse_late_parameters(held)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpshard.kernels.flops  # noqa: F401
 from dpshard import PrivacyEngine
 from dpshard.config import CLIPPING_MODES
 from dpshard.records.cost import ghost_flops

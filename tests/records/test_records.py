@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
 from dpshard.records.cost import ProductSize, ghost_flops

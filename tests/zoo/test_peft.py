@@ -11,6 +11,7 @@ import warnings
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpshard.kernels.flops  # noqa: F401
 from dpshard.errors import UnsupportedParameterError, VerificationError
 from tests.interception.test_frozen import saved_bytes
 from tests.oracle import noise_free_engine

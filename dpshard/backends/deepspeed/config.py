@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from dpshard.errors import ConfigurationError, UnsupportedOptimizerError
+from dpshard.names import is_compiled_wrapper
 
 _TESTED = (0, 19)
 
@@ -108,7 +108,7 @@ def _reasons(engine: Any, stage: int) -> list[str]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return is_compiled_wrapper(module) or module._compiled_call_impl is not None
 
 
 def _refuse_optimizer(optimizer: Any) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from dpshard.kernels.native.library import has_tiles, library, team
 
@@ -94,14 +91,3 @@ def _call(
 
 per_sample_gradients_.register_fake(lambda gradients, images, *_: images[0].new_empty(len(gradients)))
 gradient_norm_sq.register_fake(lambda shape, images, *_: images[0].new_empty(len(images[0])))
-
-
-@register_flop_formula(torch.ops.dpshard.convolution_gradients_)
-def _flops_of_gradients(gradients: Any, images: Any, *_: Any, **__: Any) -> int:
-    return _flops_of_norms(gradients[1:], images)
-
-
-@register_flop_formula(torch.ops.dpshard.convolution_norms)
-def _flops_of_norms(shape: Any, images: Any, *_: Any, **__: Any) -> int:
-    input, gradient = images
-    return 2 * input[0] * math.prod(shape) * math.prod((gradient[1], *gradient[3:]))

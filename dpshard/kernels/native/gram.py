@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from dpshard.kernels.native.library import has_tiles, library, team
 
@@ -49,9 +46,3 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
 
 
 floored_ghost_norm_sq.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))
-
-
-@register_flop_formula(torch.ops.dpshard.ghost_norms)
-def _flops(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
-    B, G, T, R = rows
-    return B * G * ghost_flops(T, R, cols[3])

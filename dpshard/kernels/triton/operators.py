@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
-
-from dpshard.kernels.triton.dispatch import ghost_tile, triangle
 
 
 @torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
@@ -75,18 +70,3 @@ ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows), _norms(rows)))
 gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
 per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
 weighted_sum.register_fake(lambda rows, cols, factors: _gradients(rows, cols))
-
-_ops = torch.ops.dpshard
-
-
-@register_flop_formula(_ops.ghost_norm_sq)
-def _ghost_flops(rows: Any, cols: Any, **_: Any) -> int:
-    (B, G, T, R), C = rows, cols[3]
-    tile = ghost_tile(B * G, T)
-    return 2 * B * G * triangle(T, tile) * tile * tile * (R + C)
-
-
-@register_flop_formula([_ops.gradient_norm_sq, _ops.per_sample, _ops.weighted_sum])
-def _product_flops(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
-    B, G, T, R = rows
-    return 2 * B * G * T * R * cols[3]

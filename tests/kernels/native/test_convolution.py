@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.kernels import native
 from dpshard.kernels.native.library import load

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.kernels import triton
 from dpshard.kernels.triton import dispatch
