@@ -212,6 +212,29 @@ def data(
 
 
 @app.command()
+def verification(
+    workloads: Names = None,
+    steps: Annotated[int, typer.Option(min=20, help="Steps that are timed; those of 1, 2, 4, ... are verified.")] = 70,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure what verification adds to 1,000 steps."""
+    from benchmarks import verification as verifying
+
+    torch.set_num_threads(threads)
+    chosen = _workloads(workloads, tiny)
+    with console.progress("measuring", len(chosen)) as advance:
+        costs = {}
+        for workload in chosen:
+            costs[workload.name] = verifying.measure(workload, steps=steps, device=device)
+            advance(workload.name)
+    results_files.write(out, "verification", "verification", {"costs": costs, "threads": threads})
+    report(out)
+
+
+@app.command()
 def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     """Measure what noise of every kind costs on the CPU."""
     from benchmarks import noise as kinds

@@ -206,6 +206,21 @@ def _noise(result: Figures) -> str:
     return f"### Noise\n\n{markdown(head, body)}"
 
 
+def _verification(result: Figures) -> str:
+    """What verification adds to 1,000 steps of one micro-batch, a row a workload."""
+    body = [
+        [
+            name,
+            *(f"{1e3 * row[key]:,.1f}" for key in ("seconds", "first", "later")),
+            f"{1e3 * row['look']:.2f}",
+            f"{row['share']:.1%}",
+        ]
+        for name, row in result["costs"].items()
+    ]
+    head = ["", "a step, ms", "the first verification", "a later one", "a look at the model", "of 1,000 steps"]
+    return f"### Verification\n\n{markdown(head, body)}"
+
+
 def _data(result: Figures) -> str:
     drawn = [
         [
@@ -235,5 +250,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "profile": _profile,
     "noise": _noise,
     "data": _data,
+    "verification": _verification,
 }
 """What is written of a results file, by its kind, in the order of the page."""

@@ -38,10 +38,13 @@ def refuse_company(
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
     draws: Sequence[tuple[Draws, Others]],
+    *,
+    both: bool,
 ) -> None:
     """Raise VerificationError if what some rows hold moves the outputs or losses of others.
 
-    `shapes`: outputs for the chosen samples, and for the first of them.
+    `shapes`: outputs for the chosen samples, and for the first of them. `both`: whether each half of the rows gets
+    other inputs in turn; otherwise one does, unless losses are compared.
     """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
@@ -66,15 +69,15 @@ def refuse_company(
         after = with_others(first, scaled=scaled)
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
+        scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
         # A mask that a threshold decides may stay as it is for one half of the rows.
-        third = with_others(second, scaled=scaled)
+        third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
             for x, y, place in zip(before, now or (), places, strict=False):
                 if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
                     _refuse_moved(bench, x, y, place, kept)
         if after is None or third is None:
             continue
-        scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
         if scalars and not scaled:
             fourth = with_others(first + second, scaled=False)
             if fourth is None:

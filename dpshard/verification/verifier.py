@@ -121,7 +121,7 @@ class Verifier:
 
         Differentiated are `loss` if it is given; else every scalar that the model returns, one after the other, and
         all its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
-        Else gradients, the dearest to compare, are left out every other time.
+        Otherwise gradients, the dearest to compare, and memory take turns, and one half of the rows changes.
         """
         owner = self._owner
         owner.refuse_changed_parameters()
@@ -142,16 +142,17 @@ class Verifier:
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
-            counters = refuse_memory(bench, thorough=thorough)
+            # Beside an outlier company cannot compare losses.
+            gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
+            counters = refuse_memory(bench, thorough=thorough) if thorough or not gradients else set()
             if thorough:
                 refuse_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
-            # Beside an outlier company cannot compare losses.
-            if thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2:
+            if gradients:
                 self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
                 self._compare_kept(bench, statistics, random)
-            refuse_company(bench, shapes, random, draws)
+            refuse_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary and not _gathers(interception, run):
                 refuse_length_dependence(bench)

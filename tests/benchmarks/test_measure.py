@@ -129,7 +129,12 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
 
 
 def test_profiles_noise_and_data_leave_tables(tmp_path):
-    for command in (["profile", "W3", "W4", "--steps", "1"], ["data", "W4", "--steps", "2"], ["noise"]):
+    for command in (
+        ["profile", "W3", "W4", "--steps", "1"],
+        ["data", "W4", "--steps", "2"],
+        ["noise"],
+        ["verification", "W4", "--steps", "20"],
+    ):
         outcome = CliRunner().invoke(app, [*command, "--tiny", "--threads", "1", "--out", str(tmp_path)])
         assert outcome.exit_code == 0, outcome.output
     text = (tmp_path / "README.md").read_text("utf-8")
@@ -141,6 +146,8 @@ def test_profiles_noise_and_data_leave_tables(tmp_path):
     for figures in profiled["workloads"]:
         *groups, whole = figures["private"]
         assert sum(groups) == pytest.approx(whole, rel=0.01) or 0.0 in groups
+    (verified,) = results_files.read(tmp_path, "verification")
+    assert verified["costs"]["W4"]["first"] > verified["costs"]["W4"]["later"] > verified["costs"]["W4"]["look"] > 0
     (loaded,) = results_files.read(tmp_path, "data")
     assert 0 < loaded["waiting"]["W4"]["waiting"] < loaded["waiting"]["W4"]["seconds"]
 
