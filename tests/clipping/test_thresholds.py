@@ -250,7 +250,10 @@ class Branch(nn.Module):
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 11])
 @pytest.mark.parametrize("network", [Experts, Branch])
 def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, micro_batch_size):
-    """Not by all the samples of its micro-batch, whose norms there are 0, or NaN."""
+    """Not by all the samples of its micro-batch, whose norms there are 0, or NaN.
+
+    Verification, which finds that a row of -inf becomes NaN then, is off.
+    """
     rows = -X[:11].abs() - 0.1
     rows[0] *= -1  # the only one that the second parameter has to do with
     rows[5] = -math.inf
@@ -259,7 +262,7 @@ def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, mi
         model, n = network(), len(kept)
         engine = engine_on(
             model, clipping_style="param-wise", noise_multiplier=0, sample_size=n, batch_size=n, steps=1,
-            max_grad_norm=1e-3,
+            max_grad_norm=1e-3, verify=False,
         )  # fmt: skip
         for logical_batch in engine.batches(TensorDataset(kept, Y[:n]), micro_batch_size):
             for x, y in logical_batch:

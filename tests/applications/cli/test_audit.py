@@ -70,7 +70,7 @@ def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, writ
 def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     folder = tmp_path / "run"
     dpshard("train", *QUICK, "--clipping-fn", "global", "--max-grad-norm", 4, "--out", folder)
-    dpshard("audit", folder, *FAST)
+    dpshard("audit", folder, "--trials", 200, "--canaries", 100)
     figures = json.loads((folder / "audit.json").read_text())
     assert figures["step"]["mu_lower_bound"] > 1  # clipping drops no canary
     assert figures["run"]["steps"] == 6
