@@ -6,6 +6,7 @@ by length, shuffles them, or takes rows from elsewhere. Nobody sees the loop, bu
 - padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
   of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
+- what a forward gets of what another has returned was made of it row by row (between_parts.py);
 - what happens to a copy happens to the original: without random numbers their gradients have equal norms, and with
   them it is not the copies alone that have none.
 Rows that are equal are interchangeable as inputs. If their labels differ, the norms tell.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.interception.between_parts import outputs_in_graph, refuse_between
 from dpshard.interception.copies import Copies
 from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.fingerprints import Rows, Seen
@@ -50,6 +52,7 @@ class RowIdentity:
         self._seen = Seen()
         self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
         self._outputs: list[Rows] = []
+        self._graph: list[Any] = []  # nodes of what forwards have returned
         self._forwards = 0
 
     def enter(self, run: Run) -> None:
@@ -57,6 +60,8 @@ class RowIdentity:
         self._forwards += 1
         if self.samples == 0:
             return  # nothing of it counts
+        if self._forwards > 1 and self.samples > 1:
+            refuse_between((x for x in run.leaves if isinstance(x, Tensor)), self._graph, rows=self.rows)
         if self._forwards == 1:
             self._inputs.append(run)
             if self.copies is None:
@@ -77,7 +82,9 @@ class RowIdentity:
         """Note what a forward has returned: another one may get it."""
         if self.samples < 2:
             return
-        for x in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+        leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+        self._graph += outputs_in_graph(leaves)
+        for x in leaves:
             if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
                 self._outputs.append(Rows.of(x.detach(), 0).light())
 
