@@ -47,8 +47,9 @@ def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -
         if _depends(node, made):
             raise BatchLayoutError(
                 f"An input of shape {tuple(x.shape)} was computed in the loop from what another call of the model, or "
-                f"of a part of it, has returned ({_name(node)}). What lies between two calls is not verified, and may "
-                f"mix samples. Put it into the forward of one module, together with both calls, and call that module."
+                f"of a part of it, has returned ({_name(node)}). What lies between two calls is not verified: it may "
+                f"mix samples, or change their order. Put it into the forward of one module, together with both calls, "
+                f"and call that module."
             )
 
 
