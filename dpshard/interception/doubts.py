@@ -50,6 +50,13 @@ class Doubt(Enum):
         "position or by other rows (or random numbers are drawn beside torch). Keep labels and inputs in the order in "
         f"which they come, {_UNPADDED}."
     )
+    SILENT = (
+        "No sample of one micro-batch has a gradient, while all samples of others have one, in earlier steps as well. "
+        "So a loss was switched off, clamped or repaired for the whole micro-batch (0 * loss, loss.clamp(max=...), "
+        "torch.nan_to_num(loss)), and one sample there decides about all others. Leave it as it is: a sample without "
+        "a finite gradient contributes 0 by itself, and large ones are clipped. Or do it row by row, before the mean. "
+        "If samples of yours have no gradient of their own (ignored labels, a hinge), put the data set in random order."
+    )
 
 
 class Doubts:
