@@ -34,6 +34,16 @@ class Doubt(Enum):
         "The model got the rows of a padded micro-batch in another order than engine.batches(...) has handed them "
         f"out, so padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
     )
+    REPEATED = (
+        "One row that engine.batches(...) has handed out came to the model in two rows of its micro-batch: in place of "
+        "a corrupt row, say, or because equal rows were merged and others repeated. So that sample has two gradients, "
+        "and clipping does not bound it. Leave every sample in one row; one that cannot be read may be blank."
+    )
+    TRANSPOSED = (
+        "The first two dimensions of what engine.batches(...) has handed out were swapped, and as both are of one "
+        "length, positions were taken for samples, while each holds a part of all of them. Give the model samples "
+        "first, and transpose in its forward, or choose a micro_batch_size that is no other dimension of the data."
+    )
     REORDERED = (
         "Two forwards of one micro-batch got, or returned, the same rows in different orders. All forwards of a "
         "micro-batch share one gradient a row, so that samples would be mixed before they are clipped. Keep one order "

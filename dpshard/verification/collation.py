@@ -73,7 +73,10 @@ def refuse_company(
     begin: list[Any],
     call: int,
 ) -> None:
-    """Raise VerificationError if what is made of some rows changes when others do; `begin`: states of generators, `call`: its number."""
+    """Raise VerificationError if what is made of some rows changes when others do.
+
+    `begin`: states of the generators. `call`: number of the call.
+    """
 
     def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
         generators.restore(begin)
@@ -187,7 +190,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Whether the longer one goes on with more than padding in the rows `kept`; None if they are not the same so far."""
+    """Whether the longer one goes on with more than padding in the rows `kept`; None if they differ so far."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
