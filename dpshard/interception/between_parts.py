@@ -59,7 +59,8 @@ def _name(node: Any) -> str:
 
 def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
     """Whether `x` follows from one of `made` by functions of one tensor that keep its rows."""
-    node, place = x.grad_fn, x.output_nr
+    node: Any = x.grad_fn
+    place = x.output_nr
     while node not in made:
         name = _name(node)
         before = [following for following in node.next_functions if following[0] is not None]

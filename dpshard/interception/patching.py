@@ -167,8 +167,9 @@ class Interception:
         self._patched.append((module, "_compiled_call_impl", None))
 
         def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if self_module is not module or self.active or in_backward or not has_hooks(module):
+            if self_module is not module or self.active or not has_hooks(module):
+                return self_module._call_impl(*args, **kwargs)
+            if torch._C._current_graph_task_id() != -1:  # in backward
                 return self_module._call_impl(*args, **kwargs)
             return self._enter(module, module._call_impl, False, args, kwargs)
 
