@@ -27,7 +27,8 @@ class Doubt(Enum):
     FILLER = (
         "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
         "engine.batches(...) has made them copies. So rows were shuffled, sorted, or augmented in the loop, or they "
-        "come from other data, and nobody knows any more which rows are padding. Sort and augment in the data set or "
+        "come from other data, or from a micro-batch before the one that was fetched last, and nobody knows any more "
+        "which rows are padding. Sort and augment in the data set or "
         f"in collate_fn, {_UNPADDED}."
     )
     SHUFFLED = (

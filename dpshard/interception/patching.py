@@ -279,6 +279,11 @@ class Interception:
         return Running(self, mode)
 
     def _run_outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise UnsupportedParameterError(
+                "torch.jit.trace records one path through a model, and none of its per-sample gradients. Call "
+                "engine.detach() before, or trace copy.deepcopy(model), which is an ordinary model."
+            )
         refuse_batch_norm(self._batch_norms)
         if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
             refuse_hooks(module)

@@ -159,9 +159,11 @@ class Collector:
         """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(
-                "The model was called for training between two micro-batches of engine.batches, or between two logical "
-                "batches. Evaluate in model.eval() or under torch.no_grad(). To send the gradient of another model "
-                "through it, as a GAN does, use model.eval().requires_grad_(False), and undo both afterwards."
+                "The model was called for training between two micro-batches of engine.batches, or between two "
+                "logical batches. Train on each micro-batch before the next one is fetched: no list(logical_batch), "
+                "no prefetcher, no threads (num_workers= reads ahead). Evaluate in model.eval() or under "
+                "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
+                "model.eval().requires_grad_(False), and undo both afterwards."
             )
         if not self._own_loop_warned:
             self._own_loop_warned = True

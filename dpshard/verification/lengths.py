@@ -3,8 +3,8 @@
 [Note: Lengths]
 Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
 dynamic RoPE) then makes one long document count in all others. So the longest rows are taken out, and the columns with
-them that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes. A
-mask among the inputs must be 0 there. Without a mask, two rows at least must hold one and the same id there.
+them that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
+A mask among the inputs must be 0 there. Without a mask, two rows at least must hold one and the same id there.
 """
 
 from __future__ import annotations
