@@ -49,7 +49,7 @@ from dpshard.sampling import (
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.verification import Loss, Moment, Verifier
+from dpshard.verification import Loss, Moment, Verifier, verified_collation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -326,7 +326,7 @@ class PrivacyEngine:
             dataset,
             self._plans(dataset, micro_batch_size, steps, pad=pad),
             sample_size=self.mechanism.sample_size,
-            collate_fn=collate_fn,
+            collate_fn=verified_collation(collate_fn) if self._verify else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,

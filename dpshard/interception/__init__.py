@@ -2,7 +2,7 @@
 
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
-from dpshard.interception.doubts import Doubts
+from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.held_objects import container
 from dpshard.interception.isolation import Undisturbed
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
@@ -18,6 +18,7 @@ __all__ = [
     "HOOKS",
     "LOW",
     "Copies",
+    "Doubt",
     "Doubts",
     "Draws",
     "Interception",

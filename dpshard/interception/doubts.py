@@ -27,12 +27,23 @@ class Doubt(Enum):
     FILLER = (
         "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
         "engine.batches(...) has made them copies. So rows were shuffled, sorted, or augmented in the loop, or they "
-        "come from other data, and nobody knows any more which rows are padding. Sort and augment in the data set or "
+        "come from other data, or from a micro-batch before the one that was fetched last, and nobody knows any more "
+        "which rows are padding. Sort and augment in the data set or "
         f"in collate_fn, {_UNPADDED}."
     )
     SHUFFLED = (
         "The model got the rows of a padded micro-batch in another order than engine.batches(...) has handed them "
         f"out, so padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
+    )
+    REPEATED = (
+        "One row that engine.batches(...) has handed out came to the model in two rows of its micro-batch: in place of "
+        "a corrupt row, say, or because equal rows were merged and others repeated. So that sample has two gradients, "
+        "and clipping does not bound it. Leave every sample in one row; one that cannot be read may be blank."
+    )
+    TRANSPOSED = (
+        "The first two dimensions of what engine.batches(...) has handed out were swapped, and as both are of one "
+        "length, positions were taken for samples, while each holds a part of all of them. Give the model samples "
+        "first, and transpose in its forward, or choose a micro_batch_size that is no other dimension of the data."
     )
     REORDERED = (
         "Two forwards of one micro-batch got, or returned, the same rows in different orders. All forwards of a "
@@ -49,6 +60,13 @@ class Doubt(Enum):
         "gradients have other norms. So the loss takes labels in another order than inputs, or weighs a row by its "
         "position or by other rows (or random numbers are drawn beside torch). Keep labels and inputs in the order in "
         f"which they come, {_UNPADDED}."
+    )
+    SILENT = (
+        "No sample of one micro-batch has a gradient, while all samples of others have one, in earlier steps as well. "
+        "So a loss was switched off, clamped or repaired for the whole micro-batch (0 * loss, loss.clamp(max=...), "
+        "torch.nan_to_num(loss)), and one sample there decides about all others. Leave it as it is: a sample without "
+        "a finite gradient contributes 0 by itself, and large ones are clipped. Or do it row by row, before the mean. "
+        "If samples of yours have no gradient of their own (ignored labels, a hinge), put the data set in random order."
     )
 
 

@@ -32,6 +32,7 @@ from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import Undisturbed, eager
 from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.module_hooks import has_hooks, refuse_hooks
 from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import Session, Sharding
 from dpshard.interception.recomputed import with_recomputed_weights
@@ -121,6 +122,8 @@ class Interception:
                 self._patch(module, "_compiled_call_impl", compiled=True)
             if self.sharding.gathers(module):
                 self._look_away_around(module, compiled=module._compiled_call_impl is not None)
+            elif module._compiled_call_impl is None and (module is self.model or has_hooks(module)):
+                self._enter_with_hooks(module)
             self._patch(module, "forward", compiled=is_compiled_wrapper(module))
 
     def _patch(self, module: nn.Module, attribute: str, *, compiled: bool) -> None:
@@ -158,6 +161,19 @@ class Interception:
         if kind not in self._codes:
             self._codes[kind] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
         return self._codes[kind]
+
+    def _enter_with_hooks(self, module: nn.Module) -> None:
+        """Have calls of `module` enter before its hooks, if it has some."""
+        self._patched.append((module, "_compiled_call_impl", None))
+
+        def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self_module is not module or self.active or not has_hooks(module):
+                return self_module._call_impl(*args, **kwargs)
+            if torch._C._current_graph_task_id() != -1:  # in backward
+                return self_module._call_impl(*args, **kwargs)
+            return self._enter(module, module._call_impl, False, args, kwargs)
+
+        module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
 
     def _look_away_around(self, module: nn.Module, *, compiled: bool) -> None:
         """Keep the mode out of the hooks with which a framework gathers and frees the parameters of `module`."""
@@ -263,7 +279,14 @@ class Interception:
         return Running(self, mode)
 
     def _run_outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise UnsupportedParameterError(
+                "torch.jit.trace records one path through a model, and none of its per-sample gradients. Call "
+                "engine.detach() before, or trace copy.deepcopy(model), which is an ordinary model."
+            )
         refuse_batch_norm(self._batch_norms)
+        if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
+            refuse_hooks(module)
         undo_foreign_patches()
         if not compiled:
             original = with_recomputed_weights(module, original)
@@ -314,6 +337,8 @@ class Interception:
         """The forward of `module` as it was before it was patched."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
+        if has_hooks(module) and not self.sharding.gathers(module):
+            original = module._call_impl
         return self._repeatable(module, with_recomputed_weights(module, original))
 
     def _repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,8 @@ by length, shuffles them, or takes rows from elsewhere. Nobody sees the loop, bu
 - padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
   of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
+- no row that was handed out once comes in two rows, and dimensions are not swapped (handed_out.py);
+- what a forward gets of what another has returned was made of it row by row (between_parts.py);
 - what happens to a copy happens to the original: without random numbers their gradients have equal norms, and with
   them it is not the copies alone that have none.
 Rows that are equal are interchangeable as inputs. If their labels differ, the norms tell.
@@ -21,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpshard.interception.between_parts import outputs_in_graph, refuse_between
 from dpshard.interception.copies import Copies
 from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.fingerprints import Rows, Seen
+from dpshard.interception.handed_out import repeats, transposed
 from dpshard.interception.run import Run
 from dpshard.sampling import MicroBatchPlan
 
@@ -46,10 +50,12 @@ class RowIdentity:
         self.copies = Copies(self.samples, mean=mean) if padded else None
         """Of a micro-batch with samples and padding: what the norms of its copies tell."""
         self._doubts = doubts
-        self._data = data if padded and self.samples > 1 else None  # of one sample there is one order
+        self._data = data if self.samples > 1 else None  # of one sample there is one order
+        self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen()
         self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
         self._outputs: list[Rows] = []
+        self._graph: list[Any] = []  # nodes of what forwards have returned
         self._forwards = 0
 
     def enter(self, run: Run) -> None:
@@ -57,10 +63,10 @@ class RowIdentity:
         self._forwards += 1
         if self.samples == 0:
             return  # nothing of it counts
+        if self._forwards > 1 and self.samples > 1:
+            refuse_between((x for x in run.leaves if isinstance(x, Tensor)), self._graph, rows=self.rows)
         if self._forwards == 1:
             self._inputs.append(run)
-            if self.copies is None:
-                return
         with torch.no_grad(), torch._C.DisableTorchFunction():
             inputs = _inputs_of(run)
             if self.copies is not None and inputs:
@@ -69,7 +75,7 @@ class RowIdentity:
                         self._require_copies(rows.tensor, rows.dim)
                 self.copies.begin(inputs[0].tensor.device)
             if self._data is not None:
-                self._require_order_of_data(inputs)
+                self._compare_with_data(inputs)
             if self._forwards > 1:
                 self._require_order_of_forwards(inputs)
 
@@ -77,7 +83,9 @@ class RowIdentity:
         """Note what a forward has returned: another one may get it."""
         if self.samples < 2:
             return
-        for x in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+        leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+        self._graph += outputs_in_graph(leaves)
+        for x in leaves:
             if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
                 self._outputs.append(Rows.of(x.detach(), 0).light())
 
@@ -93,14 +101,26 @@ class RowIdentity:
             differs &= ~nan & ~((copies - filler).abs() <= rounding)
         self._doubts.note(Doubt.FILLER, differs.any())
 
-    def _require_order_of_data(self, inputs: list[Rows]) -> None:
-        seen, devices = Seen(), {rows.tensor.device for rows in inputs}
-        for x in tensors_within(self._data):
-            if _is_plain(x) and x.dim() > 0 and len(x) == self.rows:
-                for device in devices:
-                    seen.add(Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0))
-        self._note(Doubt.SHUFFLED, seen.reordered(inputs))
-        self._data = None
+    def _compare_with_data(self, inputs: list[Rows]) -> None:
+        handed: list[Rows] = []
+        for device in {rows.tensor.device for rows in inputs}:
+            if device.type != "cpu" and not self._on_accelerators:
+                continue  # a copy, and hashes, for every micro-batch
+            handed += [
+                Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0)
+                for x in tensors_within(self._data)
+                if _is_plain(x) and x.dim() > 0 and len(x) == self.rows
+            ]
+        for rows in inputs:
+            alike = [x for x in handed if x.kind == rows.kind]
+            self._note(Doubt.REPEATED, repeats(rows, alike, self.samples))
+            for x in alike:
+                self._note(Doubt.TRANSPOSED, transposed(rows, x.tensor))
+        if self.copies is not None and self._forwards == 1:
+            seen = Seen()
+            for x in handed:
+                seen.add(x)
+            self._note(Doubt.SHUFFLED, seen.reordered(inputs))
 
     def _require_order_of_forwards(self, inputs: list[Rows]) -> None:
         earlier = [rows for run in self._inputs for rows in _inputs_of(run)] + self._outputs

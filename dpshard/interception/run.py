@@ -106,7 +106,8 @@ def plan_run(
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
         raise BatchLayoutError(
             f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has so many "
-            f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model."
+            f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model, and "
+            f"fetch the next one after its backward: num_workers= of engine.batches reads ahead."
         )
     return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if plan is None else plan.samples_everywhere))
 

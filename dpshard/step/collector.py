@@ -23,6 +23,7 @@ from dpshard.sampling import MicroBatchPlan
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.silence import Silence
 
 
 class BatchState(Enum):
@@ -86,6 +87,7 @@ class Collector:
         self._mean = mean
         self._loop: Feed | None = None  # of the loop over `batches` that is running
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
+        self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
         self._first_gradients = FirstGradients(backend.parameters)
@@ -157,9 +159,11 @@ class Collector:
         """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(
-                "The model was called for training between two micro-batches of engine.batches, or between two logical "
-                "batches. Evaluate in model.eval() or under torch.no_grad(). To send the gradient of another model "
-                "through it, as a GAN does, use model.eval().requires_grad_(False), and undo both afterwards."
+                "The model was called for training between two micro-batches of engine.batches, or between two "
+                "logical batches. Train on each micro-batch before the next one is fetched: no list(logical_batch), "
+                "no prefetcher, no threads (num_workers= reads ahead). Evaluate in model.eval() or under "
+                "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
+                "model.eval().requires_grad_(False), and undo both afterwards."
             )
         if not self._own_loop_warned:
             self._own_loop_warned = True
@@ -199,6 +203,8 @@ class Collector:
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
+        if is_padding_B is not None:
+            self._silence.observe(group, norm_B, is_padding_B)
         for padding_B, copies in self._watched:
             if padding_B is is_padding_B:
                 copies.observe(group, norm_B)
@@ -301,10 +307,12 @@ class Collector:
         """What else speaks against the release on this rank, int64 [one a kind of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
+        self._silence.end(self._doubts)
         return self._doubts.flags(self._device)
 
     def _begin_doubts(self) -> None:
         self._doubts = Doubts(at_once=self._backend.world_size == 1)
+        self._silence.begin()
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:

@@ -87,12 +87,12 @@ class LogicalBatch:
 
     @property
     def position(self) -> int:
-        """Micro-batches handed out so far."""
+        """Micro-batches handed out so far. It depends on who was drawn: no loss may."""
         return self._position
 
     @property
     def samples(self) -> int:
-        """Samples in them, on this rank."""
+        """Samples in them, on this rank. They are who was drawn: no loss may depend on their number."""
         return self._samples
 
     @property
@@ -112,7 +112,10 @@ class LogicalBatch:
 
     @property
     def is_padding(self) -> Tensor:
-        """Bool [B], on the CPU: the rows of the current micro-batch that are padding and contribute nothing."""
+        """Bool [B], on the CPU: the rows of the current micro-batch that are padding and contribute nothing.
+
+        For figures that you log. No loss may depend on their number, which tells how many samples were drawn.
+        """
         if self._micro is None:
             raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
         return self._micro.plan.is_padding

@@ -182,8 +182,9 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
         f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
         f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; of tokens "
         f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
-        f"given to the engine; a batch dimension that is not dimension 0 of the inputs; a parameter used outside of a "
-        f"module call, or inside of a torch.autograd.Function. Turn off with "
+        f"given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
+        f"of a row beside torch.rand, torch.randn and dropout (NumPy's, torch.multinomial); a parameter used out of "
+        f"a module call, or inside of a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

@@ -1,10 +1,10 @@
-"""The longest row: without it a micro-batch is padded less, and the other rows' outputs must not move.
+"""The longest rows: without them a micro-batch is padded less, and the other rows' outputs must not move.
 
 [Note: Lengths]
 Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
-dynamic RoPE) then makes one long document count in all others. So the longest row is taken out, and the columns with
-it that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes. A
-mask among the inputs must be 0 there. Without a mask, two rows at least must hold one and the same id there.
+dynamic RoPE) then makes one long document count in all others. So the longest rows are taken out, and the columns with
+them that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
+A mask among the inputs must be 0 there. Without a mask, two rows at least must hold one and the same id there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def refuse_length_dependence(bench: Bench) -> None:
             x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
             if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
                 raise VerificationError(
-                    f"Without the longest row, which pads this micro-batch from {length} to {long} positions, the "
+                    f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
                     f"others have other outputs: one long sample counts in all of them (RoPE that is scaled by the "
                     f"length: dynamic, longrope; padding that is not masked). Pad all micro-batches to one length, "
                     f"or switch the scaling off."
@@ -82,15 +82,15 @@ def _padding(run: Run, *, at_end: bool) -> Tensor:
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
-    """The run without its longest row and the padding that it asks for, its length, and the rows that are left."""
+    """The run without its longest rows and the padding that they ask for, its length, and the rows that are left."""
     leaves = _sequences(run)
     if not leaves or run.rows < 2:
         return None
     padding = _padding(run, at_end=at_end)
-    longest = int(padding.argmin())
-    rest = [i for i in range(run.rows) if i != longest]
-    cut, long = int(padding[rest].min()), run.leaves[leaves[0]].shape[1]
-    if cut <= int(padding[longest]) or cut >= long:
+    rest = (padding > padding.min()).nonzero()[:, 0].tolist()  # several may be the longest
+    long = run.leaves[leaves[0]].shape[1]
+    cut = int(padding[rest].min()) if rest else long
+    if cut >= long:
         return None
     length = long - cut
     index = torch.tensor(rest)

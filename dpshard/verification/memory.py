@@ -95,5 +95,6 @@ def _refuse_other_outputs(bench: Bench, first: Any, second: Any, where: str) -> 
             raise UnsupportedParameterError(
                 f"{type(bench.run.module).__name__} remembers earlier samples: one and the same sample has another "
                 f"output after others. What is remembered may be in {where} (a detached hidden state, a queue of "
-                f"features, a running statistic). Keep nothing of samples between forwards."
+                f"features, a running statistic). Keep nothing of samples between forwards. Or forward "
+                f"draws of a generator that cannot be put back (np.random.default_rng(), secrets): draw by torch."
             )

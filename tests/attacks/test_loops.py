@@ -700,3 +700,22 @@ def test_what_one_rank_leaves_out_is_refused_on_all_ranks():
             refused = case.split(":")[1] in ("skip", "no-backward", "one-of-two")
             assert ("does not count whole" in message) == refused, (case, message)
             assert steps == (0 if refused else 2), case
+
+
+# --- micro-batches out of turn --------------------------------------------------------------------------------------
+
+
+def test_a_list_of_micro_batches_is_told_to_train_on_each_before_the_next():
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, B):
+            for x, y in list(logical_batch):
+                loss_of(model, x, y).backward()
+
+    assert "num_workers= reads ahead" in is_refused(build, loop, dataset())
+
+
+def test_a_model_with_an_engine_is_not_traced():
+    def loop(model, engine, optimizer, data):
+        torch.jit.trace(model, torch.zeros(B, D))
+
+    assert "detach" in is_refused(build, loop, dataset())

@@ -440,3 +440,84 @@ def test_a_part_that_drops_out_before_another_runs():
         return nn.Sequential(nn.Sequential(nn.Linear(D, 5), nn.Dropout(0.5)), nn.Linear(5, C))
 
     assert is_refused(build, loop_of(body), rows()) is None
+
+
+# --- rows that were handed out, in two rows or in none --------------------------------------------------------------
+
+
+def corrupt_rows_replaced(model, batch, _):
+    x, y = batch[0].clone(), batch[1].clone()
+    bad, good = x.norm(dim=1) < 1, int(x.norm(dim=1).argmax())
+    x[bad], y[bad] = x[good].clone(), y[good].clone()
+    return F.cross_entropy(model(x), y)
+
+
+def distinct_rows_repeated(model, batch, _):
+    x = torch.unique(batch[0], dim=0)
+    x = x[torch.arange(len(batch[0])) % len(x)]
+    return F.cross_entropy(model(x), torch.arange(len(x)) % C)
+
+
+def with_odd_rows():
+    x, y = rows().tensors
+    x[2] *= 1e-3
+    x[5] = x[4]
+    return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("body", [corrupt_rows_replaced, distinct_rows_repeated])
+def test_a_sample_in_two_rows_is_refused(body, pad):
+    message = is_refused(mlp, loop_of(body, pad=pad), with_odd_rows())
+    assert "in two rows" in message
+
+
+def test_a_row_that_was_repeated_is_told_before_the_release(monkeypatch):
+    begin = Doubts.__init__
+    monkeypatch.setattr(Doubts, "__init__", lambda self, *, at_once: begin(self, at_once=False))
+    message = is_refused(mlp, loop_of(corrupt_rows_replaced, pad=False), with_odd_rows())
+    assert "in two rows" in message
+
+
+class Tagger(nn.Linear):
+    """Tags every position; of [positions, samples] it takes positions for samples."""
+
+    def __init__(self):
+        super().__init__(D, C)
+
+
+def time_first(model, batch, _):
+    x, y = batch
+    return F.cross_entropy(model(x.transpose(0, 1)).flatten(0, 1), y.repeat(len(x)))
+
+
+def cubes(n=12):
+    x = torch.randn(n, MICRO, D, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, torch.arange(n) % C)
+
+
+def test_positions_before_samples_are_refused():
+    assert "positions were taken for samples" in refused(time_first, cubes(), Tagger)
+
+
+@pytest.mark.parametrize(
+    ("body", "dataset", "build"),
+    [
+        (lambda m, b, _: 9 * F.cross_entropy(m(b[0] / b[0].norm(dim=1, keepdim=True)), b[1]), with_odd_rows, mlp),
+        (lambda m, b, _: F.cross_entropy(m(b[0].clone()), b[1]), with_odd_rows, mlp),
+        (lambda m, b, _: 9 * F.cross_entropy(m((b[0] > 0).float() - 0.5), b[1]), rows, mlp),
+        (lambda m, b, _: 9 * F.cross_entropy(m(b[0].clamp(-1, 1)), b[1]), rows, mlp),
+        (lambda m, b, _: 9 * F.cross_entropy(m(b[0] * torch.tensor([1.0, 0, 0])), b[1]), rows, mlp),
+        (lambda m, b, _: F.cross_entropy(m(b[0]), b[1]) + F.cross_entropy(m(b[0].flip(1)), b[1]), rows, mlp),
+    ],
+)
+def test_rows_that_are_equal_by_themselves_are_exact(body, dataset, build):
+    exact(body, dataset(), build)
+
+
+def test_categories_that_meet_by_chance_are_exact():
+    x = torch.randint(0, 2, (N, D), generator=torch.Generator().manual_seed(5)).float()
+    exact(
+        lambda m, b, _: 9 * F.cross_entropy(m(b[0] * torch.tensor([1.0, 1, 0])), b[1]),
+        TensorDataset(x, torch.arange(N) % C),
+    )

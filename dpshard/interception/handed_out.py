@@ -1,0 +1,64 @@
+"""What a loop makes of the rows that were handed out, as far as bits tell: one sample in two rows, dimensions swapped.
+
+Rows in another order are no fault where there is no padding. Rows that were changed are the loop's own business: what
+it computes of each row cannot be told from what it computes of several (docs/privacy-model.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpshard.interception.fingerprints import MANY, Rows
+
+CONTINUOUS = 3
+"""Numbers with a fraction in a row of floats, at least: fewer may meet by chance."""
+NARROW = 8
+"""Elements of a row that are compared first."""
+
+
+def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
+    """Whether one of the first `samples` rows was handed out, and comes more often in `x`; None if not."""
+    if x.tensor.dim() < 2 or not handed or any(x.tensor is y.tensor for y in handed):
+        return None
+    rows, *out = (y.sampled[:samples].flatten(1) for y in (x, *handed))
+    on_host = rows.device.type == "cpu"
+    if on_host and any(torch.equal(rows, y) for y in out):
+        return None
+    found = torch.zeros((), dtype=torch.bool, device=rows.device)
+    for width in (NARROW, rows.shape[1]) if on_host else (rows.shape[1],):
+        step = max(1, rows.shape[1] // width)
+        found = _come_again(rows[:, ::step], [y[:, ::step] for y in out])
+        if on_host and not found.any():
+            return None
+    return (found & _tell_apart(rows)).any()
+
+
+def transposed(x: Rows, handed: Tensor) -> Tensor | None:
+    """Whether `x` has for rows what is dimension 1 of `handed`, as long as dimension 0; None if not."""
+    if handed.dim() < 2 or handed.shape[0] != handed.shape[1] or handed.shape[0] < 2:
+        return None
+    rows = x.tensor.detach().movedim(x.dim, 0)
+    if rows.shape != handed.shape or rows.dtype != handed.dtype:
+        return None
+    return (rows == handed.transpose(0, 1)).all() & ~(rows == handed).all()
+
+
+def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
+    """Bool [B]: the rows that are there more often than they were handed out, and were."""
+    hash_B = Rows.of(rows, 0).hash_B
+
+    def count(among_B: Tensor) -> Tensor:
+        ordered = among_B.sort().values
+        return torch.searchsorted(ordered, hash_B, right=True) - torch.searchsorted(ordered, hash_B)
+
+    times_B = torch.stack([count(Rows.of(y, 0).hash_B) for y in handed]).sum(0)
+    return (times_B > 0) & (count(hash_B) > times_B)
+
+
+def _tell_apart(rows: Tensor) -> Tensor:
+    """Bool [B]: rows that are no others' by chance, as ones of a few categories are."""
+    changes_B = (rows[:, 1:] != rows[:, :-1]).sum(1)
+    if not rows.is_floating_point():
+        return changes_B >= MANY
+    return (changes_B >= CONTINUOUS - 1) & ((rows != rows.round()).sum(1) >= CONTINUOUS)

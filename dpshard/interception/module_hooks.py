@@ -1,0 +1,41 @@
+"""Forward hooks of the module that a loop calls: torch runs them in `__call__`, outside of `forward`.
+
+What they compute of the inputs and outputs is part of the model. So it is probed, recorded and verified with it: a
+module that has such hooks is entered where it is called. Hooks of frameworks stay outside, where they expect to be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dpshard.errors import UnsupportedParameterError
+
+_FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether `module` has forward hooks, or pre-hooks, that no framework has put there."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(_home(hook) not in _FRAMEWORKS for hook in hooks)
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise UnsupportedParameterError if `module` has hooks, which run beside its recorded forward."""
+    if has_hooks(module):
+        raise UnsupportedParameterError(
+            f"{type(module).__name__}, which your loop calls, has a forward hook, or pre-hook, that runs outside of "
+            f"what is verified: it was registered after the engine was made, or on a module that FSDP or ZeRO-3 "
+            f"shards. Register it before the PrivacyEngine is made, or on a module within, or move its code into "
+            f"forward."
+        )
+
+
+def _home(hook: Callable[..., Any]) -> str:
+    """The package that a hook comes from."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]

@@ -1,0 +1,72 @@
+"""Micro-batches in which no sample has a gradient, while all samples of others have one.
+
+[Note: Silent micro-batches]
+`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch a whole micro-batch off when one sample is odd.
+The gradients of all its rows are then 0, and their norms what squares that underflow may hide. Single samples may have
+none, too: a hinge, a dead unit, an ignored label. But those come one by one, and some of them come among samples that
+have one. So a run is suspected if it has never had a micro-batch of both kinds, and if chance does not explain that.
+Of n samples in K micro-batches, Z silent ones are m whole micro-batches by chance with probability C(K, m) / C(n, Z)
+at most. Sound samples of earlier steps count, too, and silent ones of this step only: the same samples may be silent,
+side by side, again and again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dpshard.clipping.functions import ClippingGroup
+from dpshard.interception import Doubt, Doubts
+
+NOTHING = 1e-9
+"""Share of the threshold below which a gradient is none: rounding, or squares that underflow."""
+BY_CHANCE = 1e-8
+"""Probability below which silence is no chance, where the order of the data says nothing about the samples."""
+
+
+class Silence:
+    """Counts samples without a gradient, over the logical batches of a run; on the device, which is not waited for."""
+
+    def __init__(self) -> None:
+        self._norms: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by mask: padding, norms of the groups
+        self._sound: Tensor | None = None  # samples with a gradient, their micro-batches, steps with mixed ones
+
+    def begin(self) -> None:
+        """A logical batch begins."""
+        self._norms.clear()
+
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
+        """Take the norms of a group in one micro-batch, which its mask tells from others."""
+        if id(is_padding_B) not in self._norms:
+            for _, norms in self._norms.values():
+                norms[:] = [torch.stack(norms).sum(0)]
+        self._norms.setdefault(id(is_padding_B), (is_padding_B, []))[1].append(norm_B.detach() / group.threshold)
+
+    def end(self, doubts: Doubts) -> None:
+        """All backward passes of the logical batch are through: note whether silence in it is no chance."""
+        if not self._norms:
+            return
+        totals = [torch.stack(norms).sum(0).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
+        norm_KB = pad_sequence(totals, batch_first=True, padding_value=math.nan)
+        silent_K = (norm_KB <= NOTHING).sum(1)
+        sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN tells nothing
+        silent, sound = silent_K > 0, sound_K > 0
+        trains = sound.any()  # a step in which nothing does is not told from a public weight of 0
+        mixed = (silent & sound).any()
+        now = torch.stack([(sound_K * ~silent).sum(), (sound & ~silent).sum(), mixed.long()]) * trains
+        first, self._sound = self._sound is None, now if self._sound is None else self._sound + now
+        alone = silent & ~sound & trains
+        if first or (alone.device.type == "cpu" and not alone.any()):
+            return  # data in an order of their own may fall into whole micro-batches once
+        z, m, (n, k, ever_mixed) = (silent_K * alone).sum(), alone.sum(), self._sound
+        unlikely = _log_choose(k + m, m) - _log_choose(n + z, z) < math.log(BY_CHANCE)
+        doubts.note(Doubt.SILENT, alone.any() & (ever_mixed == 0) & unlikely, wait=True)
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    wide = torch.float32 if n.device.type == "mps" else torch.float64
+    n, k = n.to(wide), k.to(wide)
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)

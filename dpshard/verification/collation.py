@@ -1,0 +1,299 @@
+"""A collate_fn in other company: what it makes of a sample must not depend on the samples beside it.
+
+[Note: Other rows beside it]
+Half of the rows are replaced by copies of one sample, and the other half must come out as before. Rows keep their
+number, so with generators in the same states they draw the same random numbers, unless the number of draws depends on
+what is in a row: then the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad
+them. Where another company has another length, only cuts are looked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from dpshard.errors import VerificationError
+
+ROUNDING = 1e-4
+"""Relative to the largest number of a row, by which it may differ."""
+SPLITS = 2
+"""Divisions of a micro-batch into halves that are tried."""
+SEEDS = 24
+"""Random draws that have to agree with a fault: by chance rows may draw as much in another order."""
+
+
+def verified_collation(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    """The function with its verification; torch's own needs none."""
+    return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn)
+
+
+class CollationVerified:
+    """Calls `collate_fn`, and compares what it returns in calls 1, 2, 4, 8, ... of a process."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+        self._calls = 0
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """What collate_fn returns; VerificationError if it makes samples depend on others."""
+        self._calls += 1
+        if self._calls & (self._calls - 1) or not isinstance(rows, list) or len(rows) < 2:
+            return self.collate_fn(rows)
+        generators = _Generators(self.collate_fn)
+        kept, before = _copied(rows), generators.states()
+        data = self.collate_fn(rows)
+        after = generators.states()
+        try:
+            refuse_company(self._values, kept, generators, before, self._calls)
+        finally:
+            generators.restore(after)
+        return data
+
+    def _values(self, rows: list[Any]) -> list[Any] | None:
+        try:
+            return list(_with_rows(self.collate_fn(_copied(rows)), len(rows)))
+        except Exception:  # noqa: BLE001 - whatever a user's code says to samples in a company that was made up
+            return None
+
+
+def refuse_company(
+    values: Callable[[list[Any]], list[Any] | None],
+    rows: list[Any],
+    generators: _Generators,
+    begin: list[Any],
+    call: int,
+) -> None:
+    """Raise VerificationError if what is made of some rows changes when others do.
+
+    `begin`: states of the generators. `call`: number of the call.
+    """
+
+    def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
+        generators.restore(begin)
+        return values(rows), _frozen(generators.states())
+
+    expected, end = run(rows, begin)
+    again, _ = run(rows, begin)
+    if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
+        return  # random numbers from elsewhere
+    draws, shuffled = end != _frozen(begin), np.random.default_rng((len(rows), call)).permutation
+    for _ in range(SPLITS):
+        order = shuffled(len(rows)).tolist()
+        for kept in (order[: len(rows) // 2], order[len(rows) // 2 :]):
+            others = [row if i in kept else rows[kept[0]] for i, row in enumerate(rows)]
+            found, other_end = run(others, begin)
+            fault = None if found is None or end != other_end else _fault(expected, found, kept)
+            if fault is None:
+                continue
+            faults = 0
+            for seed in range(SEEDS if draws else 0):
+                generators.seed(seed)
+                start = generators.states()
+                (one, end_of_one), (other, end_of_other) = run(rows, start), run(others, start)
+                if one is None or other is None or end_of_one != end_of_other:
+                    return  # how much is drawn depends on what is in a row
+                faults += _fault(one, other, kept) is not None
+            if not draws or faults > SEEDS // 4:
+                raise VerificationError(fault)
+
+
+def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
+    """What the error says if the rows `kept` came out otherwise; None if they did not."""
+    if list(map(_shape, expected)) == list(map(_shape, found)):
+        same = _alike(expected, found, kept) or _sorted(expected, found, len(kept))
+        return None if same else _MIXES
+    if len(expected) != len(found):
+        return None
+    rests = [_rest(x, y, kept) for x, y in zip(expected, found, strict=True)]
+    return _CUTS if None not in rests and any(rests) else None
+
+
+_PER_SAMPLE = (
+    "so one sample counts in the gradients of others, and clipping does not bound it. Do it in the data set, of each "
+    "sample by itself."
+)
+_MIXES = (
+    f"collate_fn gives samples other values when other samples come with them: it replaces rows (corrupt ones, by good "
+    f"ones), mixes them (mixup, CutMix), or scales them by what the whole micro-batch holds, {_PER_SAMPLE} A sample "
+    f"that cannot be read may be blank; what all samples share must be public."
+)
+_CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+def _with_rows(data: Any, n: int) -> Iterator[Any]:
+    """Tensors, arrays, and lists of strings and numbers, with a row a sample."""
+    if isinstance(data, np.ndarray) and data.dtype != object:
+        data = torch.as_tensor(data) if data.dtype.kind in "biufc" else data.tolist()
+    if isinstance(data, Tensor):
+        if data.layout is torch.strided and data.dim() > 0 and len(data) == n:
+            yield data.detach()
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _with_rows(value, n)
+    elif isinstance(data, (tuple, list)):
+        if len(data) == n and all(isinstance(item, (str, bytes, int, float)) for item in data):
+            yield list(data)
+        else:
+            for value in data:
+                yield from _with_rows(value, n)
+    elif is_dataclass(data) and not isinstance(data, type):
+        for field in fields(data):
+            yield from _with_rows(getattr(data, field.name), n)
+
+
+def _shape(x: Any) -> Any:
+    return (x.dtype, x.shape) if isinstance(x, Tensor) else len(x)
+
+
+def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
+    """Whether the rows `kept` are the same in both, up to rounding."""
+    if list(map(_shape, expected)) != list(map(_shape, found)):
+        return False
+    return all(
+        _equal(x[kept], y[kept]) if isinstance(x, Tensor) else [x[i] for i in kept] == [y[i] for i in kept]
+        for x, y in zip(expected, found, strict=True)
+    )
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    x, y = x.flatten(1), y.flatten(1)
+    if not x.numel():
+        return True
+    allowed = ROUNDING * x.abs().nan_to_num(0, 0, 0).amax(1, keepdim=True)
+    return bool(((x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= allowed)).all())
+
+
+def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
+    """Whether so many rows are there in another order."""
+
+    def rows(leaves: list[Any]) -> list[str]:
+        columns = [x.flatten(1).tolist() if isinstance(x, Tensor) and x.dim() > 1 else list(x) for x in leaves]
+        return [repr([column[i] for column in columns]) for i in range(len(columns[0]))]
+
+    there = set(rows(found))
+    return sum(row in there for row in rows(expected)) >= kept
+
+
+def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
+    """Whether the longer one goes on with more than padding in the rows `kept`; None if they differ so far."""
+    if _shape(x) == _shape(y):
+        return False if _alike([x], [y], kept) else None
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
+        return None
+    dims = [d for d in range(x.dim()) if x.shape[d] != y.shape[d]]
+    if len(dims) != 1:
+        return None
+    short, long = sorted((x[kept].movedim(dims[0], 1), y[kept].movedim(dims[0], 1)), key=lambda z: z.shape[1])
+    n = short.shape[1]
+    for same, rest in ((long[:, :n], long[:, n:]), (long[:, -n:], long[:, :-n])):
+        if n and torch.equal(same, short):
+            rest = rest.nan_to_num() if rest.is_floating_point() else rest
+            return bool((rest != rest[:1]).any() and (rest != rest[:, :1]).any())
+    return None
+
+
+# --- what goes in ---------------------------------------------------------------------------------------------------
+
+
+def _copied(x: Any) -> Any:
+    """Samples that a collate_fn may write to."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    if isinstance(x, MutableMapping):
+        twin = copy.copy(x)
+        for key, value in x.items():
+            twin[key] = _copied(value)
+        return twin
+    if type(x) in (list, tuple):
+        return type(x)(_copied(item) for item in x)
+    return copy.copy(x) if is_dataclass(x) and not isinstance(x, type) else x
+
+
+class _Generators:
+    """torch's, numpy's and Python's generators, and those that a function holds: their states."""
+
+    def __init__(self, function: Any) -> None:
+        self._own = list({id(x): x for x in _held(function, 3)}.values())
+
+    def states(self) -> list[Any]:
+        return [torch.get_rng_state(), np.random.get_state(), random.getstate(), *map(_state, self._own)]  # noqa: NPY002
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
+        for generator in self._own:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            else:
+                generator.seed(seed)
+
+    def restore(self, states: list[Any]) -> None:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+        for generator, state in zip(self._own, states[3:], strict=True):
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, np.random.RandomState):
+                generator.set_state(state)
+            else:
+                generator.setstate(state)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _held(x: Any, depth: int) -> Iterator[Any]:
+    if isinstance(x, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        yield x
+    elif depth and not isinstance(x, (Tensor, np.ndarray, torch.nn.Module)):
+        for part in _parts(x):
+            yield from _held(part, depth - 1)
+
+
+def _parts(x: Any) -> Iterator[Any]:
+    """What a function or an object holds."""
+    if isinstance(x, functools.partial):
+        yield from (x.func, *x.args, *x.keywords.values())
+        return
+    for cell in getattr(x, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell may be empty
+            yield cell.cell_contents
+    yield getattr(x, "__self__", None)
+    yield from list(getattr(x, "__dict__", {}).values())
+
+
+def _frozen(x: Any) -> Any:
+    """A state that can be compared."""
+    if isinstance(x, Tensor):
+        x = x.numpy()
+    if isinstance(x, np.ndarray):
+        return x.tobytes()
+    if isinstance(x, dict):
+        return [(key, _frozen(value)) for key, value in x.items()]
+    return [_frozen(item) for item in x] if isinstance(x, (list, tuple)) else x
