@@ -52,9 +52,8 @@ def log_moments(v, s, q, order):
 def test_divergences_are_at_most_what_is_accounted(v, s, q, order):
     """With and without the sample, either way round, and noise as coarse as the shift itself."""
     release = Release(s / math.hypot(*v), q, 1000, grid_elements=1)
-    charged = RdpAccountant([order]).compose(composition.event(replace(release, grid_elements=None))).rdp[0] * (
-        order - 1
-    )
+    gaussian = composition.event(replace(release, grid_elements=None))
+    charged = RdpAccountant([order]).compose(gaussian).rdp[0] * (order - 1)
     with_over_without, without_over_with = log_moments(v, s, q, order)
     assert with_over_without == pytest.approx(charged, rel=1e-6, abs=1e-9)
     assert without_over_with <= with_over_without + 1e-9
