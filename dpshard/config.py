@@ -1,4 +1,4 @@
-"""What decides privacy (`Mechanism`) and what decides speed (`Execution`): two objects, frozen, parsed once."""
+"""Settings that are parsed once: the schedule of batch sizes, and what decides speed (`Execution`)."""
 
 from __future__ import annotations
 
@@ -123,53 +123,6 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mechanism:
-    """Everything on which the privacy guarantee, and its report, depend; equal mechanisms have equal epsilon."""
-
-    noise_multiplier: float
-    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0."""
-    max_grad_norm: float
-    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; at the
-    first step, if thresholds are adaptive."""
-    clipping_fn: str
-    """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
-    clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M), or begins with
-    it."""
-    adaptive_thresholds: str | None
-    """`repr` of how thresholds follow the gradients; None if they are fixed."""
-    sample_size: int
-    """Number of samples of the data set; public."""
-    schedule: BatchSchedule
-    """Expected logical batch sizes; the sampling probability of a step is its size over sample_size."""
-    max_batch_size: int | None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
-    loss_reduction: LossReduction
-    """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
-    secure: bool
-    """Whether the noise is drawn as [Note: Secure noise] in noise.py says; a replay must draw it likewise."""
-    grid_elements: int | None
-    """Number of trainable elements, of which each is rounded to the grid of discrete Gaussian noise ([Note: Noise on a
-    grid] in noise.py); None if the noise is Gaussian."""
-    accountant: AccountantName
-    """Who turns the ledger into epsilon."""
-    target_delta: float
-    """The delta at which epsilon is reported."""
-    target_epsilon: float | None
-    """The budget at which a run stops, or None when noise_multiplier was given."""
-
-    @property
-    def noise(self) -> NoiseName:
-        """Name of the distribution of the noise."""
-        return "gaussian" if self.grid_elements is None else "discrete-gaussian"
-
-    @property
-    def counted_groups(self) -> int:
-        """Number of groups whose count of unclipped samples is part of every release."""
-        return 0 if self.adaptive_thresholds is None else len(self.clipping_groups)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
     """How the clipped sum is computed: decides time and memory, never the result."""
 
@@ -240,6 +193,12 @@ def check_positive(name: str, value: float) -> None:
         raise ConfigurationError(f"{name}={value!r}: it must be a finite number above 0, an int or a float.")
 
 
+def check_probability(name: str, value: float) -> None:
+    """Raise ConfigurationError unless `value`, a delta, is strictly between 0 and 1."""
+    if not (is_number(value) and 0 < value < 1):
+        raise ConfigurationError(f"{name}={value!r}: delta is a probability, strictly between 0 and 1.")
+
+
 def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
     """Warn of a cap that most logical batches reach: it is accounted as it is, but hardly meant."""
     if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
@@ -253,8 +212,7 @@ def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None
 
 def check_delta(target_delta: float, sample_size: int) -> None:
     """Delta must lie in (0, 1); at or above 1/N it would allow publishing a whole sample, hence a warning."""
-    if not (is_number(target_delta) and 0 < target_delta < 1):
-        raise ConfigurationError(f"target_delta={target_delta!r}: delta is a probability, strictly between 0 and 1.")
+    check_probability("target_delta", target_delta)
     if target_delta >= 1 / sample_size:
         warnings.warn(
             f"target_delta={target_delta:g} is at least 1/N = {1 / sample_size:g}: at such a delta a mechanism that "

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from torch import Tensor, nn
 
 from dpshard import checkpoint
-from dpshard.accounting.budget import Budget, noise_multiplier_for
+from dpshard.accounting.budget import Budget, with_noise
+from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose, require_one_training
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
@@ -24,7 +25,6 @@ from dpshard.config import (
     BatchSize,
     ClippingStyle,
     LossReduction,
-    Mechanism,
     NoiseName,
     check_choice,
     check_positive,
@@ -86,7 +86,7 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: What the loss does over the rows of the micro-batch: "mean" or "sum".
-        adaptive_thresholds: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
+        adaptive_clipping: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
             `max_grad_norm` on, and the noise follows them. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
         offload_records: With one backward pass, keep what waits for the norms in the memory of the host rather than of
@@ -124,7 +124,7 @@ class PrivacyEngine:
         clipping_mode: str = "auto",
         accountant: AccountantName = "pld",
         loss_reduction: LossReduction = "mean",
-        adaptive_thresholds: QuantileTracking | None = None,
+        adaptive_clipping: QuantileTracking | None = None,
         max_batch_size: int | Literal["auto"] | None = None,
         offload_records: bool = False,
         secure_mode: bool = False,
@@ -144,13 +144,13 @@ class PrivacyEngine:
         check_choice("noise", noise, get_args(NoiseName))
         check_choice("verify", verify, (False, True))
         check_positive("max_grad_norm", max_grad_norm)
-        if not isinstance(adaptive_thresholds, QuantileTracking | None):
+        if not isinstance(adaptive_clipping, QuantileTracking | None):
             raise ConfigurationError(
-                f"adaptive_thresholds={adaptive_thresholds!r}: pass a dpshard.QuantileTracking(...), or None."
+                f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
             )
-        if adaptive_thresholds is not None and noise != "gaussian":
+        if adaptive_clipping is not None and noise != "gaussian":
             raise ConfigurationError(
-                f"noise={noise!r} is not analysed together with the counts of adaptive_thresholds, whose noise is "
+                f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
                 f"Gaussian: fix the thresholds, or take noise='gaussian'."
             )
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
@@ -175,29 +175,26 @@ class PrivacyEngine:
             groups = partition(self._backend.core, clipping_style, list(self._backend.parameters), max_grad_norm)
             cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
             warn_of_low_cap(cap, schedule)
-            grid_elements = None if noise == "gaussian" else self._elements
-            sigma = noise_multiplier_for(
-                noise_multiplier, target_epsilon, target_delta, schedule, sample_size, cap, grid_elements, accountant
+            mechanism = Mechanism(
+                schedule=schedule,
+                sample_size=sample_size,
+                max_batch_size=cap,
+                counted_groups=0 if adaptive_clipping is None else len(groups),
+                grid_elements=None if noise == "gaussian" else self._elements,
+                max_grad_norm=float(max_grad_norm),
+                clipping_fn=repr(function),
+                clipping_groups=tuple(group.names for group in groups),
+                adaptive_clipping=None if adaptive_clipping is None else repr(adaptive_clipping),
+                loss_reduction=loss_reduction,
+                secure=secure_mode,
+                accountant=accountant,
+                target_delta=target_delta,
+                target_epsilon=target_epsilon,
             )
+            self.mechanism = with_noise(mechanism, noise_multiplier)
         except Exception:
             self._backend.detach()
             raise
-        self.mechanism = Mechanism(
-            noise_multiplier=sigma,
-            max_grad_norm=float(max_grad_norm),
-            clipping_fn=repr(function),
-            clipping_groups=tuple(group.names for group in groups),
-            adaptive_thresholds=None if adaptive_thresholds is None else repr(adaptive_thresholds),
-            sample_size=sample_size,
-            schedule=schedule,
-            max_batch_size=cap,
-            loss_reduction=loss_reduction,
-            secure=secure_mode,
-            grid_elements=grid_elements,
-            accountant=accountant,
-            target_delta=target_delta,
-            target_epsilon=target_epsilon,
-        )
         self._verify = verify
         self._secret = self._backend.share(new_run_secret())
         self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
@@ -208,7 +205,7 @@ class PrivacyEngine:
         self._gradient_noise_std = 0.0
         self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
         self._clipper = clipper = self._collector.clipper
-        tracked = adaptive_thresholds
+        tracked = adaptive_clipping
         self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
         self._verifier = Verifier(
             self._backend, clipper, self._moment, lambda: self._secret, mean=loss_reduction == "mean"

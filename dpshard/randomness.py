@@ -12,7 +12,7 @@ is the stream of AES-256 in counter mode, which nobody can tell from random bits
 memory takes it. (It is that of GCM, NIST SP 800-38D, for which OpenSSL has code that is 2.5 times as fast; the tag,
 which would come at the end, is never asked for. Beyond 2^36 octets of one key the cipher raises.) Normals are made of
 it by Box and Muller's method, with 62 bits for the radius, so that the tails reach 9.3 standard deviations. The
-floating-point side channel is another matter: [Note: Secure noise] in noise.py.
+floating-point side channel is another matter: [Note: Secure noise] in noise/keyed.py.
 (`torch.Generator` on the CPU would not do: its mt19937 is seeded by 32 bits, few enough to try them all.)
 """
 

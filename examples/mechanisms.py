@@ -271,7 +271,7 @@ def thresholds(scale: Scale) -> Experiment:
         for name, settings in {
             "automatic": {"clipping_fn": "automatic"},
             "vanilla": {"clipping_fn": "abadi"},
-            "adaptive": {"clipping_fn": "abadi", "adaptive_thresholds": tracking},
+            "adaptive": {"clipping_fn": "abadi", "adaptive_clipping": tracking},
         }.items():
             found[f"{name}, R = {R:g}"] = averaged(
                 1, MaskedLanguageModel, data, [(scale.batch, steps)], max_grad_norm=R, **settings

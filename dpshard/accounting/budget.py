@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from dpshard.accounting import (
-    PrivacyLedger,
-    Release,
-    calibrate_noise_multiplier,
-    check_supported,
-    planned_releases,
-    rounded_up,
-)
+from dpshard.accounting.bounds import check_supported
+from dpshard.accounting.calibration import calibrate
 from dpshard.accounting.history import History
-from dpshard.config import AccountantName, BatchSchedule, Mechanism, check_delta, check_positive, is_number
+from dpshard.accounting.ledger import PrivacyLedger
+from dpshard.accounting.mechanism import Mechanism
+from dpshard.accounting.releases import Release, rounded_up
+from dpshard.config import check_delta, is_number
 from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
@@ -31,14 +29,7 @@ class Budget:
         """Whether a step over the budget is warned of rather than refused."""
         self._warned = False
         self._warned_of_repeats = False
-        self._plan = planned_releases(
-            mechanism.schedule.phases(),
-            noise_multiplier=mechanism.noise_multiplier,
-            sample_size=mechanism.sample_size,
-            max_batch_size=mechanism.max_batch_size,
-            counted_groups=mechanism.counted_groups,
-            grid_elements=mechanism.grid_elements,
-        )
+        self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
         """The guarantee reached so far, in one sentence; `generator` names what the noise is drawn from."""
@@ -98,24 +89,13 @@ class Budget:
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
             if identity is None or not self._history.knows(step, identity):
-                self.ledger.charge(self._release(step))
+                self.ledger.charge(self.mechanism.release(step))
                 self._history.add(step, identity)
         return self.ledger.releases - before
 
-    def _release(self, step: int) -> Release:
-        mechanism = self.mechanism
-        return Release(
-            mechanism.noise_multiplier,
-            mechanism.schedule[step] / mechanism.sample_size,
-            mechanism.sample_size,
-            mechanism.max_batch_size,
-            mechanism.counted_groups,
-            mechanism.grid_elements,
-        )
-
     def _affordable(self, step: int) -> Release:
         """The release of a step; BudgetExceededError, or a warning, if it would pass target_epsilon."""
-        mechanism, release = self.mechanism, self._release(step)
+        mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
             return release
@@ -132,41 +112,26 @@ class Budget:
         return release
 
 
-def noise_multiplier_for(
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    target_delta: float,
-    schedule: BatchSchedule,
-    sample_size: int,
-    cap: int | None,
-    grid_elements: int | None,
-    accountant: AccountantName,
-) -> float:
-    """The noise multiplier that was given, or the smallest one that keeps the run within target_epsilon.
+def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanism:
+    """Return `mechanism` with the noise that was given, or the least that keeps the run within its target_epsilon.
 
     Raises ConfigurationError unless exactly one of the two is given, and sound.
     """
+    target_epsilon, target_delta = mechanism.target_epsilon, mechanism.target_delta
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ConfigurationError("Give exactly one of target_epsilon= and noise_multiplier=.")
     if target_epsilon is not None:
-        check_positive("target_epsilon", target_epsilon)
-        return calibrate_noise_multiplier(
-            schedule.phases(),
-            sample_size=sample_size,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            max_batch_size=cap,
-            grid_elements=grid_elements,
-            accountant=accountant,
+        return calibrate(
+            mechanism, target_epsilon=target_epsilon, target_delta=target_delta, accountant=mechanism.accountant
         )
     assert noise_multiplier is not None
-    check_delta(target_delta, sample_size)
+    check_delta(target_delta, mechanism.sample_size)
     if not (is_number(noise_multiplier) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
         raise ConfigurationError(f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above.")
-    release = Release(float(noise_multiplier), schedule[0] / sample_size, sample_size, cap, grid_elements=grid_elements)
-    check_supported(release, accountant)
+    mechanism = replace(mechanism, noise_multiplier=float(noise_multiplier))
+    check_supported(mechanism.release(0), mechanism.accountant)
     if noise_multiplier == 0:
         warnings.warn(
             "noise_multiplier=0: NO NOISE is added, the training is NOT private (epsilon is infinite).", stacklevel=3
         )
-    return float(noise_multiplier)
+    return mechanism

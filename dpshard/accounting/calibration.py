@@ -1,21 +1,24 @@
-"""Before a run: what it will cost, the noise that keeps it inside its budget, and the steps that fit one."""
+"""Before a run: the noise that keeps it inside its budget, and the steps that fit one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import cast
+from typing import TypeVar, cast
 
-from scipy import optimize
-
-from dpshard.accounting.composition import DRAFTS, Bound, bound_of, check_accountant, check_supported, epsilon_of
-from dpshard.accounting.releases import Release, planned_releases
+from dpshard.accounting.bounds import check_accountant, check_supported, epsilon_of
+from dpshard.accounting.mechanism import SampledMechanism
+from dpshard.accounting.releases import Release
 from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
 from dpshard.errors import AccountingError
 
+M = TypeVar("M", bound=SampledMechanism)
+
+DRAFTS: dict[str, str] = {"pld": "pld-draft"}
+"""By accountant, a quicker and less tight one with which calibration begins."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
 """Noise multipliers among which calibration searches; below, epsilon of one step is in the hundreds."""
 SIGMA_TOLERANCE = 1e-5
@@ -33,89 +36,26 @@ def _check_bounds(accountant: str) -> None:
         )
 
 
-def compute_epsilon(
-    phases: Sequence[tuple[int, int]],
+def calibrate(
+    mechanism: M,
     *,
-    noise_multiplier: float,
-    sample_size: int,
-    target_delta: float,
-    max_batch_size: int | None = None,
-    grid_elements: int | None = None,
-    accountant: AccountantName = "pld",
-    search: Search | None = None,
-) -> float:
-    """Epsilon at `target_delta` of a run of `phases` [(expected batch size, steps), ...]; inf without noise.
-
-    The figure is that of `accountant`, or with "pld" that of "rdp", where it is smaller: `compute_bound` tells.
-    With `search`, epsilon of the outcome of a search over such runs (accountant "rdp" only). With `grid_elements`, the
-    noise is discrete Gaussian, and that is the number of trainable elements (accountant "rdp" only).
-    """
-    return compute_bound(
-        phases,
-        noise_multiplier=noise_multiplier,
-        sample_size=sample_size,
-        target_delta=target_delta,
-        max_batch_size=max_batch_size,
-        grid_elements=grid_elements,
-        accountant=accountant,
-        search=search,
-    ).epsilon
-
-
-def compute_bound(
-    phases: Sequence[tuple[int, int]],
-    *,
-    noise_multiplier: float,
-    sample_size: int,
-    target_delta: float,
-    max_batch_size: int | None = None,
-    grid_elements: int | None = None,
-    accountant: AccountantName = "pld",
-    search: Search | None = None,
-) -> Bound:
-    """What `compute_epsilon` computes, and the accountant of which the figure is."""
-    check_accountant(accountant)
-    check_delta(target_delta, sample_size)
-    plan = planned_releases(
-        phases,
-        noise_multiplier=noise_multiplier,
-        sample_size=sample_size,
-        max_batch_size=max_batch_size,
-        grid_elements=grid_elements,
-    )
-    return bound_of(plan, target_delta, accountant, search)
-
-
-def calibrate_noise_multiplier(
-    phases: Sequence[tuple[int, int]],
-    *,
-    sample_size: int,
     target_epsilon: float,
     target_delta: float,
-    max_batch_size: int | None = None,
-    grid_elements: int | None = None,
     accountant: AccountantName = "pld",
     search: Search | None = None,
-) -> float:
-    """The smallest noise multiplier, to SIGMA_TOLERANCE, at which a run of `phases` stays within the budget.
+) -> M:
+    """Return `mechanism` with the smallest noise multiplier, to SIGMA_TOLERANCE, that stays within the budget.
 
-    With `search`, it is the search over such runs that stays within it (accountant "rdp" only); `grid_elements` are
-    those of `compute_epsilon`.
-    Conservative: epsilon at the returned value was computed and does not exceed `target_epsilon`. At least MIN_SIGMA.
-    Raises AccountingError if no amount of noise will do, by this accountant, and for "gdp", which is no bound.
+    With `search`, it is the search over such runs that stays within it (accountant "rdp" only).
+    Conservative: epsilon of the returned mechanism was computed and does not exceed `target_epsilon`. At least
+    MIN_SIGMA. Raises AccountingError if no amount of noise is enough, and for "gdp", which is no bound.
     """
     check_accountant(accountant)
     check_positive("target_epsilon", target_epsilon)
-    check_delta(target_delta, sample_size)
+    check_delta(target_delta, mechanism.sample_size)
     # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and
     # mu^2 = v (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
-    plan = planned_releases(
-        phases,
-        noise_multiplier=1.0,
-        sample_size=sample_size,
-        max_batch_size=max_batch_size,
-        grid_elements=grid_elements,
-    )
+    plan = replace(mechanism, noise_multiplier=1.0).releases()
     for release, _ in plan:
         check_supported(release, accountant)
     _check_bounds(accountant)
@@ -126,15 +66,15 @@ def calibrate_noise_multiplier(
     for method in (DRAFTS.get(accountant, accountant), accountant):
 
         def epsilon_at(sigma: float, method: str = method) -> float:
-            counts = tuple((replace(release, noise_multiplier=sigma), steps) for release, steps in plan)
-            return epsilon_of(counts, target_delta, method, search)
+            return epsilon_of(replace(mechanism, noise_multiplier=sigma).releases(), target_delta, method, search)
 
         sigma = _smallest_sigma(epsilon_at, target_epsilon, sigma)
-    return sigma
+    return replace(mechanism, noise_multiplier=sigma)
 
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
     """The smallest sigma with epsilon_at(sigma) <= target_epsilon, to SIGMA_TOLERANCE; never one that is too small."""
+    from scipy import optimize  # late: it takes as long to import as all of dpshard
 
     @cache
     def excess(log_sigma: float) -> float:
@@ -165,29 +105,22 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
 
 
 def steps_for_epsilon(
-    batch_size: int,
+    release: Release,
     *,
-    noise_multiplier: float,
-    sample_size: int,
     target_epsilon: float,
     target_delta: float,
-    max_batch_size: int | None = None,
-    grid_elements: int | None = None,
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> int:
-    """The largest number of steps that stays within the budget; 0 if one step is too much.
+    """Return the largest number of steps of this `release` that stays within the budget; 0 if one is too much.
 
-    With `search`, of each of its runs (accountant "rdp" only); `grid_elements` are those of `compute_epsilon`.
+    With `search`, of each of its runs (accountant "rdp" only).
     Raises AccountingError if more than MAX_STEPS fit, and for "gdp", which is no bound.
     """
     check_accountant(accountant)
     _check_bounds(accountant)
     check_positive("target_epsilon", target_epsilon)
-    check_delta(target_delta, sample_size)
-    release = Release(
-        noise_multiplier, batch_size / sample_size, sample_size, max_batch_size, grid_elements=grid_elements
-    )
+    check_delta(target_delta, release.sample_size)
 
     def fits(steps: int) -> bool:
         return epsilon_of(((release, steps),), target_delta, accountant, search) <= target_epsilon

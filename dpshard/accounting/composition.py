@@ -37,26 +37,28 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, cast, get_args
+from functools import lru_cache, partial
+from typing import Any, cast
 
+import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp import compute_epsilon as compute_epsilon_of_rdp
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+from numpy.typing import NDArray
 from scipy import optimize, special
 
-from dpshard.accounting.releases import Counts, Release, feature, relation_of
+from dpshard.accounting.releases import Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
-from dpshard.config import AccountantName, check_choice, is_number
-from dpshard.errors import AccountingError, ConfigurationError
+from dpshard.config import check_probability
+from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
 """Distinct sampling probabilities that are analysed one by one; of more, neighbours are merged."""
@@ -68,120 +70,80 @@ LARGEST_LOSS = 2000.0
 """Epsilon by "pld", and mu by "gdp", above which epsilon is reported as infinite, which is an upper bound still."""
 PLD_ERROR = 2.0**-51
 """Error of delta by "pld" for each step that is composed, at most; see [Note: The rounding of a composition]."""
-DRAFTS: dict[str, str] = {"pld": "pld-draft"}
-"""By accountant, a quicker and less tight one with which calibration begins."""
 
 
-def check_accountant(name: str) -> None:
-    """ConfigurationError for an unknown accountant; "gdp" draws a warning, once."""
-    check_choice("accountant", name, get_args(AccountantName))
-    if name == "gdp":
-        _warn_of_gdp()
+def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
+    """Return epsilon at `delta` of `counts`, which have noise, and the accountant that found it.
 
-
-def check_supported(release: Release, accountant: str) -> None:
-    """AccountingError unless `accountant` can analyse `release`."""
-    if release.grid_elements is not None:
-        _check_discrete(release, accountant)
-    if release.max_batch_size is not None and not accountant.startswith("pld"):
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse Poisson batches with a cap (max_batch_size="
-            f"{release.max_batch_size}): take accountant='pld', or drop the cap."
-        )
-    if release.max_batch_size is not None:
-        feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
-
-
-def _check_discrete(release: Release, accountant: str) -> None:
-    if accountant != "rdp":
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'), of "
-            f"which Renyi divergences alone are proved under sampling. Take accountant='rdp', or noise='gaussian'."
-        )
-    if release.max_batch_size is not None:
-        raise AccountingError(
-            f"Discrete Gaussian noise (noise='discrete-gaussian') is not analysed for Poisson batches with a cap: drop "
-            f"max_batch_size={release.max_batch_size}, or take noise='gaussian' and accountant='pld'."
-        )
-    if release.counted_groups:
-        raise AccountingError(
-            "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
-            "adaptive_thresholds, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."
-        )
-
-
-def check_search(accountant: str) -> None:
-    """AccountingError unless `accountant` can analyse the choice of the best of many runs."""
-    if accountant != "rdp":
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse a search over runs: its theorem is on Renyi divergences. "
-            f"Take accountant='rdp'."
-        )
-
-
-@cache
-def _warn_of_gdp() -> None:
-    warnings.warn(
-        "accountant='gdp' is a central limit approximation: it may under-state epsilon. "
-        "Report the figure of 'pld' or 'rdp', which are upper bounds.",
-        stacklevel=4,
-    )
-
-
-class Bound(NamedTuple):
-    """An epsilon, and who found it."""
-
-    epsilon: float
-    accountant: str
-    """The one that was asked, or "rdp", where "pld" was asked and "rdp" bounds more tightly."""
-
-
-def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> float:
-    """The epsilon of `bound_of`."""
-    return bound_of(counts, delta, accountant, search).epsilon
-
-
-@lru_cache(maxsize=512)
-def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
-    """Epsilon at `delta` of all `counts` together: 0 of nothing, inf without noise. Remembered by its arguments.
-
-    `accountant` is an AccountantName or a value of DRAFTS. With `search` the counts are those of one of its runs, and
-    epsilon is that of its outcome. ConfigurationError for an impossible delta, AccountingError for a release or a
-    search that the accountant cannot analyse.
+    `method` is an AccountantName, or "pld-draft", which is quicker than "pld" and looser.
     """
-    if not (is_number(delta) and 0 < delta < 1):
-        raise ConfigurationError(f"delta={delta!r}: delta is a probability, strictly between 0 and 1.")
-    for release, _ in counts:
-        check_supported(release, accountant)
-    if not counts:
-        return Bound(0.0, accountant)
-    if any(release.noise_multiplier == 0 for release, _ in counts):
-        return Bound(math.inf, accountant)
-    if search is not None:
-        if not isinstance(search, Search):
-            raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
-        check_search(accountant)
-        return Bound(_searched_epsilon(counts, delta, search), accountant)
-    epsilon = _ACCOUNTANTS[accountant](counts, delta)
-    if accountant in ("pld", *DRAFTS.values()) and all(release.max_batch_size is None for release, _ in counts):
+    epsilon = _METHODS[method](counts, delta)
+    if method.startswith("pld") and all(release.max_batch_size is None for release, _ in counts):
         renyi = _rdp_epsilon(counts, delta)
         if renyi < min(epsilon, LARGEST_LOSS):
-            return Bound(renyi, "rdp")
-    return Bound(epsilon, accountant)
+            return renyi, "rdp"
+    return epsilon, method
+
+
+def require_truncation() -> None:
+    """Raise AccountingError where the installed dp-accounting cannot analyse a capped batch."""
+    _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
+    _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
+
+
+def _feature(module: Any, name: str) -> Any:
+    if not hasattr(module, name):
+        raise AccountingError(f"The installed dp-accounting lacks {name}, which a capped batch needs: upgrade it.")
+    return getattr(module, name)
+
+
+def event(release: Release) -> dp_accounting.DpEvent:
+    """Return `release` as dp-accounting describes it; discrete noise equals it at whole Renyi orders only."""
+    if release.noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    if release.max_batch_size is None:
+        gaussian = dp_accounting.GaussianDpEvent(release.accounted_noise_multiplier)
+        return dp_accounting.PoissonSampledDpEvent(release.sampling_probability, gaussian)
+    return _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")(**_truncated(release))
+
+
+def _truncated(release: Release) -> dict[str, Any]:
+    """Return what dp-accounting asks of a capped release."""
+    return {
+        "dataset_size": release.sample_size,
+        "sampling_probability": release.sampling_probability,
+        "truncated_batch_size": release.max_batch_size,
+        "noise_multiplier": release.noise_multiplier,
+    }
+
+
+def gdp_delta(mu: float, epsilon: float) -> float:
+    """Return the least delta at which a mu-GDP mechanism is (epsilon, delta)-DP.
+
+    Dong et al. 2019, "Gaussian differential privacy", arXiv:1905.02383, Cor. 1.
+    """
+    if mu == 0:
+        return 0.0
+    tail = math.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
+    return float(special.ndtr(-epsilon / mu + mu / 2)) - tail
+
+
+def gdp_epsilon(mu: float, delta: float) -> float:
+    """Return the least epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP.
+
+    Raises ConfigurationError unless 0 < delta < 1.
+    """
+    check_probability("delta", delta)
+    if gdp_delta(mu, 0.0) <= delta:
+        return 0.0
+    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # from the tail of a normal: a bit too large
+    return cast(float, optimize.brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, most))
 
 
 def _gdp_epsilon(counts: Counts, delta: float) -> float:
-    """Epsilon of mu-GDP at `delta`; Dong et al. 2019, "Gaussian differential privacy", arXiv:1905.02383, Cor. 1."""
+    """Return epsilon by the central limit."""
     mu = math.hypot(*(math.sqrt(count) * release.loss_deviation for release, count in counts))
-    if mu > LARGEST_LOSS:
-        return math.inf
-
-    def excess(epsilon: float) -> float:
-        tail = math.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
-        return float(special.ndtr(-epsilon / mu + mu / 2)) - tail - delta
-
-    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
-    return cast(float, optimize.brentq(excess, 0.0, most)) if excess(0.0) > 0 else 0.0
+    return math.inf if mu > LARGEST_LOSS else gdp_epsilon(mu, delta)
 
 
 def _rdp_epsilon(counts: Counts, delta: float) -> float:
@@ -194,17 +156,35 @@ def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
     return sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
 
 
-def _searched_epsilon(counts: Counts, delta: float, search: Search) -> float:
-    """Epsilon of the outcome of `search`, of which a run releases `counts`, or any of `search.others`."""
+def searched(counts: Counts, delta: float, search: Search) -> float:
+    """Return epsilon of the outcome of `search`, of which a run releases `counts`, or any of `search.others`."""
     candidates = (counts, *search.others)
-    for candidate in search.others:
-        for release, _ in candidate:
-            check_supported(release, "rdp")
     orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
-    if any(release.noise_multiplier == 0 for candidate in candidates for release, _ in candidate):
-        return math.inf
     worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)
-    return float(compute_epsilon_of_rdp(orders, search.curve(orders, worst).tolist(), delta)[0])
+    return float(compute_epsilon_of_rdp(orders, _outcome(search, orders, worst).tolist(), delta)[0])
+
+
+def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return Renyi divergences of the outcome at rising `orders` above 1, where those of one run are `run`.
+
+    Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
+    """
+    at, mean = np.asarray(orders), float(search.mean_runs)
+    choice = math.log(mean) / (at - 1)
+    if search.distribution == "poisson":
+        return (
+            run
+            + mean * np.array([compute_delta(orders, run.tolist(), math.log1p(1 / (a - 1)))[0] for a in at])
+            + choice
+        )
+    shape, stop = (1, 1 / mean) if search.distribution == "geometric" else (0, _logarithmic_stop(mean))
+    curve = run + choice + (1 + shape) * np.min((1 - 1 / at) * run - math.log(stop) / at)
+    return np.minimum.accumulate(curve[::-1])[::-1]  # divergences rise with the order
+
+
+def _logarithmic_stop(mean: float) -> float:
+    """The parameter of the logarithmic distribution of this mean."""
+    return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))
 
 
 def _orders(counts: Counts) -> tuple[float, ...]:
@@ -218,7 +198,7 @@ def _orders(counts: Counts) -> tuple[float, ...]:
 def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
     """Renyi divergences of a plain Poisson release at `orders`."""
     with _quiet_about_orders():
-        return RdpAccountant(orders).compose(replace(release, max_batch_size=None).event()).rdp
+        return RdpAccountant(orders).compose(event(replace(release, max_batch_size=None))).rdp
 
 
 @contextmanager
@@ -284,27 +264,23 @@ def _interval(counts: Counts, delta: float) -> float | None:
 
 # The last entry is the one that grows while a run goes on, so what comes before it is found in the cache.
 @lru_cache(maxsize=8)
-def _composed(counts: Counts, relation: NeighboringRelation, interval: float) -> PrivacyLossDistribution:
+def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLossDistribution:
     *before, (release, count) = counts
     power = _power(_single(release, relation, interval), count)
     return _composed(tuple(before), relation, interval).compose(power) if before else power
 
 
 @lru_cache(maxsize=MAX_DISTINCT)
-def _single(release: Release, relation: NeighboringRelation, interval: float) -> PrivacyLossDistribution:
+def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """Privacy loss distribution of one release."""
-    grid = {"value_discretization_interval": interval, "neighboring_relation": relation}
+    neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
+    grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
     if release.max_batch_size is None:
         return privacy_loss_distribution.from_gaussian_mechanism(
             release.noise_multiplier, sampling_prob=release.sampling_probability, **grid
         )
-    return feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")(
-        dataset_size=release.sample_size,
-        sampling_probability=release.sampling_probability,
-        truncated_batch_size=release.max_batch_size,
-        noise_multiplier=release.noise_multiplier,
-        **grid,
-    )
+    capped = _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
+    return capped(**_truncated(release), **grid)
 
 
 def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:
@@ -319,7 +295,7 @@ def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistributi
     return power.compose(single.self_compose(rest)) if rest else power
 
 
-_ACCOUNTANTS: dict[str, Callable[[Counts, float], float]] = {
+_METHODS: dict[str, Callable[[Counts, float], float]] = {
     "pld": _pld_epsilon,
     "pld-draft": partial(_pld_epsilon, coarseness=10),
     "rdp": _rdp_epsilon,

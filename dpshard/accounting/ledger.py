@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dp_accounting import NeighboringRelation
-
+from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.composition import bound_of, check_accountant, check_supported, epsilon_of
-from dpshard.accounting.releases import Counts, Release, relation_name, relation_of, rounded_up
+from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
 from dpshard.config import AccountantName, is_count
 from dpshard.errors import CheckpointError
 
@@ -37,9 +35,9 @@ class PrivacyLedger:
         return self._counts.total()
 
     @property
-    def relation(self) -> str:
+    def relation(self) -> Relation:
         """Name of the neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
-        return relation_name(relation_of(self._counts))
+        return relation_of(self._counts)
 
     def record(self, release: Release, *, on_trust: bool = False) -> None:
         """Count the release of the next step; to be called by the code that releases it.
@@ -108,7 +106,7 @@ class PrivacyLedger:
         relation = relation_of(released)
         sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
         unit = f"one sample of N = {sizes}" if sizes else "one sample"
-        cap = " with a cap" if relation is NeighboringRelation.REPLACE_SPECIAL else ""
+        cap = " with a cap" if relation == "replace-special" else ""
         groups = max((release.counted_groups for release in self._counts), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
         noise = " with discrete Gaussian noise" if any(r.grid_elements for r in self._counts) else ""
@@ -119,7 +117,7 @@ class PrivacyLedger:
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
         releases = f"{self.releases} releases{counts}{noise}{repeated}"
         return (
-            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation_name(relation)} "
+            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation} "
             f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust} "
             f"(accountant: {self.accountant}{note}{source})"
         )

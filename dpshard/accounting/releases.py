@@ -1,4 +1,4 @@
-"""What a step releases: all that its privacy depends on, in the terms of dp-accounting.
+"""What a step releases: all that its privacy depends on.
 
 [Note: Releases and relations]
 A step releases one noisy sum over a Poisson batch. `Release` holds all that its privacy depends on, and nothing else.
@@ -21,22 +21,19 @@ sigma = 1 and a billion elements it is 0.2% below sigma.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import Any
-
-import dp_accounting
-from dp_accounting import NeighboringRelation
+from typing import Literal
 
 from dpshard.config import is_count, is_number
-from dpshard.errors import AccountingError, ConfigurationError
-from dpshard.noise.discrete_gaussian import LOG2_STD
+from dpshard.errors import ConfigurationError
+from dpshard.noise import LOG2_STD
 
 Counts = tuple[tuple["Release", int], ...]
 """Distinct releases, each with its positive number of times."""
-
+Relation = Literal["add-or-remove-one", "replace-special"]
+"""The neighbouring relations; see [Note: Releases and relations]."""
 
 ROUNDING = 1 + 2.0**-5
 """Steps by which rounding to the grid moves one element of two sums apart, at most; see [Note: Noise on a grid]."""
@@ -75,31 +72,12 @@ class Release:
             raise ConfigurationError(f"counted_groups={self.counted_groups!r}: it must be an int, 0 or above.")
 
     @property
-    def relation(self) -> NeighboringRelation:
-        """The neighbouring relation under which the release is analysed; see [Note: Releases and relations]."""
-        return poisson_relation(self.max_batch_size)
-
-    @property
     def accounted_noise_multiplier(self) -> float:
         """Standard deviation of the noise over all that one sample changes; see [Note: The price of a grid]."""
         if self.grid_elements is None:
             return self.noise_multiplier
         moved = ROUNDING * math.sqrt(self.grid_elements) / 2**LOG2_STD  # in standard deviations
         return self.noise_multiplier / (1 + moved * self.noise_multiplier)
-
-    def event(self) -> dp_accounting.DpEvent:
-        """The release in the terms of dp-accounting; one of discrete noise equals it at whole Renyi orders alone."""
-        if self.noise_multiplier == 0:
-            return dp_accounting.NonPrivateDpEvent()
-        if self.max_batch_size is None:
-            gaussian = dp_accounting.GaussianDpEvent(self.accounted_noise_multiplier)
-            return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, gaussian)
-        return feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")(
-            dataset_size=self.sample_size,
-            sampling_probability=self.sampling_probability,
-            truncated_batch_size=self.max_batch_size,
-            noise_multiplier=self.noise_multiplier,
-        )
 
     @property
     def loss_deviation(self) -> float:
@@ -112,43 +90,10 @@ class Release:
         return self.sampling_probability * math.sqrt(math.expm1(inverse_variance))
 
 
-def planned_releases(
-    phases: Iterable[tuple[int, int]],
-    *,
-    noise_multiplier: float,
-    sample_size: int,
-    max_batch_size: int | None = None,
-    counted_groups: int = 0,
-    grid_elements: int | None = None,
-) -> Counts:
-    """The releases of a whole run; `phases` are (expected batch size, steps), as of `BatchSchedule.phases()`."""
-    counts: Counter[Release] = Counter()
-    for batch_size, steps in phases:
-        if not is_count(steps):
-            raise ConfigurationError(f"A phase of {steps!r} steps: the number of steps is a positive int.")
-        probability = batch_size / sample_size
-        release = Release(noise_multiplier, probability, sample_size, max_batch_size, counted_groups, grid_elements)
-        counts[release] += steps
-    if not counts:
-        raise ConfigurationError("A run without steps: give at least one phase (batch_size, steps).")
-    return tuple(counts.items())
-
-
-def poisson_relation(max_batch_size: int | None) -> NeighboringRelation:
-    """The relation under which a Poisson batch with or without a cap is analysed."""
-    plain, capped = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL
-    return plain if max_batch_size is None else capped
-
-
-def relation_of(releases: Iterable[Release]) -> NeighboringRelation:
-    """The relation under which `releases` compose: that of a capped one, if there is any."""
-    capped = (release.relation for release in releases if release.max_batch_size is not None)
-    return next(capped, NeighboringRelation.ADD_OR_REMOVE_ONE)
-
-
-def relation_name(relation: NeighboringRelation) -> str:
-    """The relation for people: "add-or-remove-one" or "replace-special"."""
-    return relation.name.lower().replace("_", "-")
+def relation_of(releases: Iterable[Release]) -> Relation:
+    """Return the relation under which `releases` compose: that of a capped one, if there is any."""
+    capped = any(release.max_batch_size is not None for release in releases)
+    return "replace-special" if capped else "add-or-remove-one"
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
@@ -165,10 +110,3 @@ def rounded_up(value: float, digits: int = 4) -> str:
     if value < 10.0 ** (1 - digits):
         return f"{Context(prec=digits, rounding=ROUND_CEILING).plus(exact):.{digits - 1}e}"
     return str(exact.quantize(Decimal(10) ** -digits, ROUND_CEILING))
-
-
-def feature(module: Any, name: str) -> Any:
-    """`module.name`, or AccountingError where the installed dp-accounting is too old to have it."""
-    if not hasattr(module, name):
-        raise AccountingError(f"The installed dp-accounting lacks {name}, which a capped batch needs: upgrade it.")
-    return getattr(module, name)

@@ -12,14 +12,8 @@ by order. So a search costs what its worst candidate costs, and `others` has to 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
-
-import numpy as np
-from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-from numpy.typing import NDArray
-from scipy import optimize
+from typing import Literal, get_args
 
 from dpshard.accounting.releases import Counts
 from dpshard.config import check_choice, is_number
@@ -37,7 +31,7 @@ class Search:
     distribution: RunsDistribution = "geometric"
     """Of the number of runs. A Poisson one may be 0, and then nothing may be published."""
     others: tuple[Counts, ...] = ()
-    """What a run with other settings releases, as of `planned_releases`: a run may draw these as well."""
+    """What a run with other settings releases, as of `SampledMechanism.releases`: a run may draw these as well."""
 
     def __post_init__(self) -> None:
         check_choice("search distribution", self.distribution, get_args(RunsDistribution))
@@ -48,25 +42,3 @@ class Search:
                 f"mean_runs={mean!r}: the expected number of runs of a search (--search-runs) is a finite number "
                 f"{least}. A single run needs no search."
             )
-
-    def curve(self, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Renyi divergences of the outcome at rising `orders` above 1, where those of one run are `run`.
-
-        Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
-        """
-        at, mean = np.asarray(orders), float(self.mean_runs)
-        choice = math.log(mean) / (at - 1)
-        if self.distribution == "poisson":
-            return (
-                run
-                + mean * np.array([compute_delta(orders, run.tolist(), math.log1p(1 / (a - 1)))[0] for a in at])
-                + choice
-            )
-        shape, stop = (1, 1 / mean) if self.distribution == "geometric" else (0, _logarithmic_stop(mean))
-        curve = run + choice + (1 + shape) * np.min((1 - 1 / at) * run - math.log(stop) / at)
-        return np.minimum.accumulate(curve[::-1])[::-1]  # divergences rise with the order
-
-
-def _logarithmic_stop(mean: float) -> float:
-    """The parameter of the logarithmic distribution of this mean."""
-    return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.ranks import Ranks
 from dpshard.backends.training_state import Snapshot, TrainingState
 from dpshard.checkpoint import engine_state, storage
 from dpshard.checkpoint.disk import why
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
 from dpshard.checkpoint.journal import Journal, Release
-from dpshard.config import Mechanism
 from dpshard.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from dpshard.config import Mechanism
+from dpshard.accounting.mechanism import Mechanism
 from dpshard.errors import CheckpointError
 
 FORMAT = 2

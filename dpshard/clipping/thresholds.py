@@ -137,7 +137,7 @@ class TrackedThresholds(Thresholds):
         """See Thresholds."""
         # A sample whose backward failed, and was repeated, would be counted twice, and nobody would know.
         raise LogicalBatchError(
-            "adaptive_thresholds count samples, so each must come once: iterate over engine.batches(dataset, "
+            "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
             "micro_batch_size), which sees to it, rather than over batches of your own."
         )
 

@@ -4,3 +4,7 @@
 `digest.py`: the digest of the sums that noise is keyed by.
 May import `randomness`, `kernels` and below. Not for users. Begin with `keyed.py`.
 """
+
+LOG2_STD = 24
+"""Log2 of s, the standard deviation of discrete Gaussian noise in steps of its grid. Part of the meaning of a run
+secret, and of what accounting charges."""

@@ -39,10 +39,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from dpshard.noise import LOG2_STD
 from dpshard.randomness import RandomSource
-
-LOG2_STD = 24
-"""Log2 of s, the standard deviation of the noise in steps of its grid. Part of the meaning of a run secret."""
 
 WORD = 64
 """Bits of U that are drawn at once."""

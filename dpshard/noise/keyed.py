@@ -56,7 +56,8 @@ from torch import Tensor
 from dpshard.config import NoiseName
 from dpshard.errors import ConfigurationError
 from dpshard.kernels import native, philox, triton
-from dpshard.noise.discrete_gaussian import LOG2_STD, DiscreteGaussian
+from dpshard.noise import LOG2_STD
+from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.randomness import RandomSource, derive_key, first_normals
 
 BLOCK = 2**20

@@ -1,6 +1,14 @@
-"""A release, a budget, and ledgers to test with."""
+"""A release, a budget, ledgers and runs to test with."""
 
-from dpshard.accounting import PrivacyLedger, Release
+from dpshard.accounting import (
+    PrivacyLedger,
+    Release,
+    SampledMechanism,
+    calibrate,
+    compute_bound,
+    steps_for_epsilon,
+)
+from dpshard.config import BatchSchedule
 
 RELEASE = Release(1.0, 0.01, 10_000)
 BUDGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
@@ -11,3 +19,27 @@ def ledger_of(*releases, accountant="pld"):
     for release in releases:
         ledger.record(release)
     return ledger
+
+
+def run_of(phases, *, sample_size, **facts):
+    schedule = BatchSchedule.parse(phases, sample_size=sample_size)
+    return SampledMechanism(schedule=schedule, sample_size=sample_size, **facts)
+
+
+def run_bound(phases, *, target_delta, accountant="pld", search=None, **facts):
+    return compute_bound(run_of(phases, **facts).releases(), target_delta, accountant, search)
+
+
+def run_epsilon(phases, **facts):
+    return run_bound(phases, **facts).epsilon
+
+
+def run_sigma(phases, *, target_epsilon, target_delta, accountant="pld", search=None, **facts):
+    budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    return calibrate(run_of(phases, **facts), **budget, accountant=accountant, search=search).noise_multiplier
+
+
+def run_steps(batch_size, *, target_epsilon, target_delta, accountant="pld", search=None, **facts):
+    budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    release = run_of([(batch_size, 1)], **facts).release(0)
+    return steps_for_epsilon(release, **budget, accountant=accountant, search=search)

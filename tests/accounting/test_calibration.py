@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from dpshard.accounting import calibrate_noise_multiplier, calibration, compute_epsilon, steps_for_epsilon
+from dpshard.accounting import calibration
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError
-from tests.accounting.ledgers import BUDGET
+from tests.accounting.ledgers import BUDGET, run_epsilon, run_sigma, run_steps
 
 BERT = {"sample_size": 346_000_000, "target_epsilon": 5.36, "target_delta": 2.89e-9}
 
 
 def test_figure_of_calibration():
-    sigma = calibrate_noise_multiplier([(100, 1000)], sample_size=10_000, **BUDGET)
+    sigma = run_sigma([(100, 1000)], sample_size=10_000, **BUDGET)
     assert round(sigma, 4) == 1.4146
 
 
@@ -37,7 +37,7 @@ def test_figure_of_calibration():
     ],
 )
 def test_figure_of_bert(accountant, batch_size, sigma):
-    found = calibrate_noise_multiplier([(batch_size, 20_000)], **BERT, accountant=accountant)
+    found = run_sigma([(batch_size, 20_000)], **BERT, accountant=accountant)
     assert round(found, 4) == sigma
 
 
@@ -46,10 +46,10 @@ def test_figure_of_bert(accountant, batch_size, sigma):
 def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon):
     run = {"sample_size": 1000, "target_delta": 1e-6, "accountant": "rdp"}
     phases = [(batch_size, steps), (min(1000, 2 * batch_size), 10)]
-    sigma = calibrate_noise_multiplier(phases, target_epsilon=target_epsilon, **run)
-    assert compute_epsilon(phases, noise_multiplier=sigma, **run) <= target_epsilon
+    sigma = run_sigma(phases, target_epsilon=target_epsilon, **run)
+    assert run_epsilon(phases, noise_multiplier=sigma, **run) <= target_epsilon
     assert sigma == calibration.MIN_SIGMA or (
-        compute_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **run) > target_epsilon
+        run_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **run) > target_epsilon
     )
 
 
@@ -57,13 +57,13 @@ def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon
 def test_calibration_by_pld_is_conservative_and_tight(max_batch_size):
     phases = BatchSchedule.parse([(50, 100), (100, 50)], sample_size=10_000).phases()
     run = {"sample_size": 10_000, "target_delta": 1e-5, "max_batch_size": max_batch_size}
-    sigma = calibrate_noise_multiplier(phases, target_epsilon=0.7, **run)
-    assert compute_epsilon(phases, noise_multiplier=sigma, **run) <= 0.7
-    assert compute_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **run) > 0.7
+    sigma = run_sigma(phases, target_epsilon=0.7, **run)
+    assert run_epsilon(phases, noise_multiplier=sigma, **run) <= 0.7
+    assert run_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **run) > 0.7
 
 
 def test_noise_for_a_small_delta_and_many_steps_is_enough():
-    sigma = calibrate_noise_multiplier([(10_000, 100_000)], sample_size=10_000, target_epsilon=8, target_delta=1e-11)
+    sigma = run_sigma([(10_000, 100_000)], sample_size=10_000, target_epsilon=8, target_delta=1e-11)
     mu = math.sqrt(100_000) / sigma  # every sample in every step: one Gaussian
     delta = special.ndtr(mu / 2 - 8 / mu) - math.exp(8 + special.log_ndtr(-mu / 2 - 8 / mu))
     assert 1e-12 < delta <= 1e-11
@@ -73,35 +73,33 @@ def test_noise_for_a_small_delta_and_many_steps_is_enough():
 def test_no_budget_is_planned_by_an_approximation():
     run = {"sample_size": 10_000, "target_epsilon": 1.0, "target_delta": 1e-5, "accountant": "gdp"}
     with pytest.raises(AccountingError, match="Take accountant='pld'"):
-        calibrate_noise_multiplier([(10, 1000)], **run)
+        run_sigma([(10, 1000)], **run)
     with pytest.raises(AccountingError, match="Take accountant='pld'"):
-        steps_for_epsilon(10, noise_multiplier=0.5, **run)
+        run_steps(10, noise_multiplier=0.5, **run)
 
 
 def test_unreachable_targets_are_refused():
     with pytest.raises(AccountingError, match="Allow a larger epsilon"):
-        calibrate_noise_multiplier(
-            [(10, 10)], sample_size=1000, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp"
-        )
+        run_sigma([(10, 10)], sample_size=1000, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp")
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_steps_for_epsilon_is_the_last_that_fits(accountant):
     target = {"target_epsilon": 1.0, "target_delta": 1e-5}
     run = {"noise_multiplier": 1.0, "sample_size": 10_000}
-    steps = steps_for_epsilon(100, **run, **target, accountant=accountant)
-    assert compute_epsilon([(100, steps)], **run, target_delta=1e-5, accountant=accountant) <= 1.0
-    assert compute_epsilon([(100, steps + 1)], **run, target_delta=1e-5, accountant=accountant) > 1.0
-    assert steps_for_epsilon(10_000, **run, **target, accountant=accountant) == 0
+    steps = run_steps(100, **run, **target, accountant=accountant)
+    assert run_epsilon([(100, steps)], **run, target_delta=1e-5, accountant=accountant) <= 1.0
+    assert run_epsilon([(100, steps + 1)], **run, target_delta=1e-5, accountant=accountant) > 1.0
+    assert run_steps(10_000, **run, **target, accountant=accountant) == 0
     with pytest.raises(AccountingError, match="the noise is far more"):
-        steps_for_epsilon(1, noise_multiplier=1e4, sample_size=10**4, **target, accountant="rdp")
+        run_steps(1, noise_multiplier=1e4, sample_size=10**4, **target, accountant="rdp")
 
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
     """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
     phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]
-    sigma = calibrate_noise_multiplier(phases, **BERT, accountant=accountant)
+    sigma = run_sigma(phases, **BERT, accountant=accountant)
     assert round(sigma, 4) == {"rdp": 0.7965, "pld": 0.7691}[accountant]
     run = {"sample_size": BERT["sample_size"], "target_delta": BERT["target_delta"], "accountant": accountant}
     theirs = {"rdp": RdpAccountant, "pld": PLDAccountant}[accountant]()
@@ -109,9 +107,7 @@ def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
         gaussian = GaussianDpEvent(sigma)
         theirs.compose(PoissonSampledDpEvent(batch_size / BERT["sample_size"], gaussian), steps)
     epsilon = theirs.get_epsilon(BERT["target_delta"])
-    assert compute_epsilon(phases, noise_multiplier=sigma, **run) == pytest.approx(epsilon, rel=1e-3)
+    assert run_epsilon(phases, noise_multiplier=sigma, **run) == pytest.approx(epsilon, rel=1e-3)
     # No single batch size tells it: the smallest under-states, the largest over-states.
-    smallest, largest = (
-        compute_epsilon([(size, 20_000)], noise_multiplier=sigma, **run) for size in (262_144, 1_048_576)
-    )
+    smallest, largest = (run_epsilon([(size, 20_000)], noise_multiplier=sigma, **run) for size in (262_144, 1_048_576))
     assert smallest < 0.95 * epsilon < epsilon < 0.99 * largest

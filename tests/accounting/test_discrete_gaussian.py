@@ -20,13 +20,10 @@ from dpshard.accounting import (
     PrivacyLedger,
     Release,
     Search,
-    calibrate_noise_multiplier,
     composition,
-    compute_epsilon,
-    steps_for_epsilon,
 )
 from dpshard.errors import AccountingError, ConfigurationError
-from tests.accounting.ledgers import RELEASE, ledger_of
+from tests.accounting.ledgers import RELEASE, ledger_of, run_epsilon, run_sigma, run_steps
 
 DISCRETE = replace(RELEASE, grid_elements=10**9)
 RUN = {"noise_multiplier": 1.0, "sample_size": 10_000, "target_delta": 1e-5, "accountant": "rdp"}
@@ -55,7 +52,8 @@ def log_moments(v, s, q, order):
 def test_divergences_are_at_most_what_is_accounted(v, s, q, order):
     """With and without the sample, either way round, and noise as coarse as the shift itself."""
     release = Release(s / math.hypot(*v), q, 1000, grid_elements=1)
-    charged = RdpAccountant([order]).compose(replace(release, grid_elements=None).event()).rdp[0] * (order - 1)
+    gaussian = composition.event(replace(release, grid_elements=None))
+    charged = RdpAccountant([order]).compose(gaussian).rdp[0] * (order - 1)
     with_over_without, without_over_with = log_moments(v, s, q, order)
     assert with_over_without == pytest.approx(charged, rel=1e-6, abs=1e-9)
     assert without_over_with <= with_over_without + 1e-9
@@ -107,7 +105,7 @@ def test_whole_orders_alone_are_used():
     assert {1.5, 2.5} <= set(composition._orders(((RELEASE, 1),)))
     # With hardly any privacy, the best order would be between 1 and 2.
     loud = {**RUN, "noise_multiplier": 0.2}
-    assert compute_epsilon([(100, 500)], **loud, grid_elements=1) > 1.1 * compute_epsilon([(100, 500)], **loud)
+    assert run_epsilon([(100, 500)], **loud, grid_elements=1) > 1.1 * run_epsilon([(100, 500)], **loud)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_rounding_is_charged(elements, noise_multiplier, accounted):
 )
 def test_epsilon_is_monotone(sigma, batch, steps, elements, more):
     def epsilon(sigma, batch, steps, elements):
-        return compute_epsilon([(batch, steps)], **{**RUN, "noise_multiplier": sigma}, grid_elements=elements)
+        return run_epsilon([(batch, steps)], **{**RUN, "noise_multiplier": sigma}, grid_elements=elements)
 
     base, tolerance = epsilon(sigma, batch, steps, elements), 1e-9
     assert epsilon(sigma * more, batch, steps, elements) <= base + tolerance
@@ -146,11 +144,11 @@ def test_epsilon_is_monotone(sigma, batch, steps, elements, more):
 @pytest.mark.parametrize("elements", [1, 10**9, 10**13])
 def test_calibration_keeps_to_the_budget(elements):
     run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"grid_elements": elements}
-    sigma = calibrate_noise_multiplier([(100, 500)], target_epsilon=2.0, **run)
-    assert 2.0 * 0.999 < compute_epsilon([(100, 500)], noise_multiplier=sigma, **run) <= 2.0
-    steps = steps_for_epsilon(100, noise_multiplier=sigma, target_epsilon=2.0, **run)
+    sigma = run_sigma([(100, 500)], target_epsilon=2.0, **run)
+    assert 2.0 * 0.999 < run_epsilon([(100, 500)], noise_multiplier=sigma, **run) <= 2.0
+    steps = run_steps(100, noise_multiplier=sigma, target_epsilon=2.0, **run)
     assert 500 <= steps <= 505
-    plain = calibrate_noise_multiplier([(100, 500)], target_epsilon=2.0, **(run | {"grid_elements": None}))
+    plain = run_sigma([(100, 500)], target_epsilon=2.0, **(run | {"grid_elements": None}))
     assert sigma > plain
     assert sigma < (1.003 if elements < 10**12 else 2) * plain
 
@@ -158,13 +156,13 @@ def test_calibration_keeps_to_the_budget(elements):
 def test_more_elements_than_a_grid_bears_are_refused():
     run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"grid_elements": 10**16}
     with pytest.raises(AccountingError, match="No noise multiplier"):
-        calibrate_noise_multiplier([(100, 500)], target_epsilon=2.0, **run)
+        run_sigma([(100, 500)], target_epsilon=2.0, **run)
 
 
 def test_a_search_is_charged():
     search = Search(10.0)
-    discrete = compute_epsilon([(100, 500)], **RUN, grid_elements=10**9, search=search)
-    gaussian = compute_epsilon([(100, 500)], **RUN, search=search)
+    discrete = run_epsilon([(100, 500)], **RUN, grid_elements=10**9, search=search)
+    gaussian = run_epsilon([(100, 500)], **RUN, search=search)
     assert gaussian < discrete < 1.05 * gaussian
 
 
@@ -175,7 +173,7 @@ def test_a_search_is_charged():
         (DISCRETE, "gdp", "'gdp' cannot analyse discrete.*rdp"),
         (replace(DISCRETE, max_batch_size=200), "rdp", "drop max_batch_size=200"),
         (replace(DISCRETE, max_batch_size=200), "pld", "cannot analyse discrete"),
-        (replace(DISCRETE, counted_groups=2), "rdp", "counts of adaptive_thresholds"),
+        (replace(DISCRETE, counted_groups=2), "rdp", "counts of adaptive_clipping"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")

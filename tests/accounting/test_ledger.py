@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from dpshard.accounting import (
     PrivacyLedger,
     Release,
-    calibrate_noise_multiplier,
-    compute_epsilon,
-    steps_for_epsilon,
 )
 from dpshard.accounting import (
     ledger as ledger_module,
 )
 from dpshard.errors import AccountingError, CheckpointError, ConfigurationError
-from tests.accounting.ledgers import BUDGET, RELEASE, ledger_of
+from tests.accounting.ledgers import BUDGET, RELEASE, ledger_of, run_epsilon, run_sigma, run_steps
 
 
 def test_each_release_is_counted():
@@ -60,9 +57,7 @@ def test_a_cap_needs_pld(accountant):
     for refused in (
         lambda: ledger.record(capped),
         lambda: ledger.affords(capped, **BUDGET),
-        lambda: calibrate_noise_multiplier(
-            [(100, 10)], sample_size=10_000, max_batch_size=160, **BUDGET, accountant=accountant
-        ),
+        lambda: run_sigma([(100, 10)], sample_size=10_000, max_batch_size=160, **BUDGET, accountant=accountant),
     ):
         with pytest.raises(AccountingError, match="take accountant='pld'"):
             refused()
@@ -103,7 +98,7 @@ def test_statements_round_up():
 @pytest.mark.parametrize("planned", [True, False])
 def test_affords_says_when_to_stop(planned):
     budget = {"target_epsilon": 0.9, "target_delta": 1e-5}
-    fitting = steps_for_epsilon(100, noise_multiplier=1.0, sample_size=10_000, **budget, accountant="rdp")
+    fitting = run_steps(100, noise_multiplier=1.0, sample_size=10_000, **budget, accountant="rdp")
     plan = ((RELEASE, fitting),) if planned else ()
     ledger = PrivacyLedger("rdp")
     while ledger.affords(RELEASE, **budget, plan=plan):
@@ -213,4 +208,4 @@ def test_impossible_questions_are_refused():
         PrivacyLedger().epsilon(0.0)
     for phases in ([], [(10, 0)]):
         with pytest.raises(ConfigurationError, match="steps"):
-            compute_epsilon(phases, noise_multiplier=1.0, sample_size=100, target_delta=1e-5)
+            run_epsilon(phases, noise_multiplier=1.0, sample_size=100, target_delta=1e-5)

@@ -10,8 +10,9 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpshard.accounting import Search, calibrate_noise_multiplier, compute_epsilon, planned_releases, steps_for_epsilon
+from dpshard.accounting import Search
 from dpshard.errors import AccountingError, ConfigurationError
+from tests.accounting.ledgers import run_epsilon, run_of, run_sigma, run_steps
 
 DELTA = 1e-5
 RUN = {"sample_size": 60_000, "target_delta": DELTA, "accountant": "rdp"}
@@ -51,14 +52,14 @@ def exact_epsilon(search, sigma):
 def test_epsilon_of_a_search_covers_its_exact_distribution(search, sigma):
     """The mechanism that a search is at its worst: the release itself is the score."""
     one = {"sample_size": 100, "target_delta": DELTA, "accountant": "rdp", "noise_multiplier": sigma}
-    assert compute_epsilon([(100, 1)], **one, search=search) >= exact_epsilon(search, sigma)
+    assert run_epsilon([(100, 1)], **one, search=search) >= exact_epsilon(search, sigma)
 
 
 def test_a_search_costs_more_than_a_run_and_less_than_its_runs_together():
     phases, sigma = [(256, 1000)], {"noise_multiplier": 1.1}
-    one = compute_epsilon(phases, **sigma, **RUN)
-    together = compute_epsilon([(256, 100 * 1000)], **sigma, **RUN)
-    found = [compute_epsilon(phases, **sigma, **RUN, search=Search(mean)) for mean in (1.5, 10, 100)]
+    one = run_epsilon(phases, **sigma, **RUN)
+    together = run_epsilon([(256, 100 * 1000)], **sigma, **RUN)
+    found = [run_epsilon(phases, **sigma, **RUN, search=Search(mean)) for mean in (1.5, 10, 100)]
     assert one < found[0] < found[1] < found[2] < together
 
 
@@ -67,17 +68,17 @@ def test_a_search_of_one_setting_is_that_of_dp_accounting(search):
     shape = {"poisson": np.inf, "geometric": 1.0, "logarithmic": 0.0}[search.distribution]
     run = SelfComposedDpEvent(PoissonSampledDpEvent(256 / 60_000, GaussianDpEvent(1.1)), 1000)
     theirs = RdpAccountant().compose(RepeatAndSelectDpEvent(run, float(search.mean_runs), shape)).get_epsilon(DELTA)
-    ours = compute_epsilon([(256, 1000)], noise_multiplier=1.1, **RUN, search=search)
+    ours = run_epsilon([(256, 1000)], noise_multiplier=1.1, **RUN, search=search)
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def test_a_search_over_noise_or_batches_costs_its_worst_candidate():
     def candidate(batch_size, steps, sigma):
-        return planned_releases([(batch_size, steps)], noise_multiplier=sigma, sample_size=RUN["sample_size"])
+        return run_of([(batch_size, steps)], noise_multiplier=sigma, sample_size=RUN["sample_size"]).releases()
 
     def epsilon(batch_size, steps, sigma, others=()):
         search = Search(10, others=tuple(candidate(*other) for other in others))
-        return compute_epsilon([(batch_size, steps)], noise_multiplier=sigma, **RUN, search=search)
+        return run_epsilon([(batch_size, steps)], noise_multiplier=sigma, **RUN, search=search)
 
     mild, noisy, wide = (256, 1000, 1.1), (256, 1000, 2.0), (2000, 30, 1.1)
     assert epsilon(*noisy, [mild]) == epsilon(*mild, [noisy]) == epsilon(*mild)
@@ -89,19 +90,19 @@ def test_a_search_over_noise_or_batches_costs_its_worst_candidate():
 def test_noise_and_steps_keep_a_search_within_its_budget():
     search, budget = Search(20), {"target_epsilon": 3.0}
     phases = [(128, 300), (256, 300)]
-    sigma = calibrate_noise_multiplier(phases, **budget, **RUN, search=search)
-    assert compute_epsilon(phases, noise_multiplier=sigma, **RUN, search=search) <= 3.0
-    assert compute_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **RUN, search=search) > 3.0
-    steps = steps_for_epsilon(256, noise_multiplier=2.0, **budget, **RUN, search=search)
-    assert compute_epsilon([(256, steps)], noise_multiplier=2.0, **RUN, search=search) <= 3.0
-    assert compute_epsilon([(256, steps + 1)], noise_multiplier=2.0, **RUN, search=search) > 3.0
+    sigma = run_sigma(phases, **budget, **RUN, search=search)
+    assert run_epsilon(phases, noise_multiplier=sigma, **RUN, search=search) <= 3.0
+    assert run_epsilon(phases, noise_multiplier=sigma * (1 - 1e-4), **RUN, search=search) > 3.0
+    steps = run_steps(256, noise_multiplier=2.0, **budget, **RUN, search=search)
+    assert run_epsilon([(256, steps)], noise_multiplier=2.0, **RUN, search=search) <= 3.0
+    assert run_epsilon([(256, steps + 1)], noise_multiplier=2.0, **RUN, search=search) > 3.0
 
 
 @pytest.mark.parametrize("accountant", ["pld", "gdp"])
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")
 def test_other_accountants_refuse_a_search(accountant):
     with pytest.raises(AccountingError, match="Take accountant='rdp'"):
-        compute_epsilon([(256, 10)], noise_multiplier=1.0, **RUN | {"accountant": accountant}, search=Search(10))
+        run_epsilon([(256, 10)], noise_multiplier=1.0, **RUN | {"accountant": accountant}, search=Search(10))
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,4 @@ def test_impossible_searches_are_refused(wrong):
 
 def test_a_number_of_runs_is_no_search():
     with pytest.raises(ConfigurationError, match="pass a Search"):
-        compute_epsilon([(256, 10)], noise_multiplier=1.0, **RUN, search=10)
+        run_epsilon([(256, 10)], noise_multiplier=1.0, **RUN, search=10)

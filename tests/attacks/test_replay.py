@@ -103,7 +103,7 @@ KINDS = {
     "plain": {},
     "secure": {"secure_mode": True},
     "discrete": {"noise": "discrete-gaussian", "accountant": "rdp"},
-    "tracked": {"adaptive_thresholds": QuantileTracking(), "clipping_style": "layer-wise"},
+    "tracked": {"adaptive_clipping": QuantileTracking(), "clipping_style": "layer-wise"},
 }
 
 
@@ -116,7 +116,7 @@ def test_a_replay_with_everything_equal_releases_the_same_value(options):
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_another_micro_batch_size_has_noise_on_its_rounding(options):
     one, other = replays(lambda start: Training(state=start, **options).take(3, micro=5), **options)
-    std = SIGMA / math.sqrt(1 - 0.01) if "adaptive_thresholds" in options else SIGMA
+    std = SIGMA / math.sqrt(1 - 0.01) if "adaptive_clipping" in options else SIGMA
     for a, b in zip(one, other, strict=True):
         assert_independent(a, b, std)
 

@@ -76,7 +76,7 @@ def test_a_training_goes_on_bit_for_bit(folder, optimizer, after, wait):
 
 
 def test_adaptive_thresholds_are_saved(folder):
-    options = {"clipping_style": "layer-wise", "adaptive_thresholds": QuantileTracking()}
+    options = {"clipping_style": "layer-wise", "adaptive_clipping": QuantileTracking()}
     whole = Training(folder, **options)
     whole.train(3)
     whole.checkpoints.save()

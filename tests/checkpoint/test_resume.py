@@ -88,7 +88,7 @@ def through_json(state):
         {"secure_mode": True},
         {"noise": "discrete-gaussian", "accountant": "rdp"},
         {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
-        {"clipping_style": "layer-wise", "adaptive_thresholds": QuantileTracking()},
+        {"clipping_style": "layer-wise", "adaptive_clipping": QuantileTracking()},
     ],
     ids=["plain", "schedule", "cap", "secure", "discrete", "layer-wise", "tracked"],
 )

@@ -51,7 +51,7 @@ def network():
 
 def engine_on(model, **options):
     defaults = {"batch_size": 20, "sample_size": N, "steps": 6, "noise_multiplier": 1.0, "clipping_fn": "abadi"}
-    engine = PrivacyEngine(model, **{**defaults, "adaptive_thresholds": TRACKING, **options})
+    engine = PrivacyEngine(model, **{**defaults, "adaptive_clipping": TRACKING, **options})
     engine._secret = SECRET
     return engine
 
@@ -123,7 +123,7 @@ def test_runaways_stop():
     """A layer without gradients: its threshold falls at every step, and stays a number that divides."""
     model = network()
     engine = engine_on(
-        model, clipping_style="layer-wise", adaptive_thresholds=QuantileTracking(learning_rate=50.0), noise_multiplier=0
+        model, clipping_style="layer-wise", adaptive_clipping=QuantileTracking(learning_rate=50.0), noise_multiplier=0
     )
     model[0].requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -166,9 +166,7 @@ def tracked_thresholds(thresholds, tracking):
 def test_accounting_sums_and_counts_apart_gives_the_same_epsilon(style):
     """dp-accounting, told of two Gaussian queries a step on one Poisson sample, the noises as they are added."""
     model = network()
-    engine = engine_on(
-        model, clipping_style=style, accountant="rdp", noise_multiplier=0.8, adaptive_thresholds=TRACKING
-    )
+    engine = engine_on(model, clipping_style=style, accountant="rdp", noise_multiplier=0.8, adaptive_clipping=TRACKING)
     train(model, engine)
     thresholds, groups = engine._thresholds, len(engine.thresholds)
     sums = GaussianDpEvent(thresholds.gradient_noise(0.8) / math.hypot(*engine.thresholds.values()))
@@ -318,7 +316,7 @@ def test_counts_have_the_promised_noise():
 def test_thresholds_show_counts_on_a_grid_alone():
     """The last bits of float64 noise would be public otherwise."""
     model, tracking = network(), QuantileTracking(quantile=0.5, learning_rate=0.1, budget_share=0.02)
-    engine = engine_on(model, adaptive_thresholds=tracking)
+    engine = engine_on(model, adaptive_clipping=tracking)
     (before,) = engine.thresholds.values()
     train(model, engine)
     for logical_batch in engine.batches(TensorDataset(X, Y), 60, steps=1):
@@ -467,7 +465,7 @@ def test_the_ledger_and_its_state_tell_of_the_counts():
     state = json.loads(json.dumps(engine.state_dict()))
     assert [release["counted_groups"] for release in state["ledger"]["releases"]] == [2]
     assert state["thresholds"]["values"] == list(engine.thresholds.values())
-    assert "budget_share=0.05" in state["mechanism"]["adaptive_thresholds"]
+    assert "budget_share=0.05" in state["mechanism"]["adaptive_clipping"]
 
 
 def test_a_checkpoint_without_thresholds_is_refused():
@@ -485,8 +483,8 @@ def test_a_checkpoint_without_thresholds_is_refused():
         with pytest.raises(CheckpointError, match="no clipping thresholds"):
             engine._thresholds.load_state_dict(wrong)
     for other in (None, QuantileTracking()):
-        with pytest.raises(CheckpointError, match="adaptive_thresholds"):
-            engine_on(network(), adaptive_thresholds=other).load_state_dict(state)
+        with pytest.raises(CheckpointError, match="adaptive_clipping"):
+            engine_on(network(), adaptive_clipping=other).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -500,4 +498,4 @@ def test_impossible_settings_are_refused(wrong):
 
 def test_other_objects_are_refused():
     with pytest.raises(ConfigurationError, match="QuantileTracking"):
-        engine_on(network(), adaptive_thresholds=0.5)
+        engine_on(network(), adaptive_clipping=0.5)

@@ -49,7 +49,7 @@ def private(model: nn.Module, style: object, mode: str, options: set[str], *, ve
         clipping_mode=mode,
         accountant="rdp",
         offload_records="waiting" in options,
-        adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
+        adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify=verify,
     )
     engine.load_state_dict(_with_secret(engine))  # type: ignore[arg-type]

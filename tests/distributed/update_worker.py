@@ -191,7 +191,7 @@ def train(
         clipping_mode=mode,
         noise="discrete-gaussian" if "grid" in options else "gaussian",
         accountant="rdp" if "grid" in options else "pld",
-        adaptive_thresholds=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
+        adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify=verify,
     )
     engine.load_state_dict(_with_secret(engine))

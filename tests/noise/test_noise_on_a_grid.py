@@ -232,7 +232,7 @@ def test_the_engine_counts_all_elements_and_says_what_the_noise_is():
         ({"accountant": "gdp"}, AccountingError, "'gdp' cannot analyse discrete.*accountant='rdp'"),
         ({"accountant": "pld", "noise_multiplier": None, "target_epsilon": 1.0}, AccountingError, "'pld' cannot"),
         ({"max_batch_size": 20}, AccountingError, "drop max_batch_size=20"),
-        ({"adaptive_thresholds": QuantileTracking()}, ConfigurationError, "adaptive_thresholds.*fix the thresholds"),
+        ({"adaptive_clipping": QuantileTracking()}, ConfigurationError, "adaptive_clipping.*fix the thresholds"),
         ({"noise": "laplace"}, ConfigurationError, r"noise='laplace' is unknown.*\['gaussian', 'discrete-gaussian'\]"),
     ],
     ids=str,

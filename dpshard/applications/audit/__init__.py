@@ -1,12 +1,11 @@
 """Audits: attacks on the real engine, and what their success proves about epsilon."""
 
+from dpshard.accounting.composition import gdp_delta, gdp_epsilon
 from dpshard.applications.audit.bounds import (
     FALSE_ALARM,
     REFUTED_BEYOND,
     Guesses,
     Trials,
-    gdp_delta,
-    gdp_epsilon,
     guess,
     one_run_epsilon,
     one_run_p_value,

@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import stats
 
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
@@ -74,27 +73,6 @@ class Trials:
         """A lower bound on mu of a mechanism that is mu-GDP; at least 0. See [Note: A bound from an attack]."""
         a, b = self.rates(confidence)
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
-
-
-def gdp_delta(mu: float, epsilon: float) -> float:
-    """The smallest delta at which a mu-GDP mechanism is (epsilon, delta)-DP; Dong, Roth and Su 2022, Corollary 2.13."""
-    if mu == 0:
-        return 0.0
-    at = epsilon / mu
-    return float(stats.norm.cdf(mu / 2 - at) - np.exp(epsilon + stats.norm.logcdf(-mu / 2 - at)))
-
-
-def gdp_epsilon(mu: float, delta: float) -> float:
-    """The smallest epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP.
-
-    Raises ConfigurationError unless 0 < delta < 1.
-    """
-    if not 0 < delta < 1:
-        raise ConfigurationError(f"delta={delta!r}: delta is a probability, strictly between 0 and 1.")
-    if gdp_delta(mu, 0.0) <= delta:
-        return 0.0
-    most = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # from the tail of a normal: a bit too large
-    return cast(float, optimize.brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, most))
 
 
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:

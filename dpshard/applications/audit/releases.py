@@ -152,7 +152,7 @@ class _Game:
         known: bool,
     ) -> None:
         self.engine, self.gradients = engine, gradients
-        tracking = options.get("adaptive_thresholds")
+        tracking = options.get("adaptive_clipping")
         self._noise = SIGMA / math.sqrt(1 - tracking.budget_share) if tracking is not None else SIGMA
         names = [name for group in engine.mechanism.clipping_groups for name in group]
         self.sizes = {name: gradients[0][name].numel() for name in names}
@@ -201,7 +201,7 @@ class _Game:
 
     def _thresholds(self) -> tuple[float, ...]:
         mechanism = self.engine.mechanism
-        if mechanism.adaptive_thresholds is not None:
+        if mechanism.adaptive_clipping is not None:
             return tuple(self.engine.thresholds.values())
         groups = len(mechanism.clipping_groups)  # as they should be, whatever the engine has
         return (mechanism.max_grad_norm / math.sqrt(groups),) * groups

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,12 +37,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpshard.accounting import compute_epsilon
-from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials, gdp_epsilon
+from dpshard.accounting import Mechanism, epsilon_of
+from dpshard.accounting.composition import gdp_epsilon
+from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
 from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import Mechanism, check_positive, is_count
+from dpshard.config import check_positive, is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -74,18 +74,8 @@ class StepsAudit:
 
     def accounted(self, delta: float) -> float:
         """Epsilon of the steps of one trial by the engine's accountant."""
-        mechanism = self.mechanism
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "target_delta=")  # the whole curve counts here, large deltas too
-            return compute_epsilon(
-                [(mechanism.schedule[0], self.steps)],
-                noise_multiplier=mechanism.noise_multiplier,
-                sample_size=mechanism.sample_size,
-                target_delta=delta,
-                max_batch_size=mechanism.max_batch_size,
-                grid_elements=mechanism.grid_elements,
-                accountant=mechanism.accountant,
-            )
+        releases = ((self.mechanism.release(0), self.steps),)
+        return epsilon_of(releases, delta, self.mechanism.accountant)
 
     def lower_bound(self, delta: float, confidence: float) -> float:
         """Epsilon at `delta` is at least this, with probability `confidence`; of Gaussian noise, by its mu."""
@@ -160,7 +150,7 @@ def audit_steps(
     )
     try:
         odd = OddGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
-        live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_thresholds is None)
+        live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_clipping is None)
         step, is_canary = stepping(prepared), torch.arange(n) == n - 1
         datasets = {}
         for canary in (1.0, 0.0):

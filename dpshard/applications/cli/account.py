@@ -6,24 +6,29 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.table import Table
 
+from dpshard.accounting import (
+    SampledMechanism,
+    Search,
+    calibrate,
+    compute_bound,
+    compute_epsilon,
+    relation_of,
+    rounded_up,
+    steps_for_epsilon,
+)
+from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, plots
 from dpshard.applications.cli.formats import NEIGHBOURS, to_json
 from dpshard.applications.cli.settings import parse_phases
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from dpshard.accounting import Search
-
-Phases = list[tuple[int, int]]
-"""[(expected batch size, steps), ...]."""
 
 ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
 CERTAINTY = {"pld": "upper bound, tight", "rdp": "upper bound", "gdp": "approximation, may under-state ε"}
@@ -34,62 +39,44 @@ CURVE_POINTS = 16
 class Plan:
     """A run of which two are known: length, noise, budget."""
 
-    sample_size: int
-    phases: Phases
-    """Expected batch sizes and steps; if the length is asked for, a single phase of 0 steps."""
-    noise_multiplier: float | None
+    unknown: Literal["steps", "epsilon", "noise_multiplier"]
+    """What is asked for: the name of a field of Answer."""
+    mechanism: SampledMechanism
+    """The run; of one step if the length is asked for."""
     target_epsilon: float | None
     target_delta: float
-    max_batch_size: int | None
-    grid_elements: int | None
-    """Elements of a model that is trained with discrete Gaussian noise; None of Gaussian noise."""
-    search: Search | None = None
+    search: Search | None
     """How many such runs there are, of which the best is kept; None for a single run. The budget is that of all."""
 
-    @property
-    def steps(self) -> int:
-        """Length of the run; 0 if it is asked for."""
-        return sum(count for _, count in self.phases)
-
-    @property
-    def unknown(self) -> str:
-        """What is asked for: the name of a field of Answer."""
-        return "steps" if not self.steps else "epsilon" if self.target_epsilon is None else "noise_multiplier"
-
-    def __post_init__(self) -> None:
-        if [self.steps > 0, self.noise_multiplier is not None, self.target_epsilon is not None].count(True) != 2:
-            raise ConfigurationError(
-                "Give two of three, and the third is computed: the length (--epochs, --steps or --phases), the noise "
-                "(--noise-multiplier), the budget (--target-epsilon)."
-            )
-
     def known(self) -> dict[str, Any]:
-        """What is known, for JSON: a length that is asked for is null."""
-        return asdict(self) | {
-            "phases": [(size, steps or None) for size, steps in self.phases],
-            "samples": self.samples,
+        """Return what is known, for JSON: a length or noise that is asked for is null."""
+        facts = asdict(self.mechanism)
+        del facts["schedule"], facts["counted_groups"]
+        asked_for = {"noise_multiplier": None} if self.unknown == "noise_multiplier" else {}
+        phases = [(size, None if self.unknown == "steps" else n) for size, n in self.mechanism.schedule.phases()]
+        budget = {
+            "target_epsilon": self.target_epsilon,
+            "target_delta": self.target_delta,
+            "search": None if self.search is None else asdict(self.search),
+            "samples": 0 if self.unknown == "steps" else self.samples,
         }
+        return facts | asked_for | {"phases": phases} | budget
 
     @property
     def samples(self) -> int:
-        """Expected number of samples that are drawn; 0 if the length is asked for."""
-        return sum(size * count for size, count in self.phases)
+        """Expected number of samples that are drawn."""
+        return sum(self.mechanism.schedule.sizes)
 
-    @property
-    def saved(self) -> float:
-        """Share of these samples that the schedule saves against its largest batch at every step."""
-        return 1 - self.samples / (max(size for size, _ in self.phases) * self.steps)
+    def releases(self, noise_multiplier: float, steps: int) -> Counts:
+        """Return the releases of the first `steps` steps with this noise; of none, nothing."""
+        run = replace(self.mechanism, noise_multiplier=noise_multiplier)
+        if self.unknown == "steps":
+            return ((run.release(0), steps),) if steps else ()
+        return run.releases(steps)
 
-    def common(self, accountant: AccountantName) -> dict[str, Any]:
-        """The arguments that all functions of dpshard.accounting share."""
-        return {
-            "sample_size": self.sample_size,
-            "target_delta": self.target_delta,
-            "max_batch_size": self.max_batch_size,
-            "grid_elements": self.grid_elements,
-            "accountant": accountant,
-            "search": self.search,
-        }
+    def question(self, accountant: AccountantName) -> dict[str, Any]:
+        """Return the arguments that the functions of dpshard.accounting share."""
+        return {"target_delta": self.target_delta, "accountant": accountant, "search": self.search}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,16 +157,20 @@ def command(
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
-    search = _search(search_runs, search_distribution, search_also or [], sample_size)
+    length = next((x for x in (phases, epochs, steps) if x is not None), None)
+    schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases)
     plan = Plan(
-        sample_size=sample_size,
-        phases=_phases(sample_size, batch_size, epochs, steps, phases),
-        noise_multiplier=noise_multiplier,
+        unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
+        mechanism=SampledMechanism(
+            schedule=schedule,
+            sample_size=sample_size,
+            noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
+            max_batch_size=max_batch_size,
+            grid_elements=_grid_elements(noise, elements),
+        ),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
-        max_batch_size=max_batch_size,
-        grid_elements=_grid_elements(noise, elements),
-        search=search,
+        search=_search(search_runs, search_distribution, search_also or [], sample_size),
     )
     # What the warning about gdp says, the table says.
     chosen = accountant or _able(plan)
@@ -200,23 +191,30 @@ def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sam
             name = "--search-also" if also else "--search-distribution"
             raise ConfigurationError(f"{name} is of a search: say how long it is, by --search-runs.")
         return None
-    from dpshard.accounting import Search
-
     others = tuple(_candidate(text, sample_size) for text in also)
     return Search(mean_runs, "geometric" if distribution is None else distribution, others)
 
 
-def _candidate(text: str, sample_size: int) -> Any:
-    """What a run of `text`, BATCHxSTEPS,...@SIGMA, releases."""
-    from dpshard.accounting import planned_releases
+def _unknown(**given: object) -> Any:
+    """Return the name of the one that is not given."""
+    unknown = [name for name, value in given.items() if value is None]
+    if len(unknown) != 1:
+        raise ConfigurationError(
+            "Give two of three, and the third is computed: the length (--epochs, --steps or --phases), the noise "
+            "(--noise-multiplier), the budget (--target-epsilon)."
+        )
+    return unknown[0]
 
+
+def _candidate(text: str, sample_size: int) -> Counts:
+    """Return what a run of `text`, BATCHxSTEPS,...@SIGMA, releases."""
     phases, _, sigma = text.partition("@")
     try:
         noise_multiplier = float(sigma)
     except ValueError as error:
         raise ConfigurationError(f"--search-also {text}: write BATCHxSTEPS,...@SIGMA, such as 128x500@1.1.") from error
     schedule = BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
-    return planned_releases(schedule.phases(), noise_multiplier=noise_multiplier, sample_size=sample_size)
+    return SampledMechanism(schedule=schedule, sample_size=sample_size, noise_multiplier=noise_multiplier).releases()
 
 
 def _grid_elements(noise: str, elements: int | None) -> int | None:
@@ -231,65 +229,51 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 def _able(plan: Plan) -> Sequence[str]:
     """The accountants that can analyse `plan`."""
-    if plan.search is not None or plan.grid_elements is not None:
+    if plan.search is not None or plan.mechanism.grid_elements is not None:
         return ["rdp"]
-    if plan.max_batch_size is not None:
+    if plan.mechanism.max_batch_size is not None:
         return ["pld"]
     return ACCOUNTANTS if plan.target_epsilon is None else [name for name in ACCOUNTANTS if name != "gdp"]
 
 
-def _phases(
+def _schedule(
     sample_size: int, batch_size: int | None, epochs: float | None, steps: int | None, phases: str | None
-) -> Phases:
+) -> BatchSchedule:
     if phases is not None:
         if any(x is not None for x in (batch_size, epochs, steps)):
             raise ConfigurationError("--phases says it all: leave --batch-size, --epochs and --steps out.")
-        return BatchSchedule.parse(parse_phases(phases), sample_size=sample_size).phases()
+        return BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
     if batch_size is None:
         raise ConfigurationError("Say how large a logical batch is: --batch-size, or --phases.")
-    if epochs is None and steps is None:
-        BatchSchedule.parse(batch_size, sample_size=sample_size, steps=1)  # refuses impossible sizes
-        return [(batch_size, 0)]
-    return BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps).phases()
+    return BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
 
 
 def work_out(plan: Plan, accountant: AccountantName) -> Answer:
-    """The unknown of `plan`, and epsilon of the run that it completes."""
-    from dpshard.accounting import (
-        calibrate_noise_multiplier,
-        compute_bound,
-        poisson_relation,
-        relation_name,
-        steps_for_epsilon,
-    )
-
-    common, phases = plan.common(accountant), plan.phases
-    sigma: Any = plan.noise_multiplier  # of sigma and budget, one or both are there: __post_init__
-    budget: Any = plan.target_epsilon
+    """Return the unknown of `plan`, and epsilon of the run that it completes."""
+    run, question = plan.mechanism, plan.question(accountant)
+    budget: Any = plan.target_epsilon  # given, unless it is epsilon that is asked for
+    if plan.unknown == "noise_multiplier":
+        run = calibrate(run, target_epsilon=budget, **question)
+    steps = run.schedule.steps
     if plan.unknown == "steps":
-        size = phases[0][0]
-        phases = [(size, steps_for_epsilon(size, noise_multiplier=sigma, target_epsilon=budget, **common))]
-    elif plan.unknown == "noise_multiplier":
-        sigma = calibrate_noise_multiplier(phases, target_epsilon=budget, **common)
-    steps = sum(count for _, count in phases)
-    bound = compute_bound(phases, noise_multiplier=sigma, **common) if steps else None
+        steps = steps_for_epsilon(run.release(0), target_epsilon=budget, **question)
+    bound = compute_bound(plan.releases(run.noise_multiplier, steps), **question)
     return Answer(
         accountant=accountant,
-        epsilon=bound.epsilon if bound else 0.0,
-        found_by=bound.accountant if bound else accountant,
-        noise_multiplier=sigma,
+        epsilon=bound.epsilon,
+        found_by=bound.accountant,
+        noise_multiplier=run.noise_multiplier,
         steps=steps,
-        neighbouring_relation=relation_name(poisson_relation(plan.max_batch_size)),
+        neighbouring_relation=relation_of([run.release(0)]),
         upper_bound=accountant != "gdp",
     )
 
 
 def _print(plan: Plan, answers: Sequence[Answer]) -> None:
-    from dpshard.accounting import rounded_up
-
-    size = " then ".join(f"{size:,}" for size, _ in plan.phases)
+    run, phases = plan.mechanism, plan.mechanism.schedule.phases()
+    size = " then ".join(f"{size:,}" for size, _ in phases)
     table = Table(
-        title=f"N = {plan.sample_size:,}, batch {size} (Poisson), δ = {plan.target_delta:g}", title_justify="left"
+        title=f"N = {run.sample_size:,}, batch {size} (Poisson), δ = {plan.target_delta:g}", title_justify="left"
     )
     columns = {"epsilon": "ε", "noise_multiplier": "σ", "steps": "steps"}
     table.add_column("accountant")
@@ -305,10 +289,11 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
             CERTAINTY[answer.accountant] if answer.found_by == answer.accountant else f"figure of {answer.found_by}",
         )
     console.out.print(table)
-    if len(plan.phases) > 1:
+    if len(phases) > 1:
+        steps, largest = run.schedule.steps, max(run.schedule.sizes)
         console.out.print(
-            f"Samples drawn, as expected: {plan.samples:,} ({plan.samples / plan.sample_size:.3g} epochs), "
-            f"{plan.saved:.1%} fewer than in {plan.steps:,} steps of {max(size for size, _ in plan.phases):,}."
+            f"Samples drawn, as expected: {plan.samples:,} ({plan.samples / run.sample_size:.3g} epochs), "
+            f"{1 - plan.samples / (largest * steps):.1%} fewer than in {steps:,} steps of {largest:,}."
         )
     if plan.search is not None:
         console.out.print(
@@ -332,23 +317,22 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
 
 def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
     """Draw epsilon over the steps of the run, or over sigma if that was asked for."""
-    from dpshard.accounting import compute_epsilon
-
     over_sigma = plan.unknown == "noise_multiplier"
     with plots.styled():
         figure = plots.new_figure(figsize=(6.4, 4))
         ax = figure.subplots()
         for answer in answers:
             colour = plots.COLOURS[ACCOUNTANTS.index(answer.accountant)]
-            runs = _more_or_less_noise(plan, answer) if over_sigma else _shorter_runs(plan, answer)
-            common = plan.common(answer.accountant)
-            ys = [compute_epsilon(phases, noise_multiplier=sigma, **common) for _, phases, sigma in runs]
-            line = "-" if answer.upper_bound else ":"
-            ax.plot([x for x, _, _ in runs], ys, line, color=colour, label=answer.accountant)
+            points = _more_or_less_noise(answer) if over_sigma else _shorter_runs(plan, answer)
+            question = plan.question(answer.accountant)
+            ys = [compute_epsilon(plan.releases(sigma, steps), **question) for sigma, steps in points]
+            xs = [sigma if over_sigma else steps for sigma, steps in points]
+            ax.plot(xs, ys, "-" if answer.upper_bound else ":", color=colour, label=answer.accountant)
             ax.plot(answer.noise_multiplier if over_sigma else answer.steps, answer.epsilon, "o", color=colour)
         if plan.target_epsilon is not None:
             ax.axhline(plan.target_epsilon, color="0.4", linewidth=1, linestyle="--", label="budget")
-        ax.set_title(f"ε {f'of {plan.steps:,} steps ' if over_sigma else ''}at δ = {plan.target_delta:g}")
+        length = f"of {plan.mechanism.schedule.steps:,} steps " if over_sigma else ""
+        ax.set_title(f"ε {length}at δ = {plan.target_delta:g}")
         ax.set_xlabel("noise multiplier σ" if over_sigma else "steps")
         ax.set_ylim(bottom=0)
         ax.legend()
@@ -356,25 +340,16 @@ def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
     console.err.print(f"Drawn to {path}")
 
 
-def _more_or_less_noise(plan: Plan, answer: Answer) -> list[tuple[float, Phases, float]]:
-    """(sigma, phases, sigma) of the run with 0.8 to 1.4 times the noise."""
-    sigmas = [answer.noise_multiplier * 2 ** (k / 16) for k in range(-5, 9)]
-    return [(sigma, plan.phases, sigma) for sigma in sigmas]
+def _more_or_less_noise(answer: Answer) -> list[tuple[float, int]]:
+    """Return (sigma, steps) of the run with 0.8 to 1.4 times the noise."""
+    return [(answer.noise_multiplier * 2 ** (k / 16), answer.steps) for k in range(-5, 9)]
 
 
-def _shorter_runs(plan: Plan, answer: Answer) -> list[tuple[float, Phases, float]]:
-    """(steps, phases, sigma) of the first steps of the run."""
-    phases = plan.phases if plan.steps else [(plan.phases[0][0], answer.steps)]
-    lengths = {math.ceil(answer.steps * k / CURVE_POINTS) for k in range(1, CURVE_POINTS + 1)} - {0}
+def _shorter_runs(plan: Plan, answer: Answer) -> list[tuple[float, int]]:
+    """Return (sigma, steps) of the first steps of the run."""
+    if not answer.steps:
+        return []
+    lengths = {math.ceil(answer.steps * k / CURVE_POINTS) for k in range(1, CURVE_POINTS + 1)}
     # The curve has a kink where a phase ends.
-    lengths = sorted(lengths | {1} | set(itertools.accumulate(count for _, count in phases)) if lengths else set())
-    return [(steps, _first(phases, steps), answer.noise_multiplier) for steps in lengths]
-
-
-def _first(phases: Phases, steps: int) -> Phases:
-    taken: Phases = []
-    for size, count in phases:
-        if steps > 0:
-            taken.append((size, min(count, steps)))
-            steps -= count
-    return taken
+    ends = itertools.accumulate(count for _, count in plan.mechanism.schedule.phases())
+    return [(answer.noise_multiplier, steps) for steps in sorted(lengths | {1} | set(ends))]

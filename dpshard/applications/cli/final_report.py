@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 import dpshard
-from dpshard.accounting import poisson_relation, relation_name, rounded_up
+from dpshard.accounting import relation_of, rounded_up
 from dpshard.applications.cli.data import size
 from dpshard.applications.cli.formats import NEIGHBOURS, to_json
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically
@@ -42,7 +42,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "delta": mechanism.target_delta,
             "target_epsilon": mechanism.target_epsilon,
             "protected_unit": data.sample,
-            "neighbouring_relation": relation_name(poisson_relation(mechanism.max_batch_size)),
+            "neighbouring_relation": relation_of([mechanism.release(0)]),
             "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
             "max_batch_size": mechanism.max_batch_size,
             "noise_multiplier": mechanism.noise_multiplier,

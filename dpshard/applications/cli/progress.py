@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from dpshard import PrivacyEngine
-from dpshard.accounting import planned_releases, rounded_up
-from dpshard.accounting.composition import epsilon_of
-from dpshard.config import BatchSchedule
+from dpshard.accounting import epsilon_of, rounded_up
 
 
 class TrainingProgress:
@@ -76,15 +74,8 @@ class TrainingProgress:
     def _bound(self, step: int) -> float:
         """Return the epsilon of the first evaluation at or after `step`."""
         mechanism, every = self._engine.mechanism, self._evaluate_every
-        schedule = BatchSchedule(mechanism.schedule.sizes[: math.ceil(step / every) * every])
-        plan = planned_releases(
-            schedule.phases(),
-            noise_multiplier=mechanism.noise_multiplier,
-            sample_size=mechanism.sample_size,
-            max_batch_size=mechanism.max_batch_size,
-            grid_elements=mechanism.grid_elements,
-        )
-        return epsilon_of(plan, mechanism.target_delta, mechanism.accountant)
+        releases = mechanism.releases(math.ceil(step / every) * every)
+        return epsilon_of(releases, mechanism.target_delta, mechanism.accountant)
 
     def _of_target(self, epsilon: float) -> str:
         target = self._engine.mechanism.target_epsilon

@@ -210,7 +210,7 @@ class TrainSettings:
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
-            "adaptive_thresholds": None if quantile is None else QuantileTracking(quantile),
+            "adaptive_clipping": None if quantile is None else QuantileTracking(quantile),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
 

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpshard.applications.audit.bounds import Trials, gdp_delta, gdp_epsilon, guess, one_run_epsilon, one_run_p_value
+from dpshard.accounting import Release, compute_epsilon
+from dpshard.accounting.composition import gdp_delta, gdp_epsilon
+from dpshard.applications.audit.bounds import Trials, guess, one_run_epsilon, one_run_p_value
 from dpshard.errors import ConfigurationError
 
 FALSE_ALARM = 1e-6
@@ -47,9 +49,7 @@ def test_epsilon_of_a_gaussian_is_that_of_the_closed_form(mu):
 
 
 def test_epsilon_of_a_gaussian_is_that_of_the_accountant():
-    from dpshard.accounting import compute_epsilon
-
-    accounted = compute_epsilon([(10_000, 1)], noise_multiplier=0.8, sample_size=10_000, target_delta=DELTA)
+    accounted = compute_epsilon(((Release(0.8, 1.0, 10_000), 1),), DELTA)
     assert gdp_epsilon(1 / 0.8, DELTA) == pytest.approx(accounted, rel=1e-3)
     assert gdp_epsilon(0.001, 0.5) == gdp_epsilon(0.0, DELTA) == 0.0
 

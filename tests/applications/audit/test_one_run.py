@@ -111,7 +111,7 @@ def test_scores_follow_thresholds_that_move(clipping_fn):
     canaries = GradientCanaries(included)
     tracking = QuantileTracking(0.2, learning_rate=1.0)
     before = canaries.below_threshold if clipping_fn == "global" else None
-    options = {"clipping_style": "layer-wise", "adaptive_thresholds": tracking, "clipping_fn": clipping_fn}
+    options = {"clipping_style": "layer-wise", "adaptive_clipping": tracking, "clipping_fn": clipping_fn}
     engine, _ = run(canaries, steps=steps, noise_multiplier=sigma, before=before, **options)
     assert max(abs(value * 3**0.5 - 1) for value in engine.thresholds.values()) > 0.2
     # mu^2 of the steps: the square of the canaries' share of the sensitivity, over sigma^2.

@@ -90,7 +90,7 @@ SOUND = [
     {},
     {"clipping_style": "layer-wise", "clipping_fn": "abadi", "secure_mode": True},
     {"clipping_style": "param-wise", "clipping_fn": "global", "loss_reduction": "sum"},
-    {"adaptive_thresholds": QuantileTracking(0.5), "clipping_style": "layer-wise"},
+    {"adaptive_clipping": QuantileTracking(0.5), "clipping_style": "layer-wise"},
     {"noise": "discrete-gaussian", "accountant": "rdp"},
 ]
 

@@ -87,8 +87,8 @@ def test_sound_tied_weights_pass():
 
 MOVING = [
     {"clipping_fn": "global"},
-    {"adaptive_thresholds": QuantileTracking(0.2), "clipping_style": "layer-wise"},
-    {"adaptive_thresholds": QuantileTracking(0.9), "clipping_fn": "global"},
+    {"adaptive_clipping": QuantileTracking(0.2), "clipping_style": "layer-wise"},
+    {"adaptive_clipping": QuantileTracking(0.9), "clipping_fn": "global"},
 ]
 
 
@@ -105,7 +105,7 @@ def test_clipping_that_drops_or_moves_is_audited_as_sharply(monkeypatch, options
 def test_thresholds_that_fall_through_the_whole_audit_do_not_refute():
     model, x, y, loss = classifier()
     falling = QuantileTracking(learning_rate=0.15, budget_share=0.1)
-    options = RELEASE | {"clipping_fn": "automatic", "noise_multiplier": 1.0, "adaptive_thresholds": falling}
+    options = RELEASE | {"clipping_fn": "automatic", "noise_multiplier": 1.0, "adaptive_clipping": falling}
     audit = audit_steps(model, x, y, lambda scores, y: 1e-5 * loss(scores, y), **options)
     assert audit.refuted_at() is None
     assert audit.trials.mu(0.95) > 0.5  # of a canary that is clipped at every threshold

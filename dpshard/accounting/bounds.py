@@ -1,0 +1,135 @@
+"""Epsilon of releases: what each accountant can analyse, and the figures, which `composition` computes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import NamedTuple, get_args
+
+from dpshard.accounting.releases import Counts, Release
+from dpshard.accounting.search import Search
+from dpshard.config import AccountantName, check_choice, check_delta, check_probability
+from dpshard.errors import AccountingError, ConfigurationError
+
+
+def check_accountant(name: str) -> None:
+    """ConfigurationError for an unknown accountant; "gdp" draws a warning, once."""
+    check_choice("accountant", name, get_args(AccountantName))
+    if name == "gdp":
+        _warn_of_gdp()
+
+
+def check_supported(release: Release, accountant: str) -> None:
+    """AccountingError unless `accountant` can analyse `release`."""
+    if release.grid_elements is not None:
+        _check_discrete(release, accountant)
+    if release.max_batch_size is not None and not accountant.startswith("pld"):
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse Poisson batches with a cap (max_batch_size="
+            f"{release.max_batch_size}): take accountant='pld', or drop the cap."
+        )
+    if release.max_batch_size is not None:
+        _mathematics().require_truncation()
+
+
+def _check_discrete(release: Release, accountant: str) -> None:
+    if accountant != "rdp":
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'), of "
+            f"which Renyi divergences alone are proved under sampling. Take accountant='rdp', or noise='gaussian'."
+        )
+    if release.max_batch_size is not None:
+        raise AccountingError(
+            f"Discrete Gaussian noise (noise='discrete-gaussian') is not analysed for Poisson batches with a cap: drop "
+            f"max_batch_size={release.max_batch_size}, or take noise='gaussian' and accountant='pld'."
+        )
+    if release.counted_groups:
+        raise AccountingError(
+            "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
+            "adaptive_clipping, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
+
+
+def check_search(accountant: str) -> None:
+    """AccountingError unless `accountant` can analyse the choice of the best of many runs."""
+    if accountant != "rdp":
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse a search over runs: its theorem is on Renyi divergences. "
+            f"Take accountant='rdp'."
+        )
+
+
+@cache
+def _warn_of_gdp() -> None:
+    warnings.warn(
+        "accountant='gdp' is a central limit approximation: it may under-state epsilon. "
+        "Report the figure of 'pld' or 'rdp', which are upper bounds.",
+        stacklevel=4,
+    )
+
+
+class Bound(NamedTuple):
+    """An epsilon, and who found it."""
+
+    epsilon: float
+    accountant: str
+    """The one that was asked, or "rdp", where "pld" was asked and "rdp" bounds more tightly."""
+
+
+def compute_epsilon(
+    releases: Counts, target_delta: float, accountant: AccountantName = "pld", search: Search | None = None
+) -> float:
+    """Return the epsilon of `compute_bound`."""
+    return compute_bound(releases, target_delta, accountant, search).epsilon
+
+
+def compute_bound(
+    releases: Counts, target_delta: float, accountant: AccountantName = "pld", search: Search | None = None
+) -> Bound:
+    """Return epsilon at `target_delta` of the `releases` of a run; inf without noise.
+
+    The figure is that of `accountant`, or with "pld" that of "rdp", where it is smaller. With `search`, it is epsilon
+    of the outcome of a search over such runs (accountant "rdp" only). Warns of a delta that is too large.
+    """
+    check_accountant(accountant)
+    check_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
+    return bound_of(releases, target_delta, accountant, search)
+
+
+def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> float:
+    """Return the epsilon of `bound_of`."""
+    return bound_of(counts, delta, accountant, search).epsilon
+
+
+@lru_cache(maxsize=512)
+def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
+    """Return epsilon at `delta` of all `counts` together: 0 of nothing, inf without noise.
+
+    Results are remembered. `accountant` is an AccountantName or a value of DRAFTS. With `search`, the counts are those
+    of one of its runs, and epsilon is that of its outcome. Raises ConfigurationError for an impossible delta,
+    AccountingError for a release or a search that the accountant cannot analyse.
+    """
+    check_probability("delta", delta)
+    if not isinstance(search, Search | None):
+        raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
+    if search is not None:
+        check_search(accountant)
+    runs = (counts,) if search is None else (counts, *search.others)
+    for release, _ in sum(runs, ()):
+        check_supported(release, accountant)
+    if not counts:
+        return Bound(0.0, accountant)
+    if any(release.noise_multiplier == 0 for release, _ in sum(runs, ())):
+        return Bound(math.inf, accountant)
+    if search is not None:
+        return Bound(_mathematics().searched(counts, delta, search), accountant)
+    return Bound(*_mathematics().tightest(counts, delta, accountant))
+
+
+def _mathematics() -> ModuleType:
+    # Late: dp-accounting and scipy take longer to import than all of dpshard.
+    from dpshard.accounting import composition
+
+    return composition

@@ -1,0 +1,82 @@
+"""What a run does to protect its samples: the facts that accounting reads, and those that a checkpoint must match."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from dpshard.accounting.releases import Counts, Release
+from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName
+from dpshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledMechanism:
+    """Noisy sums over Poisson batches of a schedule: the six facts on which epsilon depends."""
+
+    noise_multiplier: float = math.nan
+    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before `calibrate` finds it."""
+    schedule: BatchSchedule
+    """Expected logical batch sizes; the sampling probability of a step is its size over sample_size."""
+    sample_size: int
+    """Number of samples of the data set; public."""
+    max_batch_size: int | None = None
+    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    counted_groups: int = 0
+    """Number of groups whose count of unclipped samples is part of every release."""
+    grid_elements: int | None = None
+    """Number of trainable elements that are rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
+    noise/keyed.py); None if the noise is Gaussian."""
+
+    @property
+    def noise(self) -> NoiseName:
+        """Name of the distribution of the noise."""
+        return "gaussian" if self.grid_elements is None else "discrete-gaussian"
+
+    def release(self, step: int) -> Release:
+        """Return the release of `step`; past the end of the run, that of its last step."""
+        return self._release(self.schedule[step])
+
+    def releases(self, steps: int | None = None) -> Counts:
+        """Return the releases of the first `steps` steps, or of the whole run."""
+        sizes = Counter(self.schedule.sizes[:steps])
+        if not sizes:
+            raise ConfigurationError("A run without steps: give the schedule at least one phase (batch_size, steps).")
+        return tuple((self._release(size), count) for size, count in sizes.items())
+
+    def _release(self, batch_size: int) -> Release:
+        return Release(
+            self.noise_multiplier,
+            batch_size / self.sample_size,
+            self.sample_size,
+            self.max_batch_size,
+            self.counted_groups,
+            self.grid_elements,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mechanism(SampledMechanism):
+    """Everything on which the privacy guarantee, and its report, depend; equal mechanisms have equal epsilon."""
+
+    max_grad_norm: float
+    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; at the
+    first step, if thresholds are adaptive."""
+    clipping_fn: str
+    """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
+    clipping_groups: tuple[tuple[str, ...], ...]
+    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M), or begins with
+    it."""
+    adaptive_clipping: str | None
+    """`repr` of how thresholds follow the gradients; None if they are fixed."""
+    loss_reduction: LossReduction
+    """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
+    secure: bool
+    """Whether the noise is drawn as [Note: Secure noise] in noise/keyed.py says; a replay must draw it likewise."""
+    accountant: AccountantName
+    """Who turns the ledger into epsilon."""
+    target_delta: float
+    """The delta at which epsilon is reported."""
+    target_epsilon: float | None
+    """The budget at which a run stops, or None when noise_multiplier was given."""
