@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dpshard import PrivacyEngine
-from dpshard.accounting.composition import epsilon_of
+from dpshard.accounting import epsilon_of
 from dpshard.accounting.releases import Release
 from dpshard.config import AccountantName
 from dpshard.errors import UnsupportedParameterError
