@@ -179,8 +179,8 @@ class PrivacyEngine:
                 schedule=schedule,
                 sample_size=sample_size,
                 max_batch_size=cap,
-                counted_groups=0 if adaptive_clipping is None else len(groups),
-                grid_elements=None if noise == "gaussian" else self._elements,
+                quantile_counts=0 if adaptive_clipping is None else len(groups),
+                discretized_elements=None if noise == "gaussian" else self._elements,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -197,7 +197,7 @@ class PrivacyEngine:
             raise
         self._verify = verify
         self._secret = self._backend.share(new_run_secret())
-        self._budget = Budget(self.mechanism, may_exceed=on_budget == "continue")
+        self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._notes: list[NoteRelease] = []
@@ -225,12 +225,16 @@ class PrivacyEngine:
         """Ranks that disagree would draw other batches, or shards of other noise, than the one that tells epsilon."""
         backend = self._backend
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
-        facts |= {"clipping_mode": clipping_mode, "verify": self._verify, "may_exceed_budget": self._budget.may_exceed}
+        facts |= {
+            "clipping_mode": clipping_mode,
+            "verify": self._verify,
+            "may_exceed_budget": self._budget.allow_overspend,
+        }
         facts["parameters"] = [(n, tuple(backend.shapes[n]), p.dtype) for n, p in backend.parameters.items()]
-        if differing := backend.differing(facts):
+        if mismatches := backend.mismatches(facts):
             raise ConfigurationError(
-                f"Ranks disagree about {', '.join(differing)}. Every rank makes the same engine for the same model (no "
-                f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
+                f"Ranks disagree about {', '.join(mismatches)}. Every rank makes the same engine for the same model "
+                f"(no stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
                 f"set, of which engine.batches(...) gives every rank its share."
             )
 
@@ -372,7 +376,7 @@ class PrivacyEngine:
         sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex(), *self._thresholds.counts(collector))
         # Counted first: an error in between may only over-state what was spent.
         on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
-        kind = KeyedGaussian if mechanism.grid_elements is None else KeyedDiscreteGaussian
+        kind = KeyedGaussian if mechanism.discretized_elements is None else KeyedDiscreteGaussian
         noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
         signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
         collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
@@ -387,7 +391,7 @@ class PrivacyEngine:
     def _spend(self, identity: bytes) -> list[Callable[[], object]]:
         """Count and note the next release; what waits until the notes are on the disk."""
         step = self.step
-        counts = self._budget.spend(identity, on_trust=self._collector.batch is None)
+        counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return [note(step, identity) for note in self._notes] if counts else []
 
     def _sum_digest(self) -> SumDigest:
@@ -417,7 +421,7 @@ class PrivacyEngine:
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         module = self.model
-        with self._backend.unwatched():
+        with self._backend.guard_disabled():
             args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
             run = plan_run(module, self._interception.original(module), args, kwargs, None)
             self._interception.layout_of(run, verify=False)
@@ -465,12 +469,14 @@ class PrivacyEngine:
                 f"{account['ledger']['steps']} of the state."
             )
         loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
-        if self._backend.differing(loaded):
+        if self._backend.mismatches(loaded):
             raise CheckpointError(
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."
             )
-        Budget(self.mechanism, may_exceed=True).load_state_dict(account, same_run=False)  # raises before any change
+        Budget(self.mechanism, allow_overspend=True).load_state_dict(
+            account, same_run=False
+        )  # raises before any change
         before = self.step
         self._thresholds.load_state_dict(thresholds)
         visited = self._budget.load_state_dict(account, same_run=secret == self._secret)

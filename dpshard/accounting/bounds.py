@@ -23,7 +23,7 @@ def check_accountant(name: str) -> None:
 
 def check_supported(release: Release, accountant: str) -> None:
     """AccountingError unless `accountant` can analyse `release`."""
-    if release.grid_elements is not None:
+    if release.discretized_elements is not None:
         _check_discrete(release, accountant)
     if release.max_batch_size is not None and not accountant.startswith("pld"):
         raise AccountingError(
@@ -45,7 +45,7 @@ def _check_discrete(release: Release, accountant: str) -> None:
             f"Discrete Gaussian noise (noise='discrete-gaussian') is not analysed for Poisson batches with a cap: drop "
             f"max_batch_size={release.max_batch_size}, or take noise='gaussian' and accountant='pld'."
         )
-    if release.counted_groups:
+    if release.quantile_counts:
         raise AccountingError(
             "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
             "adaptive_clipping, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."

@@ -21,11 +21,11 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 class Budget:
     """The releases of a planned run: those that were made, and whether the next one may be."""
 
-    def __init__(self, mechanism: Mechanism, *, may_exceed: bool) -> None:
+    def __init__(self, mechanism: Mechanism, *, allow_overspend: bool) -> None:
         self.mechanism = mechanism
         self.ledger = PrivacyLedger(mechanism.accountant)
         self._history = History()
-        self.may_exceed = may_exceed
+        self.allow_overspend = allow_overspend
         """Whether a step over the budget is warned of rather than refused."""
         self._warned = False
         self._warned_of_repeats = False
@@ -35,7 +35,7 @@ class Budget:
         """The guarantee reached so far, in one sentence; `generator` names what the noise is drawn from."""
         return self.ledger.statement(self.mechanism.target_delta, plan=self._plan, generator=generator)
 
-    def spend(self, identity: bytes, *, on_trust: bool) -> bool:
+    def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
         """Count the release of the next step, of that identity; False if it was counted before, and costs nothing.
 
         See [Note: What a step that is taken again costs]. BudgetExceededError, or a warning, if it would pass
@@ -47,7 +47,7 @@ class Budget:
             return False
         release = self._affordable(step)
         self._warn_of_repeat(step)
-        self.ledger.record(release, on_trust=on_trust)
+        self.ledger.record(release, unverified_sampling=unverified_sampling)
         self._history.add(step, identity)
         return True
 
@@ -104,7 +104,7 @@ class Budget:
             f"{rounded_up(self.ledger.epsilon(delta))} is spent by {self.ledger.releases} "
             f"releases (planned: {mechanism.schedule.steps})."
         )
-        if not self.may_exceed:
+        if not self.allow_overspend:
             raise BudgetExceededError(f"{message} Stop here, or plan more steps from the start of a run.")
         if not self._warned:
             warnings.warn(f"{message} Going on, since on_budget='continue'.", stacklevel=3)

@@ -190,7 +190,7 @@ def _logarithmic_stop(mean: float) -> float:
 def _orders(counts: Counts) -> tuple[float, ...]:
     """The default orders of dp-accounting; with discrete noise, those of them that are whole numbers."""
     orders: Any = RdpAccountant().orders
-    discrete = any(release.grid_elements is not None for release, _ in counts)
+    discrete = any(release.discretized_elements is not None for release, _ in counts)
     return tuple(order for order in orders if order == int(order) or not discrete)
 
 

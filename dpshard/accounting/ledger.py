@@ -23,9 +23,9 @@ class PrivacyLedger:
         self.steps = 0
         """The next step of the run. Steps may have been released several times, or beyond it: see `releases`."""
         self._counts: Counter[Release] = Counter()
-        self._on_trust = 0  # releases of batches that the script drew itself
+        self._unverified_sampling = 0  # releases of batches that the script drew itself
         self._own: Counter[Release] = Counter()  # those that were not loaded
-        self._own_on_trust = 0
+        self._own_unverified_sampling = 0
         # Per budget (epsilon, delta): further releases that are known to fit it, all of them together.
         self._allowances: dict[tuple[float, float], Counter[Release]] = {}
 
@@ -39,26 +39,26 @@ class PrivacyLedger:
         """Name of the neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
         return relation_of(self._counts)
 
-    def record(self, release: Release, *, on_trust: bool = False) -> None:
+    def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
         """Count the release of the next step; to be called by the code that releases it.
 
-        `on_trust`: whether the script drew the batch, so that nobody here knows how it was sampled. AccountingError if
-        the release cannot be analysed.
+        `unverified_sampling`: whether the script drew the batch, so that the ledger does not know how. Raises
+        AccountingError if the release cannot be analysed.
         """
-        self.charge(release, on_trust=on_trust)
+        self.charge(release, unverified_sampling=unverified_sampling)
         self.steps += 1
 
     def repeat(self) -> None:
         """Take the next step, of which the very same release was counted already."""
         self.steps += 1
 
-    def charge(self, release: Release, *, on_trust: bool = False) -> None:
+    def charge(self, release: Release, *, unverified_sampling: bool = False) -> None:
         """Count a release that is not that of the next step; see `record`."""
         check_supported(release, self.accountant)
         self._counts[release] += 1
         self._own[release] += 1
-        self._on_trust += on_trust
-        self._own_on_trust += on_trust
+        self._unverified_sampling += unverified_sampling
+        self._own_unverified_sampling += unverified_sampling
         for budget, allowance in list(self._allowances.items()):
             allowance[release] -= 1
             if allowance[release] < 0:
@@ -107,11 +107,13 @@ class PrivacyLedger:
         sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
         unit = f"one sample of N = {sizes}" if sizes else "one sample"
         cap = " with a cap" if relation == "replace-special" else ""
-        groups = max((release.counted_groups for release in self._counts), default=0)
+        groups = max((release.quantile_counts for release in self._counts), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
-        noise = " with discrete Gaussian noise" if any(r.grid_elements for r in self._counts) else ""
+        noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._counts) else ""
         trust = (
-            f" ({self._on_trust} of them of batches that the script fed, if it drew them so)" if self._on_trust else ""
+            f" ({self._unverified_sampling} of them of batches that the script fed, if it drew them so)"
+            if self._unverified_sampling
+            else ""
         )
         again = self.releases - self.steps
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
@@ -126,7 +128,12 @@ class PrivacyLedger:
         """Everything, as plain JSON; the accountant is not part of it, for it changes no fact."""
         releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
         again = self.releases - self.steps
-        return {"steps": self.steps, "again": again, "on_trust": self._on_trust, "releases": releases}
+        return {
+            "steps": self.steps,
+            "again": again,
+            "unverified_sampling": self._unverified_sampling,
+            "releases": releases,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
         """Go to the step of a `state_dict()`; CheckpointError, and no change, if it is damaged.
@@ -142,11 +149,11 @@ class PrivacyLedger:
                 if not is_count(count):
                     raise ValueError(f"a release has the count {count!r}")
                 counts[Release(**fields)] += count
-            steps, again, on_trust = state["steps"], state["again"], state["on_trust"]
+            steps, again, unverified_sampling = state["steps"], state["again"], state["unverified_sampling"]
             if not all(type(n) is int and n >= 0 for n in (steps, again)) or counts.total() != steps + again:
                 raise ValueError(f"{counts.total()} releases, but {steps!r} steps, and {again!r} again")
-            if not (type(on_trust) is int and 0 <= on_trust <= counts.total()):
-                raise ValueError(f"{on_trust!r} releases on trust")
+            if not (type(unverified_sampling) is int and 0 <= unverified_sampling <= counts.total()):
+                raise ValueError(f"{unverified_sampling!r} releases on trust")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. "
@@ -154,5 +161,8 @@ class PrivacyLedger:
             ) from error
         self.steps = steps
         if not visited:
-            self._counts, self._on_trust = counts + self._own, on_trust + self._own_on_trust
+            self._counts, self._unverified_sampling = (
+                counts + self._own,
+                unverified_sampling + self._own_unverified_sampling,
+            )
         self._allowances.clear()

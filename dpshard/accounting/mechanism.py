@@ -23,16 +23,16 @@ class SampledMechanism:
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
-    counted_groups: int = 0
+    quantile_counts: int = 0
     """Number of groups whose count of unclipped samples is part of every release."""
-    grid_elements: int | None = None
+    discretized_elements: int | None = None
     """Number of trainable elements that are rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
     noise/keyed.py); None if the noise is Gaussian."""
 
     @property
     def noise(self) -> NoiseName:
         """Name of the distribution of the noise."""
-        return "gaussian" if self.grid_elements is None else "discrete-gaussian"
+        return "gaussian" if self.discretized_elements is None else "discrete-gaussian"
 
     def release(self, step: int) -> Release:
         """Return the release of `step`; past the end of the run, that of its last step."""
@@ -51,8 +51,8 @@ class SampledMechanism:
             batch_size / self.sample_size,
             self.sample_size,
             self.max_batch_size,
-            self.counted_groups,
-            self.grid_elements,
+            self.quantile_counts,
+            self.discretized_elements,
         )
 
 

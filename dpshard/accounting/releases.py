@@ -51,10 +51,10 @@ class Release:
     """Number of samples of the data set."""
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
-    counted_groups: int = 0
+    quantile_counts: int = 0
     """Groups whose counts of unclipped samples, which thresholds follow, are released with the sum, as one Gaussian
     mechanism of this noise multiplier: they take a part of its budget, and cost nothing on top."""
-    grid_elements: int | None = None
+    discretized_elements: int | None = None
     """Elements of the sum, each rounded to the grid of discrete Gaussian noise; None if the noise is Gaussian."""
 
     def __post_init__(self) -> None:
@@ -64,19 +64,19 @@ class Release:
             raise ConfigurationError(
                 f"sampling_probability={self.sampling_probability!r}: it is (batch size) / (sample size), in (0, 1]."
             )
-        for name in ("sample_size", "max_batch_size", "grid_elements"):
+        for name in ("sample_size", "max_batch_size", "discretized_elements"):
             value = getattr(self, name)
             if not (is_count(value) or (name != "sample_size" and value is None)):
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
-        if not (is_count(self.counted_groups) or (type(self.counted_groups) is int and self.counted_groups == 0)):
-            raise ConfigurationError(f"counted_groups={self.counted_groups!r}: it must be an int, 0 or above.")
+        if not (is_count(self.quantile_counts) or (type(self.quantile_counts) is int and self.quantile_counts == 0)):
+            raise ConfigurationError(f"quantile_counts={self.quantile_counts!r}: it must be an int, 0 or above.")
 
     @property
     def accounted_noise_multiplier(self) -> float:
         """Standard deviation of the noise over all that one sample changes; see [Note: The price of a grid]."""
-        if self.grid_elements is None:
+        if self.discretized_elements is None:
             return self.noise_multiplier
-        moved = ROUNDING * math.sqrt(self.grid_elements) / 2**LOG2_STD  # in standard deviations
+        moved = ROUNDING * math.sqrt(self.discretized_elements) / 2**LOG2_STD  # in standard deviations
         return self.noise_multiplier / (1 + moved * self.noise_multiplier)
 
     @property

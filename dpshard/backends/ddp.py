@@ -23,7 +23,7 @@ from dpshard.backends.collectives import from_rank_0
 from dpshard.backends.local import WIDE, LocalBackend
 from dpshard.backends.ranks import stacked
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from dpshard.records import wide_dtype
+from dpshard.records import accum_dtype
 
 
 class DDPBackend(LocalBackend):
@@ -90,7 +90,7 @@ class DDPBackend(LocalBackend):
         parameter = self.parameters[name]
         if clipped_sum is None:
             # The reducer waits for every parameter; another rank may have used this one.
-            clipped_sum = torch.zeros_like(parameter, dtype=wide_dtype(parameter))
+            clipped_sum = torch.zeros_like(parameter, dtype=accum_dtype(parameter))
         if parameter.dtype not in WIDE:
             return super()._gradient(name, clipped_sum)
         # DDP takes the mean over ranks; the sensitivity is stated for the sum.
@@ -155,10 +155,10 @@ class DDPBackend(LocalBackend):
         for name in self.parameters:
             self.guard.note(name)
 
-    def unwatched(self) -> AbstractContextManager[Any]:
+    def guard_disabled(self) -> AbstractContextManager[Any]:
         """See LocalBackend; the reducer is left in peace as well."""
         stack = ExitStack()
-        stack.enter_context(super().unwatched())
+        stack.enter_context(super().guard_disabled())
         stack.enter_context(self.model.no_sync())
         return stack
 

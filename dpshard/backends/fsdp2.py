@@ -123,15 +123,15 @@ class FSDP2Backend(LocalBackend):
         assert isinstance(module, FSDPModule)
         module.unshard()
 
-    def probing(self) -> AbstractContextManager[Any]:
+    def dry_run(self) -> AbstractContextManager[Any]:
         """See LocalBackend; its forwards gather parameters, so all ranks come together first."""
         meet_for_probe(self._group())
-        return super().probing()
+        return super().dry_run()
 
-    def unwatched(self) -> AbstractContextManager[Any]:
+    def guard_disabled(self) -> AbstractContextManager[Any]:
         """See LocalBackend; what was sharded before the block is sharded after it."""
         stack = ExitStack()
-        stack.enter_context(super().unwatched())
+        stack.enter_context(super().guard_disabled())
         for unit in self.units:
             module = unit.modules[0]
             assert isinstance(module, FSDPModule)

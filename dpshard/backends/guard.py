@@ -83,7 +83,7 @@ class Guard:
             )
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def guard_disabled(self) -> Iterator[None]:
         """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
         before, self._watching = self._watching, False
         try:

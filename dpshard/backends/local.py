@@ -17,7 +17,7 @@ from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, 
 from dpshard.names import WRAPPERS, canonical_name
 from dpshard.noise.digest import LANES
 from dpshard.noise.keyed import Shard
-from dpshard.records import as_real, wide, wide_dtype
+from dpshard.records import accum_dtype, as_real, wide
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
@@ -137,14 +137,14 @@ class LocalBackend:
         """Called when autograd has added to the gradient of a parameter."""
         self.guard.note(name)
 
-    def unwatched(self) -> AbstractContextManager[Any]:
+    def guard_disabled(self) -> AbstractContextManager[Any]:
         """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
-        return self.guard.unwatched()
+        return self.guard.guard_disabled()
 
-    def probing(self) -> AbstractContextManager[Any]:
+    def dry_run(self) -> AbstractContextManager[Any]:
         """A block of forwards after which no backward comes; ConfigurationError if ranks share samples in them."""
         stack = ExitStack()
-        stack.enter_context(self.unwatched())
+        stack.enter_context(self.guard_disabled())
         stack.enter_context(whole_samples())
         return stack
 
@@ -246,7 +246,7 @@ class LocalBackend:
                 continue
             if total is None:
                 shard = self._local(parameter)
-                total = torch.zeros(shard.shape, dtype=wide_dtype(shard), device=shard.device)
+                total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
             totals[name] = wide(total)
         return totals
 
@@ -298,7 +298,7 @@ class LocalBackend:
         """The vectors `x` of all ranks that share the data, as rows."""
         return x[None]
 
-    def differing(self, facts: Mapping[str, Any]) -> list[str]:
+    def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
         """Names of the facts (plain values) on which ranks disagree; every rank hands over the same names."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         ranks_WFD = self.stack(torch.tensor(list(digests), dtype=torch.uint8)).cpu().unflatten(1, (len(facts), -1))

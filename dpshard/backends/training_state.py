@@ -24,7 +24,7 @@ from dpshard.errors import ConfigurationError
 Groups = list[dict[str, Any]]
 """The parameter groups of an optimizer, with names in the place of parameters."""
 
-REMEMBERED = "optimizer.state."
+OPTIMIZER_STATE = "optimizer.state."
 """How the names of what an optimizer remembers begin in a checkpoint: then follow the parameter's, and its own."""
 
 
@@ -74,7 +74,7 @@ class NamedState:
         """See TrainingState."""
         self._reshard()
         untouched = not self.optimizer.state
-        stepped = any(name.startswith(REMEMBERED) for name in saved)
+        stepped = any(name.startswith(OPTIMIZER_STATE) for name in saved)
         try:
             place = self._stepped() if stepped else Snapshot(get_model_state_dict(self.model), {}, [])
             yield place

@@ -24,7 +24,7 @@ from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precis
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.records import Bundle, PerSample, Record, as_complex, fetched, measure, offloaded, wide_dtype
+from dpshard.records import FusedGrads, PerSampleGrad, Record, accum_dtype, as_complex, fetched, measure, offloaded
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -32,7 +32,7 @@ from dpshard.rules.derived import pull_back, pull_back_per_sample
 class Pass(Enum):
     """What a backward pass through a tape is for."""
 
-    BOOK = auto()  # one pass: records are kept until their group closes
+    BOOK_KEEPING = auto()  # one pass: records are kept until their group closes
     NORMS = auto()  # first of two: records are measured and dropped
     SUMS = auto()  # second of two: factors are known, records are summed at once
 
@@ -55,13 +55,13 @@ class GroupTape:
     arrived: dict[str, int] = field(default_factory=dict)  # and those whose gradients have come
     entries: dict[str, list[tuple[Source, Record]]] = field(default_factory=dict)
     norm_sq_B: Tensor | None = None
-    multiplier_B: Tensor | None = None
+    clip_coef_B: Tensor | None = None
     """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
-    dead_B: Tensor | None = None
+    nonfinite_B: Tensor | None = None
     """Whether a sample's norm is not finite; None if it is known that all are."""
-    small: dict[str, PerSample] = field(default_factory=dict)
+    small: dict[str, PerSampleGrad] = field(default_factory=dict)
     """Of parameters of which all uses have arrived: they are measured and summed together when the group closes."""
-    bundle: Bundle | None = None
+    bundle: FusedGrads | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def awaits_only(self, names: set[str]) -> bool:
@@ -155,7 +155,7 @@ class Tape:
         """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
         self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
         """The same, or 0 for rows of padding. A product with the factors will do, for these are finite."""
-        self.current = Pass.BOOK
+        self.current = Pass.BOOK_KEEPING
         self.aborted = False
         self.forwards = Forwards()
         self._epoch = clipper.epoch
@@ -266,13 +266,13 @@ class Tape:
             # Uses through different derivations (slices, transposes) meet at the root.
             entries, source = self._common_root(name, entries), self.clipper.sources[name]
         (first, *others) = (record for _, record in entries)
-        if not others and isinstance(first, PerSample) and first.is_small and source.label == name:
+        if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
             group.small[name] = first
             return
         execution = self.clipper.execution
         norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
         group.add(norm_sq_B)
-        if self.current is Pass.BOOK:
+        if self.current is Pass.BOOK_KEEPING:
             waits = execution.offload_records and not closing
             group.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
 
@@ -286,7 +286,7 @@ class Tape:
     def _blank(self, name: str) -> dict[str, Tensor]:
         """Stands in for the value of a root where only its shape counts: FSDP may have freed the value by now."""
         value = self.clipper.values[name]
-        return {name: torch.empty(self.clipper.sources[name].shape, dtype=wide_dtype(value), device=value.device)}
+        return {name: torch.empty(self.clipper.sources[name].shape, dtype=accum_dtype(value), device=value.device)}
 
     def _settle(self, group: ClippingGroup) -> None:
         """Fix the factors of a group from the norms that have arrived."""
@@ -294,40 +294,40 @@ class Tape:
         for name in [name for name, count in tape.expected.items() if tape.arrived.get(name, 0) < count]:
             self._measure(tape, name, closing=True)  # a use in a branch that backward never reached has no gradient
         if tape.small:
-            tape.bundle = Bundle.of(tape.small)
+            tape.bundle = FusedGrads.of(tape.small)
             tape.small.clear()
             tape.add(tape.bundle.norm_sq())
         if tape.norm_sq_B is None:
             return
         norm_B = tape.norm_sq_B.sqrt() * self.loss_scale
-        tape.multiplier_B = self.clipper.function.factor(norm_B, group.threshold) * self.scale_B
+        tape.clip_coef_B = self.clipper.function.factor(norm_B, group.threshold) * self.scale_B
         # Whether any is dead, an accelerator would have to be waited for: of many groups, in the midst of backward.
         waits = norm_B.device.type != "cpu" and len(self.clipper.groups) > 1
         # A sum of norms that overflows brings masks that mask nothing, no more.
-        tape.dead_B = ~(norm_B < torch.inf) if waits or not math.isfinite(norm_B.sum()) else None
+        tape.nonfinite_B = ~(norm_B < torch.inf) if waits or not math.isfinite(norm_B.sum()) else None
         self.clipper.observe(group, norm_B, self.is_padding_B)
 
     def _sum(self, group: GroupTape, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
         entries = group.entries.pop(name, [])
-        multiplier_B, dead_B = group.multiplier_B, group.dead_B
-        if not entries or multiplier_B is None:
+        clip_coef_B, nonfinite_B = group.clip_coef_B, group.nonfinite_B
+        if not entries or clip_coef_B is None:
             return
         if self.clipper.execution.offload_records:
-            entries = [(source, fetched(record, multiplier_B.device)) for source, record in entries]
-        if dead_B is not None:
-            entries = [(source, record.without(dead_B)) for source, record in entries]
+            entries = [(source, fetched(record, clip_coef_B.device)) for source, record in entries]
+        if nonfinite_B is not None:
+            entries = [(source, record.without(nonfinite_B)) for source, record in entries]
         for source, record in entries:
-            total = record.clipped_sum(multiplier_B)
+            total = record.clipped_sum(clip_coef_B)
             if source.label != name:
                 total = pull_back(source, total, self._blank(name))[name]
             group.sums[name] = group.sums[name] + total if name in group.sums else total
 
     def _sum_bundle(self, group: GroupTape) -> None:
         bundle, group.bundle = group.bundle, None
-        if bundle is not None and group.multiplier_B is not None:
-            bundle = bundle if group.dead_B is None else bundle.without(group.dead_B)
-            group.sums.update(bundle.clipped_sums(group.multiplier_B))
+        if bundle is not None and group.clip_coef_B is not None:
+            bundle = bundle if group.nonfinite_B is None else bundle.without(group.nonfinite_B)
+            group.sums.update(bundle.clipped_sums(group.clip_coef_B))
 
     def between_passes(self) -> None:
         """End the pass that took the norms; the next one sums."""
@@ -339,7 +339,7 @@ class Tape:
 
     def close(self, anchor: int) -> None:
         """Fix the factors; from now on `take` gives the sums of this anchor, and no further record is accepted."""
-        if self.current is Pass.BOOK:
+        if self.current is Pass.BOOK_KEEPING:
             self._settle(self.clipper.groups[anchor])
         self._closed.add(anchor)
 

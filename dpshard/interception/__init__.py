@@ -4,11 +4,11 @@ from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.held_objects import container
-from dpshard.interception.isolation import Undisturbed
+from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
 from dpshard.interception.patching import Interception
-from dpshard.interception.protocols import Session
+from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.row_identity import RowIdentity
 from dpshard.interception.run import Run, plan_run
 
@@ -22,10 +22,10 @@ __all__ = [
     "Doubts",
     "Draws",
     "Interception",
+    "IsolatedForward",
     "RowIdentity",
     "Run",
-    "Session",
-    "Undisturbed",
+    "TapeProvider",
     "container",
     "is_own",
     "kind_of_object",

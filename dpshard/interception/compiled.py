@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Use
-from dpshard.interception.isolation import Undisturbed, eager
-from dpshard.interception.running import Running
-from dpshard.interception.slots import Premade, Rehearsal
+from dpshard.interception.isolation import IsolatedForward, eager
+from dpshard.interception.running import ActiveMode
+from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
 from dpshard.rules.torch_functions import Quiet
 
 if TYPE_CHECKING:
     from dpshard.interception.patching import Interception
 
 
-class Regions:
+class CompiledRegions:
     """The compiled modules of a model, and what each asks for, by the kind of its inputs."""
 
     def __init__(self, owner: Interception) -> None:
@@ -43,7 +43,7 @@ class Regions:
         """A block in which a compiled region finds its slots ready; a rehearsal tells which it needs."""
         mode = self.owner.mode
         assert mode is not None
-        if isinstance(mode.slots, Rehearsal):
+        if isinstance(mode.slots, SlotRecorder):
             with eager():
                 yield
             return
@@ -52,9 +52,9 @@ class Regions:
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
         if key not in self._rehearsals:
-            rehearsal = Rehearsal(mode.slots.batch_size, [])
+            rehearsal = SlotRecorder(mode.slots.batch_size, [])
             rehearsing = self.owner.new_mode(mode.layout, rehearsal, mode.sources)
-            with Undisturbed(self.owner, module), torch.no_grad(), Running(self.owner, rehearsing):
+            with IsolatedForward(self.owner, module), torch.no_grad(), ActiveMode(self.owner, rehearsing):
                 original(*args, **kwargs)
             self._rehearsals[key] = rehearsal.asked
         maker = mode.slots
@@ -71,7 +71,7 @@ class Regions:
             for x, source in self.owner.trainable().items()
             if x in own or source.label not in self.owner.freed
         }
-        mode.slots, mode.sources = Premade(maker.batch_size, made), {**readable, **entering}
+        mode.slots, mode.sources = PreallocatedSlots(maker.batch_size, made), {**readable, **entering}
         try:
             yield
         finally:

@@ -132,7 +132,7 @@ def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
     return args, kwargs
 
 
-class Undropped(TorchFunctionMode):
+class DeterministicForward(TorchFunctionMode):
     """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
 
     permuting = True

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from dpshard.interception.patching import Interception
 
 
-class Undisturbed:
+class IsolatedForward:
     """See Interception.undisturbed."""
 
     def __init__(self, owner: Interception, module: nn.Module) -> None:
         self.owner, self.module = owner, module
         self._stack = ExitStack()
 
-    def __enter__(self) -> Undisturbed:
+    def __enter__(self) -> IsolatedForward:
         undo_foreign_patches()
         self._generators: dict[torch.device | None, torch.Tensor] = {None: torch.random.get_rng_state()}
         for device in {p.device for p in self.module.parameters() if p.device.type == "cuda"}:

@@ -20,9 +20,9 @@ from dpshard.interception.batch_dims import (
     rows_key,
 )
 from dpshard.interception.routing import Routing
-from dpshard.interception.slots import Premade, Rehearsal, SlotMaker
+from dpshard.interception.slots import PreallocatedSlots, SlotMaker, SlotRecorder
 from dpshard.interception.vmapped import Lifted, Vmapped, lift, transforms_are_active
-from dpshard.records import PerSample
+from dpshard.records import PerSampleGrad
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Build, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
@@ -102,7 +102,7 @@ class InterceptionMode(TorchFunctionMode):
                 "it is called within torch.func.grad, jvp or jacrev, where no per-sample gradient is followed. Write "
                 "out the derivative"
             )
-        elif isinstance(self.slots, Rehearsal | Premade):
+        elif isinstance(self.slots, SlotRecorder | PreallocatedSlots):
             reason = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
         if reason:
             used = [x for x in tensors_of((call.args, call.kwargs)) if x in self.sources]
@@ -131,7 +131,7 @@ class InterceptionMode(TorchFunctionMode):
         layout = self.layout.get(call_key(func, tensors, self.sources))
         if function_name(func) in PASS_THROUGH:
             return func(*args, **kwargs)
-        if not torch.is_grad_enabled() and not isinstance(self.slots, Rehearsal):
+        if not torch.is_grad_enabled() and not isinstance(self.slots, SlotRecorder):
             return func(*args, **kwargs)
         if layout is None and not torch.compiler.is_compiling():
             layout = self._unprobed(func, tensors)
@@ -162,7 +162,9 @@ class InterceptionMode(TorchFunctionMode):
 
     def _routed(self, call: _InterceptedCall) -> bool:
         """Whether a call meets routed rows, which do not lie as if they had never been routed."""
-        if call.layout.routed and (torch.compiler.is_compiling() or isinstance(self.slots, Rehearsal | Premade)):
+        if call.layout.routed and (
+            torch.compiler.is_compiling() or isinstance(self.slots, SlotRecorder | PreallocatedSlots)
+        ):
             raise call.refuse(_ROUTED.format("torch.compile would fix their number; leave it out of what is compiled"))
         data = [x for x in call.tensors if x not in self.sources]
         if call.layout.lost or any(self.routing.lost(x) for x in data):
@@ -252,7 +254,7 @@ class _InterceptedCall:
         return None
 
     def hold(self, x: Tensor) -> Tensor:
-        return x if isinstance(self.mode.slots, Rehearsal) else hold(x)
+        return x if isinstance(self.mode.slots, SlotRecorder) else hold(x)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
         slots = self.mode.slots
@@ -260,11 +262,11 @@ class _InterceptedCall:
         if (expected := slots.expect(use)) is not None:
             return tap(output, keep, *expected)
         dummies = slots.slot(use, *dummies_like(output, keep))
-        return output if isinstance(slots, Rehearsal) else tap(output, keep, dummies, None)
+        return output if isinstance(slots, SlotRecorder) else tap(output, keep, dummies, None)
 
     def per_sample(self, x: Tensor) -> Tensor:
         source = self.mode.sources[x]
-        use = Use((source,), lambda gradient: [(source, PerSample(gradient))], copies=True)
+        use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)
         (copies,) = self.mode.slots.slot(use, x.detach().unsqueeze(0).expand(self.mode.slots.batch_size, *x.shape))
         return copies if self.samples is None else copies[self.samples]
 

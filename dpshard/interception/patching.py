@@ -26,20 +26,20 @@ from dpshard.clipping.tape import Tape
 from dpshard.clipping.two_pass import through_two_passes
 from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, UnsupportedParameterError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
-from dpshard.interception.compiled import Regions
-from dpshard.interception.determinism import AS_DRAWN, Draws, Undropped
+from dpshard.interception.compiled import CompiledRegions
+from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Draws
 from dpshard.interception.foreign_patches import undo_foreign_patches
-from dpshard.interception.isolation import Undisturbed, eager
+from dpshard.interception.isolation import IsolatedForward, eager
 from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.module_hooks import has_hooks, refuse_hooks
 from dpshard.interception.parameter_writes import written
-from dpshard.interception.protocols import Session, Sharding
+from dpshard.interception.protocols import ShardingHooks, TapeProvider
 from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.interception.refusals import refusal, refuse_batch_norm
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
-from dpshard.interception.running import Running
-from dpshard.interception.slots import Recomputation, SlotMaker
+from dpshard.interception.running import ActiveMode
+from dpshard.interception.slots import RecomputeSlots, SlotMaker
 from dpshard.names import is_compiled_wrapper
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Quiet
@@ -66,8 +66,8 @@ class Interception:
         self,
         model: nn.Module,
         sources: dict[Tensor, Source],
-        session: Session,
-        sharding: Sharding,
+        session: TapeProvider,
+        sharding: ShardingHooks,
         before_forward: Callable[[Run, Any], None],
     ) -> None:
         self.model = model
@@ -87,7 +87,7 @@ class Interception:
         """Names of the parameters that exist only while a module runs."""
         self.scripted = False
         """Whether forward calls functions of torch.jit.script."""
-        self.regions = Regions(self)
+        self.regions = CompiledRegions(self)
         self._before_forward = before_forward
         self._codes: dict[type[nn.Module], types.CodeType] = {}
         self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
@@ -121,7 +121,7 @@ class Interception:
             if module._compiled_call_impl is not None:
                 self._patch(module, "_compiled_call_impl", compiled=True)
             if self.sharding.gathers(module):
-                self._look_away_around(module, compiled=module._compiled_call_impl is not None)
+                self._skip_sharding_hooks(module, compiled=module._compiled_call_impl is not None)
             elif module._compiled_call_impl is None and (module is self.model or has_hooks(module)):
                 self._enter_with_hooks(module)
             self._patch(module, "forward", compiled=is_compiled_wrapper(module))
@@ -175,7 +175,7 @@ class Interception:
 
         module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
 
-    def _look_away_around(self, module: nn.Module, *, compiled: bool) -> None:
+    def _skip_sharding_hooks(self, module: nn.Module, *, compiled: bool) -> None:
         """Keep the mode out of the hooks with which a framework gathers and frees the parameters of `module`."""
         previous = module.__dict__.get("_compiled_call_impl")
         original = previous if previous is not None else module._call_impl
@@ -264,19 +264,19 @@ class Interception:
         finally:
             self._recomputing = False
 
-    def _recorded(self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None) -> Running:
+    def _recorded(self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None) -> ActiveMode:
         """Enter `mode`, and again, with slots that lead nowhere, where checkpointing repeats a part of this forward."""
 
         def again() -> AbstractContextManager[Any]:
             stack = ExitStack()
             stack.enter_context(beside or nullcontext())
             # What was derived before the segment enters it as an argument.
-            repeated = self.new_mode(mode.layout, Recomputation(mode.slots.batch_size), mode.sources)
-            stack.enter_context(Running(self, repeated))
+            repeated = self.new_mode(mode.layout, RecomputeSlots(mode.slots.batch_size), mode.sources)
+            stack.enter_context(ActiveMode(self, repeated))
             return stack
 
         self._again = again
-        return Running(self, mode)
+        return ActiveMode(self, mode)
 
     def _run_outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         if torch.jit.is_tracing():
@@ -411,7 +411,7 @@ class Interception:
 
     def _probe(self, run: Run, into: Layout) -> Layout:
         try:
-            with self.sharding.probing(), self.undisturbed(run.module) as state, torch.enable_grad():
+            with self.sharding.dry_run(), self.undisturbed(run.module) as state, torch.enable_grad():
 
                 def first(n: int, rows: int) -> Any:
                     state.rewind()
@@ -445,12 +445,12 @@ class Interception:
         with self.undisturbed(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(self.run_plain, run, list(range(run.batch_size))))
 
-    def undisturbed(self, module: nn.Module) -> Undisturbed:
+    def undisturbed(self, module: nn.Module) -> IsolatedForward:
         """A block in which forwards of `module` are ordinary ones and leave generators and the model as they were."""
-        return Undisturbed(self, module)
+        return IsolatedForward(self, module)
 
     def run_recorded(
-        self, run: Run, samples: list[int], tape: Callable[[], Tape], state: Undisturbed, draws: Draws = AS_DRAWN
+        self, run: Run, samples: list[int], tape: Callable[[], Tape], state: IsolatedForward, draws: Draws = AS_DRAWN
     ) -> Any:
         """The output for `samples`, recorded on a tape, dropout off, compilation off, from the state of `state`."""
         layout = self.layouts[kind_of_run(run)]
@@ -458,7 +458,7 @@ class Interception:
             state.rewind(draws)
             mode = self.new_mode(layout, tape())
             try:
-                undropped = functools.partial(Undropped, len(samples), draws)
+                undropped = functools.partial(DeterministicForward, len(samples), draws)
                 with eager(), undropped(), self._recorded(mode, beside=undropped()):
                     return run.on(samples)
             except UnknownCall:
@@ -468,7 +468,7 @@ class Interception:
 
     def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
         """The output for `samples` through plain autograd, dropout off, compilation off."""
-        self._again = functools.partial(Undropped, len(samples), draws)
+        self._again = functools.partial(DeterministicForward, len(samples), draws)
         with eager(), self._again():
             return run.on(samples)
 

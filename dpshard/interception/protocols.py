@@ -13,7 +13,7 @@ from dpshard.interception.row_identity import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 
-class Session(Protocol):
+class TapeProvider(Protocol):
     """What the interception asks the engine at the start of an outermost forward."""
 
     two_passes: bool
@@ -33,7 +33,7 @@ class Session(Protocol):
         ...
 
 
-class Sharding(Protocol):
+class ShardingHooks(Protocol):
     """What the interception must know of a framework that shards parameters."""
 
     def gathers(self, module: nn.Module) -> bool:
@@ -44,7 +44,7 @@ class Sharding(Protocol):
         """Gather the parameters of `module` now."""
         ...
 
-    def probing(self) -> AbstractContextManager[Any]:
+    def dry_run(self) -> AbstractContextManager[Any]:
         """A block of forwards that are not part of the training, and after which no backward comes."""
         ...
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dpshard.interception.patching import Interception
 
 
-class Running:
+class ActiveMode:
     """Enter a mode; modules called meanwhile run as they are."""
 
     def __init__(self, owner: Interception, mode: InterceptionMode) -> None:

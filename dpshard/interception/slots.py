@@ -28,7 +28,7 @@ class SlotMaker(Protocol):
         ...
 
 
-class Recomputation:
+class RecomputeSlots:
     """Slots for a module that checkpointing runs again: they lead nowhere, unless checkpointing is reentrant."""
 
     def __init__(self, batch_size: int) -> None:
@@ -58,7 +58,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class SlotRecorder:
     """Notes which slots a compiled region will ask for."""
 
     batch_size: int
@@ -73,7 +73,7 @@ class Rehearsal:
         """None: see SlotMaker."""
 
 
-class Premade:
+class PreallocatedSlots:
     """Hands a compiled region the slots that were made for it, in order."""
 
     def __init__(self, batch_size: int, slots: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:

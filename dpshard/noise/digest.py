@@ -68,11 +68,11 @@ class SumDigest:
             return torch.zeros(LANES, dtype=torch.int64)
         totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in map(_device, stretches)}
         for stretch in stretches:
-            if native.takes_digest(stretch.words):
+            if native.supports_digest(stretch.words):
                 total, rows = totals[_device(stretch)], self._weights(stretch)
                 native.add_digest_(total, stretch.words, stretch.at, self._columns, rows)
         for device, total in totals.items():
-            rest = [x for x in stretches if _device(x) == device and not native.takes_digest(x.words)]
+            rest = [x for x in stretches if _device(x) == device and not native.supports_digest(x.words)]
             for pieces in _batches(rest):
                 matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
                 total += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)

@@ -15,9 +15,9 @@ from dpshard.config import NormMethod
 from dpshard.kernels import native
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize
-from dpshard.records.numerics import blank, gram, norms, wide, wide_dtype
+from dpshard.records.numerics import accum_dtype, blank, gram, norms, wide
 from dpshard.records.outer_product import OuterProduct, floored, floored_gram
-from dpshard.records.per_sample import PerSample
+from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.precision import exact_convolutions
 
 
@@ -44,10 +44,10 @@ class Convolution:
         nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
-        dtype, device = wide_dtype(self.gradient), self.input.device
+        dtype, device = accum_dtype(self.gradient), self.input.device
         # Windows side by side, as of patches, are only moved.
         alike = self.input.dtype == self.gradient.dtype
-        tiles = alike and self.stride != self.shape[2:] and native.takes_convolution(device, dtype, R, T)
+        tiles = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
     @property
@@ -121,7 +121,7 @@ class Convolution:
         if self.input.device.type != "cpu" or self._windows_are_apart:
             # Many small kernels would wait for one another.
             return self.outer().per_sample(), None
-        total = memory.empty((len(self.input), *self.shape), self.input, wide_dtype(self.gradient))
+        total = memory.empty((len(self.input), *self.shape), self.input, accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
         # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
@@ -143,7 +143,7 @@ class Convolution:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         if self.size.is_long:
             # Sums as long round otherwise in the ordinary gradient: what was measured is what is clipped.
-            return PerSample(self.per_sample()).clipped_sum(factor_B)
+            return PerSampleGrad(self.per_sample()).clipped_sum(factor_B)
         gradient = wide(self.gradient)
         weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
@@ -180,9 +180,9 @@ class Convolution:
         cols = cols.unflatten(0, (-1, self.input.shape[1])).transpose(1, 2).flatten(2, 3)
         return OuterProduct(self._rows(), cols, self.shape)
 
-    def without(self, dead_B: Tensor) -> Convolution:
-        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        return replace(self, input=blank(self.input, dead_B), gradient=blank(self.gradient, dead_B))
+    def without(self, nonfinite_B: Tensor) -> Convolution:
+        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, input=blank(self.input, nonfinite_B), gradient=blank(self.gradient, nonfinite_B))
 
 
 _AT_ONCE = 4 * 2**20

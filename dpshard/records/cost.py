@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from dpshard.kernels import native
-from dpshard.kernels.triton import ghost_tile, takes_ghost_norm
+from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
@@ -107,7 +107,7 @@ class ProductSize:
         return product if self.tiles else product + self._flops_a_number() * self.R * self.C
 
     def _ghost(self) -> int:
-        if self.kernels and takes_ghost_norm(self.B * self.G, self.T):
+        if self.kernels and supports_ghost_norm(self.B * self.G, self.T):
             tile = ghost_tile(self.B * self.G, self.T)
             n = -(-self.T // tile)
             return n * (n + 1) * tile * tile * (self.R + self.C) // _TENSOR_CORES
@@ -148,7 +148,7 @@ def blocks(T: int, device: torch.device) -> int:
 
 def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
     """FLOPs of the ghost norm of one sample: a block meets itself and those before it, the others by symmetry."""
-    if native.takes_ghost_norm(device, dtype):
+    if native.supports_ghost_norm(device, dtype):
         return native.ghost_flops(T, R, C)
     n = blocks(T, device)
     return T * T * (R + C) * (n + 1) // n

@@ -12,7 +12,7 @@ from dpshard.records.numerics import as_real, blank, sum_floor, wide
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class EmbeddingRecord:
     """Gradient of a parameter seen as a table [V, C], of which row ids_it was read at position t of sample i."""
 
     ids: Tensor
@@ -53,12 +53,12 @@ class Gather:
         out = values.new_zeros(self.shape.numel() // C, C)
         return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
 
-    def real(self) -> Gather:
+    def real(self) -> EmbeddingRecord:
         """See dpshard.records.record."""
         if not self.values.is_complex():
             return self
-        return Gather(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
+        return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
-    def without(self, dead_B: Tensor) -> Gather:
-        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        return replace(self, values=blank(self.values, dead_B))
+    def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
+        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, values=blank(self.values, nonfinite_B))

@@ -11,10 +11,10 @@ from torch import Tensor
 from dpshard.config import NormMethod
 from dpshard.records.convolution import Convolution
 from dpshard.records.cost import ProductSize
-from dpshard.records.gather import Gather
-from dpshard.records.numerics import flat, gram_floor, hidden_by_underflow, norms, wide
+from dpshard.records.gather import EmbeddingRecord
+from dpshard.records.numerics import flat, gram_floor, norms, underflow_slack, wide
 from dpshard.records.outer_product import OuterProduct
-from dpshard.records.per_sample import PerSample
+from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 
@@ -35,7 +35,7 @@ def _kind(record: Record) -> object:
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedProduct):
         return RoutedProduct, record.rows.shape[1], record.cols.shape[1]
-    return record.values.shape[2] if isinstance(record, Gather) else PerSample
+    return record.values.shape[2] if isinstance(record, EmbeddingRecord) else PerSampleGrad
 
 
 def _join(kind: Sequence[Record]) -> Record:
@@ -43,15 +43,15 @@ def _join(kind: Sequence[Record]) -> Record:
     if isinstance(first, OuterProduct):
         outer = [r for r in kind if isinstance(r, OuterProduct)]
         return replace(first, rows=torch.cat([r.rows for r in outer], 2), cols=torch.cat([r.cols for r in outer], 2))
-    if isinstance(first, Gather):
-        gathers = [r for r in kind if isinstance(r, Gather)]
+    if isinstance(first, EmbeddingRecord):
+        gathers = [r for r in kind if isinstance(r, EmbeddingRecord)]
         ids, values = torch.cat([r.ids for r in gathers], 1), torch.cat([r.values for r in gathers], 1)
         return replace(first, ids=ids, values=values)
     if isinstance(first, RoutedProduct):
         routed = [r for r in kind if isinstance(r, RoutedProduct)]
         parts = {name: torch.cat([getattr(r, name) for r in routed]) for name in ("rows", "cols", "sample", "group")}
         return replace(first, **parts)
-    return PerSample(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
+    return PerSampleGrad(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
 
 
 def measure(
@@ -69,7 +69,7 @@ def measure(
         (record,) = joined
         if keep and isinstance(record, OuterProduct | Convolution) and _keeps(record.size, method, closing):
             gradient, norm_sq = record.instantiated()
-            return norm_sq, [PerSample(gradient)]
+            return norm_sq, [PerSampleGrad(gradient)]
         return record.norm_sq(method), joined
     squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
     total = squares
@@ -85,8 +85,8 @@ def _scale(record: Record) -> Tensor:
     """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
     if isinstance(record, OuterProduct):
         terms = torch.linalg.vector_norm(wide(record.rows), dim=3) * torch.linalg.vector_norm(wide(record.cols), dim=3)
-        return terms.sum((1, 2)) + hidden_by_underflow(record.rows, record.cols)
-    if isinstance(record, Gather):
+        return terms.sum((1, 2)) + underflow_slack(record.rows, record.cols)
+    if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
     return norms(record.per_sample())
 
@@ -99,11 +99,11 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 def inner(first: Record, second: Record) -> Tensor:
     """Inner products [B] of the per-sample gradients of two records of one parameter."""
-    if isinstance(first, Gather) and isinstance(second, OuterProduct):
+    if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
     if (
         isinstance(first, OuterProduct)
-        and isinstance(second, Gather)
+        and isinstance(second, EmbeddingRecord)
         and first.rows.shape[1] == 1
         and first.cols.shape[3] == second.values.shape[2]
     ):
@@ -111,7 +111,7 @@ def inner(first: Record, second: Record) -> Tensor:
     return (flat(first.per_sample()) * flat(second.per_sample())).sum(1)
 
 
-def _inner_outer_gather(outer: OuterProduct, gather: Gather) -> Tensor:
+def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
     """<sum_t r_t (x) c_t, gather> = sum_{t,t'} r_t[id_t'] <c_t, v_t'>: a tied embedding and head, never a [V, C]."""
     rows_BTV, cols_BTC, values_BTC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)

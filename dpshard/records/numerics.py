@@ -25,7 +25,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in _WIDE else x.float()
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
+def accum_dtype(x: Tensor) -> torch.dtype:
     """The dtype that sums over `x` are taken in."""
     return x.dtype if x.dtype in _WIDE else torch.float32
 
@@ -37,7 +37,7 @@ def flat(x: Tensor) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """The norm of each sample [B] of `x` [B, ...], float32 or wider."""
-    rows, dtype = x.reshape(len(x), x.shape[1:].numel()), wide_dtype(x)
+    rows, dtype = x.reshape(len(x), x.shape[1:].numel()), accum_dtype(x)
     whole = rows.shape[1] // _LONG * _LONG
     if not whole:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
@@ -47,10 +47,10 @@ def norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.cat((parts, rest), 1), dim=1)
 
 
-def blank(x: Tensor, dead_B: Tensor) -> Tensor:
-    """`x` [B, ...] with exact zeros for the samples of `dead_B` (bool [B])."""
+def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:
+    """`x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
     # masked_fill, not a product: 0 * NaN is NaN.
-    return x.masked_fill(dead_B.view(-1, *[1] * (x.dim() - 1)), 0)
+    return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def gram(x: Tensor, start: int = 0) -> Tensor:
@@ -80,7 +80,7 @@ def gram_floor(scale_sq: Tensor) -> Tensor:
     return relative_floor(scale_sq.dtype) * scale_sq
 
 
-def hidden_by_underflow(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+def underflow_slack(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
     """What squares that underflow may hide of the norms [B] of sums of products of `rows` and `cols` [B, ...].
 
     The norm of all columns that take part is at most `overlap` times that of `cols`: a convolution has windows of them.
@@ -94,14 +94,14 @@ def hidden_by_underflow(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Ten
     return torch.add(norms(cols) * (overlap * of_rows), norms(rows), alpha=of_cols) + 2 * of_rows * of_cols
 
 
-def upper_norms(x: Tensor) -> Tensor:
+def norm_upper_bounds(x: Tensor) -> Tensor:
     """The norm of each sample [B] of `x` [B, ...], with all that squares that underflow may hide of it."""
     return norms(x) + _lost(x)
 
 
 def _lost(x: Tensor) -> float:
     """What squares that underflow may hide of the norm of a sample of `x` [B, ...]."""
-    return (x.shape[1:].numel() * torch.finfo(wide_dtype(x)).tiny) ** 0.5
+    return (x.shape[1:].numel() * torch.finfo(accum_dtype(x)).tiny) ** 0.5
 
 
 def relative_floor(dtype: torch.dtype) -> float:

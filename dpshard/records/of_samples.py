@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from dpshard.records.convolution import Convolution
-from dpshard.records.gather import Gather
+from dpshard.records.gather import EmbeddingRecord
 from dpshard.records.numerics import wide
 from dpshard.records.outer_product import OuterProduct
-from dpshard.records.per_sample import PerSample
+from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 
 
 def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
     """The record of N rows as that of `batch_size` samples; row n is of sample sample_N[n] (int64)."""
-    if isinstance(record, PerSample):
+    if isinstance(record, PerSampleGrad):
         gradient = wide(record.gradient)
         total = gradient.new_zeros(batch_size, *gradient.shape[1:])
-        return PerSample(total.index_add_(0, sample_N, gradient))
-    if isinstance(record, Gather):
+        return PerSampleGrad(total.index_add_(0, sample_N, gradient))
+    if isinstance(record, EmbeddingRecord):
         return _gathered(record, sample_N, batch_size)
     if isinstance(record, Convolution):
         record = record.outer()
@@ -32,7 +32,7 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
     return RoutedProduct(record.rows, record.cols, sample_N[record.sample], record.group, batch_size, record.shape)
 
 
-def _gathered(record: Gather, sample_N: Tensor, batch_size: int) -> Gather:
+def _gathered(record: EmbeddingRecord, sample_N: Tensor, batch_size: int) -> EmbeddingRecord:
     """A sample that has fewer rows than another has read nothing in the rest."""
     counts = torch.bincount(sample_N, minlength=batch_size)
     order = sample_N.argsort(stable=True)
@@ -42,4 +42,4 @@ def _gathered(record: Gather, sample_N: Tensor, batch_size: int) -> Gather:
     ids = record.ids.new_full((batch_size, longest, T), -1)
     values = record.values.new_zeros(batch_size, longest, T, C)
     ids[sample_N, place], values[sample_N, place] = record.ids, record.values
-    return Gather(ids.flatten(1), values.flatten(1, 2), record.shape)
+    return EmbeddingRecord(ids.flatten(1), values.flatten(1, 2), record.shape)

@@ -13,16 +13,16 @@ from dpshard.kernels import native, triton
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
+    accum_dtype,
     as_real,
     blank,
     gram,
     gram_floor,
-    hidden_by_underflow,
+    norm_upper_bounds,
     norms,
     relative_floor,
-    upper_norms,
+    underflow_slack,
     wide,
-    wide_dtype,
 )
 
 
@@ -42,7 +42,7 @@ class OuterProduct:
         """What costs depend on."""
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
-        dtype, device = wide_dtype(self.rows), self.rows.device
+        dtype, device = accum_dtype(self.rows), self.rows.device
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.take(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
@@ -52,14 +52,14 @@ class OuterProduct:
                 return floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt(), self.rows, self.cols)
             return self.instantiated()[1]
         B, G, T, _ = self.rows.shape
-        if triton.take(self.rows, self.cols) and triton.takes_ghost_norm(B * G, T):
+        if triton.take(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
             norm_sq, scale = triton.ghost_norm_sq(self.rows, self.cols)
             return floored_gram(norm_sq, scale, self.rows, self.cols)
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            norm_BG = upper_norms(rows.flatten(0, 1)) * upper_norms(cols.flatten(0, 1))
+            norm_BG = norm_upper_bounds(rows.flatten(0, 1)) * norm_upper_bounds(cols.flatten(0, 1))
             return norm_BG.view(B, G).square().sum(1)
-        if native.takes_ghost_norm(rows.device, rows.dtype):
+        if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
 
@@ -101,29 +101,29 @@ class OuterProduct:
         cols = torch.cat([as_real(x).flatten(3) for x in (self.cols, 1j * self.cols)], 2)
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
-    def without(self, dead_B: Tensor) -> OuterProduct:
-        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        return replace(self, rows=blank(self.rows, dead_B), cols=blank(self.cols, dead_B))
+    def without(self, nonfinite_B: Tensor) -> OuterProduct:
+        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
 
 
 def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
     """`norm_sq` [B], of Gram matrices of `rows` and `cols` [B, ...], and no less than it may have lost.
 
-    `scale` [B] is what its rounding is relative to; see `hidden_by_underflow` for `overlap`.
+    `scale` [B] is what its rounding is relative to; see `underflow_slack` for `overlap`.
     """
     # abs: a sum of products may be infinite and negative.
-    norm_B = norm_sq.abs().sqrt() + hidden_by_underflow(rows, cols, overlap)
+    norm_B = norm_sq.abs().sqrt() + underflow_slack(rows, cols, overlap)
     return torch.maximum(norm_B.square(), gram_floor(scale.square()))
 
 
 def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
     """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
 
-    See `hidden_by_underflow` for `overlap`.
+    See `underflow_slack` for `overlap`.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    rounding = relative_floor(wide_dtype(rows)) * overlap
-    return torch.maximum(norm_B, upper_norms(rows) * rounding * upper_norms(cols)).square()
+    rounding = relative_floor(accum_dtype(rows)) * overlap
+    return torch.maximum(norm_B, norm_upper_bounds(rows) * rounding * norm_upper_bounds(cols)).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

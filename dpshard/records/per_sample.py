@@ -13,7 +13,7 @@ from dpshard.records.numerics import as_real, blank, flat, norms, wide
 
 
 @dataclass(frozen=True, slots=True)
-class PerSample:
+class PerSampleGrad:
     """Per-sample gradients [B, *shape] of a parameter of shape [*shape]."""
 
     gradient: Tensor
@@ -31,13 +31,13 @@ class PerSample:
         rows = flat(self.gradient)
         return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
 
-    def real(self) -> PerSample:
+    def real(self) -> PerSampleGrad:
         """See dpshard.records.record."""
-        return PerSample(as_real(self.gradient))
+        return PerSampleGrad(as_real(self.gradient))
 
-    def without(self, dead_B: Tensor) -> PerSample:
-        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        return PerSample(blank(self.gradient, dead_B))
+    def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
+        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        return PerSampleGrad(blank(self.gradient, nonfinite_B))
 
     @property
     def is_small(self) -> bool:
@@ -46,7 +46,7 @@ class PerSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class FusedGrads:
     """Small per-sample gradients of several parameters, which are measured and summed as one."""
 
     rows: Tensor
@@ -55,7 +55,7 @@ class Bundle:
     """Shapes of the parameters, by name, in order."""
 
     @classmethod
-    def of(cls, records: Mapping[str, PerSample]) -> Bundle:
+    def of(cls, records: Mapping[str, PerSampleGrad]) -> FusedGrads:
         """The gradients of some parameters, by name."""
         rows = [flat(record.gradient) for record in records.values()]
         shapes = {name: record.gradient.shape[1:] for name, record in records.items()}
@@ -73,9 +73,9 @@ class Bundle:
         parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def without(self, dead_B: Tensor) -> Bundle:
-        """The gradients with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        return Bundle(blank(self.rows, dead_B), self.shapes)
+    def without(self, nonfinite_B: Tensor) -> FusedGrads:
+        """The gradients with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        return FusedGrads(blank(self.rows, nonfinite_B), self.shapes)
 
 
 _SMALL = 2**12

@@ -3,11 +3,11 @@
 [Note: Records]
 A use of a parameter leaves one of five records. B samples, G groups of a weight, T positions, R rows, C columns:
 
-    OuterProduct   rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
-    Convolution    input [B, k, ...], gradient [B, k, ...]  an OuterProduct with the windows of the input as columns
-    Gather         ids [B, T], values [B, T, C]             gradient of sample i: values_it added to row ids_it, [V, C]
-    PerSample      gradient [B, *shape]                     the gradient itself
-    RoutedProduct  rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
+    OuterProduct     rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
+    Convolution      input [B, k, ...], gradient [B, k, ...]  an OuterProduct with the windows of the input as columns
+    EmbeddingRecord  ids [B, T], values [B, T, C]             values_it added to row ids_it, [V, C]
+    PerSampleGrad    gradient [B, *shape]                     the gradient itself
+    RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
 
 Each gives its squared norm [B], the per-sample gradients, and the sum weighted by factors [B]. A parameter that is
 used several times has the sum of its records as its gradient: records of a kind join into one, and kinds that stay
@@ -18,9 +18,9 @@ these; a tape keeps no other, so all that follows takes real numbers.
 """
 
 from dpshard.records.convolution import Convolution
-from dpshard.records.gather import Gather
+from dpshard.records.gather import EmbeddingRecord
 from dpshard.records.outer_product import OuterProduct
-from dpshard.records.per_sample import PerSample
+from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.routed_product import RoutedProduct
 
-Record = PerSample | OuterProduct | Convolution | Gather | RoutedProduct
+Record = PerSampleGrad | OuterProduct | Convolution | EmbeddingRecord | RoutedProduct

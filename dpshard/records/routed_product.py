@@ -87,7 +87,7 @@ class RoutedProduct:
             shape=torch.Size((*self.shape, 2)),
         )
 
-    def without(self, dead_B: Tensor) -> RoutedProduct:
-        """The record with the samples of `dead_B` (bool [B]) replaced by exact zeros."""
-        dead_N = dead_B[self.sample]
+    def without(self, nonfinite_B: Tensor) -> RoutedProduct:
+        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        dead_N = nonfinite_B[self.sample]
         return replace(self, rows=blank(self.rows, dead_N), cols=blank(self.cols, dead_N))

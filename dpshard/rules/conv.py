@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpshard.records import Convolution, OuterProduct, PerSample, Record, wide_dtype
+from dpshard.records import Convolution, OuterProduct, PerSampleGrad, Record, accum_dtype
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
@@ -97,8 +97,8 @@ def _record(
         if w is not None:
             records.append((w, record(tensors[0].conj(), g, torch.Size(w.shape))))
         if b is not None:
-            total_BP = g.flatten(3).sum(3, dtype=wide_dtype(g)).sum(1)
-            records.append((b, PerSample(total_BP)))
+            total_BP = g.flatten(3).sum(3, dtype=accum_dtype(g)).sum(1)
+            records.append((b, PerSampleGrad(total_BP)))
         return records
 
     return call.tap(output, (input,) if w is not None else (), [s for s in (w, b) if s is not None], build)

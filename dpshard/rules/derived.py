@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.records import PerSample, Record, as_complex, as_real, wide
+from dpshard.records import PerSampleGrad, Record, as_complex, as_real, wide
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import functions_named
 
@@ -53,7 +53,7 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
     return {name: as_real(root) for name, root in roots.items()}
 
 
-def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSample]:
+def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
     """Per-sample records of the roots from a record of the derived tensor: a vector-Jacobian product a sample."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
@@ -62,4 +62,4 @@ def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Te
         # What vmap cannot batch (weight_norm) it runs sample by sample, which is all that could be done here.
         warnings.filterwarnings("ignore", "There is a performance drop")
         (roots,) = torch.func.vmap(vjp)(gradient)
-    return {name: PerSample(as_real(root)) for name, root in roots.items()}
+    return {name: PerSampleGrad(as_real(root)) for name, root in roots.items()}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpshard.records import Gather, Record
+from dpshard.records import EmbeddingRecord, Record
 from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import composite, rule
 
@@ -54,11 +54,11 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
     return call.tap(output, (input,), [source], build)
 
 
-def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> Gather:
+def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> EmbeddingRecord:
     """The record of reads of `source` at `ids`, with the gradient `g` of what was read, samples along `axis`."""
     ids_BT = axis.split(ids.long(), B).reshape(B, -1)
     values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
-    return Gather(ids_BT, values_BTC, torch.Size(source.shape))
+    return EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape))
 
 
 @rule(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpshard.records import OuterProduct, PerSample, Record, wide_dtype
+from dpshard.records import OuterProduct, PerSampleGrad, Record, accum_dtype
 from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
@@ -76,7 +76,7 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
             cols = (left_BTD[..., :, None] * right_BTE[..., None, :]).flatten(2)
             records.append((w, OuterProduct(g_BTP[:, None], cols[:, None], torch.Size(w.shape))))
         if b is not None:
-            records.append((b, PerSample(g_BTP.sum(1, dtype=wide_dtype(g_BTP)))))
+            records.append((b, PerSampleGrad(g_BTP.sum(1, dtype=accum_dtype(g_BTP)))))
         return records
 
     return call.tap(output, (input1, input2) if w else (), [s for s in (w, b) if s is not None], build)
@@ -116,7 +116,7 @@ def _record(
             rows, cols = (a_BTD, g_BTP) if transposed else (g_BTP, a_BTD)
             records.append((weight, OuterProduct(rows[:, None], cols[:, None], torch.Size(weight.shape))))
         if bias is not None:
-            records.append((bias, PerSample(g_BTP.sum(1, dtype=wide_dtype(g_BTP)))))
+            records.append((bias, PerSampleGrad(g_BTP.sum(1, dtype=accum_dtype(g_BTP)))))
         return records
 
     return call.tap(output, keep, [s for s in (weight, bias) if s is not None], build)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.kernels import native
-from dpshard.records import PerSample, Record, wide
+from dpshard.records import PerSampleGrad, Record, wide
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
@@ -153,24 +153,26 @@ def _affine(
     if axis.dim != 0 and not trailing:
         raise call.refuse("the samples of the micro-batch must lie along dimension 0 of its input")
 
-    def reduce(x: Tensor, shape: tuple[int, ...]) -> PerSample:
+    def reduce(x: Tensor, shape: tuple[int, ...]) -> PerSampleGrad:
         rows = axis.split(wide(x), B)
         if trailing:
-            return PerSample(rows.reshape(B, -1, *shape).sum(1))
-        return PerSample(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
+            return PerSampleGrad(rows.reshape(B, -1, *shape).sum(1))
+        return PerSampleGrad(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
 
-    def natively(x: Tensor, g: Tensor, shape: tuple[int, ...], moments: _Moments) -> tuple[PerSample, PerSample]:
+    def natively(
+        x: Tensor, g: Tensor, shape: tuple[int, ...], moments: _Moments
+    ) -> tuple[PerSampleGrad, PerSampleGrad]:
         sizes = (B, -1, math.prod(shape)) if trailing else (len(x), *shape, x.shape[2:].numel())
         x, g = (axis.split(y, B).reshape(sizes) for y in (x, g))
         made = native.normalization_gradients(x, g, moments.groups, moments.eps, moments.centered)
         if not trailing:
             made = made.view(2, B, -1, *shape).sum(2)  # over the images of a sample
         of_weight, of_bias = made.view(2, B, *shape).unbind()
-        return PerSample(of_weight), PerSample(of_bias)
+        return PerSampleGrad(of_weight), PerSampleGrad(of_bias)
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         g = wide(tensors[-1])
-        if w is not None and moments is not None and native.takes_normalization(g.device, g.dtype):
+        if w is not None and moments is not None and native.supports_normalization(g.device, g.dtype):
             pair = natively(wide(tensors[0]), g, w.shape, moments)
             return [(source, record) for source, record in zip((w, b), pair, strict=True) if source is not None]
         records: list[tuple[Source, Record]] = []

@@ -103,7 +103,7 @@ class Collector:
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """See Session."""
+        """See TapeProvider."""
         micro = self._micro
         return None if micro is None else micro.plan
 
@@ -113,7 +113,7 @@ class Collector:
 
     @property
     def rows(self) -> RowIdentity | None:
-        """See Session."""
+        """See TapeProvider."""
         micro = self._micro
         if micro is None:
             return None
@@ -122,7 +122,7 @@ class Collector:
         return micro.rows
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """See Session."""
+        """See TapeProvider."""
         self._refuse_fork()
         if self.clipper.pending:
             self.clipper.abort()  # a backward that raised left records behind

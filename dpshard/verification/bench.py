@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import DpshardError, VerificationError
-from dpshard.interception import AS_DRAWN, Draws, Interception, Run, Undisturbed
+from dpshard.interception import AS_DRAWN, Draws, Interception, IsolatedForward, Run
 from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
@@ -32,7 +32,7 @@ class Bench:
     """One call of a model, to be repeated on chosen and on changed samples from one and the same state."""
 
     interception: Interception
-    state: Undisturbed
+    state: IsolatedForward
     run: Run
     loss: Loss | None
     mean: bool

@@ -51,7 +51,7 @@ class Owner(Protocol):
         """Number of ranks that share the data."""
         ...
 
-    def unwatched(self) -> AbstractContextManager[Any]:
+    def guard_disabled(self) -> AbstractContextManager[Any]:
         """A block in which plain gradients may reach the parameters."""
         ...
 
@@ -132,7 +132,7 @@ class Verifier:
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
         else:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
-        with owner.unwatched(), interception.undisturbed(run.module) as state, torch.enable_grad():
+        with owner.guard_disabled(), interception.undisturbed(run.module) as state, torch.enable_grad():
             bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
             (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
             bench.kept = rows_kept(kept, kept_alone, len(chosen))

@@ -55,7 +55,12 @@ def test_many_steps_at_a_small_delta_are_bounded(delta):
 def test_a_figure_of_another_accountant_is_named():
     ledger, release = PrivacyLedger(), Release(100.0, 1.0, 10_000)
     ledger.load_state_dict(
-        {"steps": 100_000, "again": 0, "on_trust": 0, "releases": [dataclasses.asdict(release) | {"count": 100_000}]}
+        {
+            "steps": 100_000,
+            "again": 0,
+            "unverified_sampling": 0,
+            "releases": [dataclasses.asdict(release) | {"count": 100_000}],
+        }
     )
     assert "(accountant: pld)" in ledger.statement(1e-5)
     assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-12)

@@ -25,7 +25,7 @@ from dpshard.accounting import (
 from dpshard.errors import AccountingError, ConfigurationError
 from tests.accounting.ledgers import RELEASE, ledger_of, run_epsilon, run_sigma, run_steps
 
-DISCRETE = replace(RELEASE, grid_elements=10**9)
+DISCRETE = replace(RELEASE, discretized_elements=10**9)
 RUN = {"noise_multiplier": 1.0, "sample_size": 10_000, "target_delta": 1e-5, "accountant": "rdp"}
 
 
@@ -51,8 +51,8 @@ def log_moments(v, s, q, order):
 )
 def test_divergences_are_at_most_what_is_accounted(v, s, q, order):
     """With and without the sample, either way round, and noise as coarse as the shift itself."""
-    release = Release(s / math.hypot(*v), q, 1000, grid_elements=1)
-    gaussian = composition.event(replace(release, grid_elements=None))
+    release = Release(s / math.hypot(*v), q, 1000, discretized_elements=1)
+    gaussian = composition.event(replace(release, discretized_elements=None))
     charged = RdpAccountant([order]).compose(gaussian).rdp[0] * (order - 1)
     with_over_without, without_over_with = log_moments(v, s, q, order)
     assert with_over_without == pytest.approx(charged, rel=1e-6, abs=1e-9)
@@ -92,7 +92,7 @@ def test_epsilon_is_between_the_gaussian_and_the_general_bound(release, near):
     whole = [order for order in RdpAccountant().orders if order == int(order)]
     sigma = release.accounted_noise_multiplier
     general = 50 * np.array([zhu_wang(min(release.sampling_probability, 1 - 1e-12), sigma, int(a)) for a in whole])
-    gaussian = ledger_of(*[replace(release, grid_elements=None)] * 50, accountant="rdp").epsilon(1e-5)
+    gaussian = ledger_of(*[replace(release, discretized_elements=None)] * 50, accountant="rdp").epsilon(1e-5)
     found = ledger_of(*[release] * 50, accountant="rdp").epsilon(1e-5)
     assert gaussian < found <= compute_epsilon_of_rdp(whole, general, 1e-5)[0] * (1 + 1e-9)
     assert found < near * gaussian
@@ -105,7 +105,7 @@ def test_whole_orders_alone_are_used():
     assert {1.5, 2.5} <= set(composition._orders(((RELEASE, 1),)))
     # With hardly any privacy, the best order would be between 1 and 2.
     loud = {**RUN, "noise_multiplier": 0.2}
-    assert run_epsilon([(100, 500)], **loud, grid_elements=1) > 1.1 * run_epsilon([(100, 500)], **loud)
+    assert run_epsilon([(100, 500)], **loud, discretized_elements=1) > 1.1 * run_epsilon([(100, 500)], **loud)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_whole_orders_alone_are_used():
     ],
 )
 def test_rounding_is_charged(elements, noise_multiplier, accounted):
-    release = Release(noise_multiplier, 0.01, 10_000, grid_elements=elements)
+    release = Release(noise_multiplier, 0.01, 10_000, discretized_elements=elements)
     assert release.accounted_noise_multiplier == pytest.approx(accounted, rel=1e-14)
-    assert replace(release, grid_elements=None).accounted_noise_multiplier == noise_multiplier
+    assert replace(release, discretized_elements=None).accounted_noise_multiplier == noise_multiplier
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -132,7 +132,7 @@ def test_rounding_is_charged(elements, noise_multiplier, accounted):
 )
 def test_epsilon_is_monotone(sigma, batch, steps, elements, more):
     def epsilon(sigma, batch, steps, elements):
-        return run_epsilon([(batch, steps)], **{**RUN, "noise_multiplier": sigma}, grid_elements=elements)
+        return run_epsilon([(batch, steps)], **{**RUN, "noise_multiplier": sigma}, discretized_elements=elements)
 
     base, tolerance = epsilon(sigma, batch, steps, elements), 1e-9
     assert epsilon(sigma * more, batch, steps, elements) <= base + tolerance
@@ -143,25 +143,25 @@ def test_epsilon_is_monotone(sigma, batch, steps, elements, more):
 
 @pytest.mark.parametrize("elements", [1, 10**9, 10**13])
 def test_calibration_keeps_to_the_budget(elements):
-    run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"grid_elements": elements}
+    run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"discretized_elements": elements}
     sigma = run_sigma([(100, 500)], target_epsilon=2.0, **run)
     assert 2.0 * 0.999 < run_epsilon([(100, 500)], noise_multiplier=sigma, **run) <= 2.0
     steps = run_steps(100, noise_multiplier=sigma, target_epsilon=2.0, **run)
     assert 500 <= steps <= 505
-    plain = run_sigma([(100, 500)], target_epsilon=2.0, **(run | {"grid_elements": None}))
+    plain = run_sigma([(100, 500)], target_epsilon=2.0, **(run | {"discretized_elements": None}))
     assert sigma > plain
     assert sigma < (1.003 if elements < 10**12 else 2) * plain
 
 
 def test_more_elements_than_a_grid_bears_are_refused():
-    run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"grid_elements": 10**16}
+    run = {key: RUN[key] for key in ("sample_size", "target_delta", "accountant")} | {"discretized_elements": 10**16}
     with pytest.raises(AccountingError, match="No noise multiplier"):
         run_sigma([(100, 500)], target_epsilon=2.0, **run)
 
 
 def test_a_search_is_charged():
     search = Search(10.0)
-    discrete = run_epsilon([(100, 500)], **RUN, grid_elements=10**9, search=search)
+    discrete = run_epsilon([(100, 500)], **RUN, discretized_elements=10**9, search=search)
     gaussian = run_epsilon([(100, 500)], **RUN, search=search)
     assert gaussian < discrete < 1.05 * gaussian
 
@@ -173,7 +173,7 @@ def test_a_search_is_charged():
         (DISCRETE, "gdp", "'gdp' cannot analyse discrete.*rdp"),
         (replace(DISCRETE, max_batch_size=200), "rdp", "drop max_batch_size=200"),
         (replace(DISCRETE, max_batch_size=200), "pld", "cannot analyse discrete"),
-        (replace(DISCRETE, counted_groups=2), "rdp", "counts of adaptive_clipping"),
+        (replace(DISCRETE, quantile_counts=2), "rdp", "counts of adaptive_clipping"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")
@@ -184,8 +184,8 @@ def test_what_is_not_proved_is_refused(release, accountant, message):
 
 @pytest.mark.parametrize("elements", [0, -1, 1.5, True, "9"])
 def test_impossible_numbers_of_elements_are_refused(elements):
-    with pytest.raises(ConfigurationError, match=r"grid_elements=.*positive int"):
-        replace(RELEASE, grid_elements=elements)
+    with pytest.raises(ConfigurationError, match=r"discretized_elements=.*positive int"):
+        replace(RELEASE, discretized_elements=elements)
 
 
 def test_a_ledger_keeps_the_kinds_of_noise_apart():
@@ -196,6 +196,6 @@ def test_a_ledger_keeps_the_kinds_of_noise_apart():
     assert again.epsilon(1e-5) == ledger.epsilon(1e-5)
     assert "3 releases with discrete Gaussian noise under" in again.statement(1e-5)
     old = json.loads(json.dumps(ledger_of(RELEASE).state_dict()))
-    del old["releases"][0]["grid_elements"]  # a ledger of before there was another kind
+    del old["releases"][0]["discretized_elements"]  # a ledger of before there was another kind
     again.load_state_dict(old)
     assert again.state_dict() == ledger_of(RELEASE).state_dict()

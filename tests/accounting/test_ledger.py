@@ -83,7 +83,7 @@ def test_before_the_first_release_a_statement_names_the_relation_of_the_plan():
 def test_statements_tell_batches_that_the_script_drew():
     ledger = ledger_of(RELEASE)
     assert "script" not in ledger.statement(1e-5)
-    ledger.record(RELEASE, on_trust=True)
+    ledger.record(RELEASE, unverified_sampling=True)
     resumed = PrivacyLedger()
     resumed.load_state_dict(ledger.state_dict())
     for told in (ledger, resumed):
@@ -155,7 +155,7 @@ def test_a_ledger_survives_a_checkpoint(entries):
 
 def test_what_a_ledger_has_recorded_stays_beside_what_it_loads():
     ledger = ledger_of(RELEASE, RELEASE)
-    ledger.charge(RELEASE, on_trust=True)
+    ledger.charge(RELEASE, unverified_sampling=True)
     ledger.load_state_dict(ledger_of(RELEASE).state_dict())
     assert (ledger.steps, ledger.releases) == (1, 4)
     assert "4 releases (3 of them of steps that were taken again" in ledger.statement(1e-5)

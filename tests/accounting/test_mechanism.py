@@ -15,7 +15,7 @@ RUN = run_of([(50, 3), (100, 2), (50, 1)], sample_size=1000, noise_multiplier=1.
 
 
 def test_releases_are_those_of_the_steps():
-    facts = {"max_batch_size": 120, "counted_groups": 2, "grid_elements": 7}
+    facts = {"max_batch_size": 120, "quantile_counts": 2, "discretized_elements": 7}
     run = replace(RUN, **facts)
     small, large = (Release(1.5, q, 1000, **facts) for q in (0.05, 0.1))
     assert [run.release(step) for step in range(8)] == [small] * 3 + [large] * 2 + [small] * 3

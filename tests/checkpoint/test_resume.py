@@ -166,7 +166,7 @@ def test_other_noise_or_batches_at_a_replay_are_refused():
 def test_discrete_noise_is_replayed_as_such_alone():
     run = Run(noise="discrete-gaussian", accountant="rdp")
     run.train(1)
-    with pytest.raises(CheckpointError, match="grid_elements: saved 51, now None"):
+    with pytest.raises(CheckpointError, match="discretized_elements: saved 51, now None"):
         Run(accountant="rdp").engine.load_state_dict(run.engine.state_dict())
 
 

@@ -140,7 +140,7 @@ def disagreeing(case: str, model: Model) -> None:
     if case == "state":
         engine = engine_of(wrapped)
         if rank == 1:
-            engine._budget.spend(bytes(16), on_trust=False)
+            engine._budget.spend(bytes(16), unverified_sampling=False)
         engine.load_state_dict(pack(engine.mechanism, bytes(32), engine._budget.state_dict()))
 
 

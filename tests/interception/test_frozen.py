@@ -15,7 +15,7 @@ from torch import nn
 
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Tape
-from dpshard.records import PerSample
+from dpshard.records import PerSampleGrad
 from tests.oracle import assert_exact, randn
 
 pytestmark = [
@@ -154,7 +154,7 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     if mode != "ghost":
         assert kept
     for record in kept:
-        assert isinstance(record, PerSample)
+        assert isinstance(record, PerSampleGrad)
         assert record.gradient.untyped_storage().nbytes() <= B * 4 * D * 4
 
 

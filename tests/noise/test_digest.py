@@ -27,7 +27,7 @@ def digest(*shards):
 
 
 def by_torch():
-    return mock.patch("dpshard.kernels.native.takes_digest", return_value=False)
+    return mock.patch("dpshard.kernels.native.supports_digest", return_value=False)
 
 
 @settings(max_examples=20, deadline=None)

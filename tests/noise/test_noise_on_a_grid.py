@@ -218,10 +218,10 @@ def test_the_engine_counts_all_elements_and_says_what_the_noise_is():
     model = small_model()
     engine = engine_on(model, noise_multiplier=None, target_epsilon=2.0)
     elements = sum(p.numel() for p in model.parameters())
-    assert (engine.mechanism.noise, engine.mechanism.grid_elements) == ("discrete-gaussian", elements)
+    assert (engine.mechanism.noise, engine.mechanism.discretized_elements) == ("discrete-gaussian", elements)
     released(model, engine, torch.ones(5, 4, dtype=torch.float64))
     (release,) = engine.state_dict()["ledger"]["releases"]
-    assert release["grid_elements"] == elements
+    assert release["discretized_elements"] == elements
     assert "1 releases with discrete Gaussian noise under Poisson sampling" in engine.statement()
 
 

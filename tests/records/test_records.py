@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
-from dpshard.records import Bundle, Convolution, Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.records import Convolution, EmbeddingRecord, FusedGrads, OuterProduct, PerSampleGrad, RoutedProduct
 from dpshard.records.cost import ProductSize, ghost_flops
 from dpshard.records.measure import inner, join, measure
 from tests.oracle import randn
@@ -32,7 +32,7 @@ def outer(B, T, R, C, G=1, shape=None):
 
 
 def gather(B, T, V, C, shape=None):
-    return Gather(torch.randint(-1, V, (B, T)), randn(B, T, C), torch.Size(shape or (V, C)))
+    return EmbeddingRecord(torch.randint(-1, V, (B, T)), randn(B, T, C), torch.Size(shape or (V, C)))
 
 
 def convolution(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
@@ -62,7 +62,7 @@ def by_hand(record):
     if isinstance(record, Convolution):
         return torch.stack([_kernel_gradient(record, x, g) for x, g in zip(record.input, record.gradient, strict=True)])
     B = len(record.rows if isinstance(record, OuterProduct) else getattr(record, "ids", getattr(record, "gradient", 0)))
-    if isinstance(record, PerSample):
+    if isinstance(record, PerSampleGrad):
         return record.gradient
     out = []
     for i in range(B):
@@ -169,7 +169,7 @@ def test_gather(B, T, V, C):
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
 def test_per_sample(shape):
-    check(PerSample(randn(4, *shape)))
+    check(PerSampleGrad(randn(4, *shape)))
 
 
 def test_a_record_has_the_shape_of_its_parameter():
@@ -179,7 +179,9 @@ def test_a_record_has_the_shape_of_its_parameter():
 
 
 def test_gather_ignores_what_was_not_read():
-    record = Gather(torch.tensor([[-1, 2, 2]]), torch.tensor([[[torch.nan], [1.0], [2.0]]]), torch.Size((3, 1)))
+    record = EmbeddingRecord(
+        torch.tensor([[-1, 2, 2]]), torch.tensor([[[torch.nan], [1.0], [2.0]]]), torch.Size((3, 1))
+    )
     assert_close(record.per_sample(), torch.tensor([[[0.0], [0.0], [3.0]]]))
     for method in METHODS:
         assert_close(record.norm_sq(method), torch.tensor([9.0]))
@@ -187,7 +189,7 @@ def test_gather_ignores_what_was_not_read():
 
 def test_gather_norms_need_no_table():
     # A table of 10^9 rows would not fit; rows that were read do.
-    record = Gather(torch.tensor([[5, 10**9, 5]]), randn(1, 3, 2), torch.Size((2 * 10**9, 2)))
+    record = EmbeddingRecord(torch.tensor([[5, 10**9, 5]]), randn(1, 3, 2), torch.Size((2 * 10**9, 2)))
     expected = (record.values[0, 0] + record.values[0, 2]).square().sum() + record.values[0, 1].square().sum()
     for method in METHODS:
         assert_close(record.norm_sq(method)[0], expected)
@@ -203,8 +205,8 @@ def uses(B=3):
         gather(B, 5, 6, 4),
         gather(B, 1, 6, 4),
         gather(B, 7, 24, 1, shape=shape),
-        PerSample(randn(B, *shape)),
-        PerSample(randn(B, *shape)),
+        PerSampleGrad(randn(B, *shape)),
+        PerSampleGrad(randn(B, *shape)),
         routed(B, 9, 6, 4, shape=shape),
         routed(B, 7, 6, 4, shape=shape),
         routed(B, 9, 3, 4, G=2, shape=shape),
@@ -243,9 +245,14 @@ def test_vanishing_sums_have_no_negative_square():
     rows, cols = randn(2, 1, 4, 3), randn(2, 1, 4, 3)
     opposite = OuterProduct(torch.cat([rows, -rows], 2), torch.cat([cols, cols], 2), torch.Size((3, 3)))
     ids = torch.randint(0, 3, (2, 4))
-    lookups = Gather(torch.cat([ids, ids], 1), torch.cat([rows[:, 0], -rows[:, 0]], 1), torch.Size((3, 3)))
+    lookups = EmbeddingRecord(torch.cat([ids, ids], 1), torch.cat([rows[:, 0], -rows[:, 0]], 1), torch.Size((3, 3)))
     for method in METHODS:
-        for records in ([opposite], [lookups], [lookups, opposite], [PerSample(rows[:, 0]), PerSample(-rows[:, 0])]):
+        for records in (
+            [opposite],
+            [lookups],
+            [lookups, opposite],
+            [PerSampleGrad(rows[:, 0]), PerSampleGrad(-rows[:, 0])],
+        ):
             norm_sq, _ = measure(records, method, keep=False)
             assert bool((norm_sq >= 0).all())
             assert float(norm_sq.max()) < 1e-9
@@ -256,7 +263,7 @@ def test_an_instantiated_gradient_is_kept_where_asked_for(method):
     record = outer(2, 200, 2, 2)
     _, kept = measure([record], method, keep=True)
     _, dropped = measure([record], method, keep=False)
-    assert isinstance(kept[0], OuterProduct if method is NormMethod.GHOST else PerSample)
+    assert isinstance(kept[0], OuterProduct if method is NormMethod.GHOST else PerSampleGrad)
     assert isinstance(dropped[0], OuterProduct)
 
 
@@ -311,9 +318,9 @@ def test_the_cheapest_method_keeps_a_large_gradient_only_to_use_it_at_once():
     large, small = outer(1, 3, 100, 100), outer(1, 10, 3, 3)
     for record, closing, kept in ((large, False, False), (large, True, True), (small, False, True)):
         norm_sq, (left,) = measure([record], NormMethod.CHEAPEST, keep=True, closing=closing)
-        assert isinstance(left, PerSample) is kept
+        assert isinstance(left, PerSampleGrad) is kept
         assert_close(norm_sq, norms_sq(by_hand(record)))
-    assert isinstance(measure([large], NormMethod.INSTANTIATE, keep=True)[1][0], PerSample)
+    assert isinstance(measure([large], NormMethod.INSTANTIATE, keep=True)[1][0], PerSampleGrad)
 
 
 def test_a_dead_sample_of_a_convolution_contributes_exact_zeros():
@@ -340,8 +347,8 @@ def test_dead_samples_contribute_exact_zeros(index):
 def test_half_precision_is_summed_in_float32(dtype):
     records = [
         OuterProduct(torch.randn(2, 1, 300, 4).to(dtype), torch.randn(2, 1, 300, 4).to(dtype), torch.Size((4, 4))),
-        Gather(torch.randint(0, 4, (2, 300)), torch.randn(2, 300, 4).to(dtype), torch.Size((4, 4))),
-        PerSample(100 * torch.randn(2, 4, 4).to(dtype)),  # 100^2 * 16 overflows float16
+        EmbeddingRecord(torch.randint(0, 4, (2, 300)), torch.randn(2, 300, 4).to(dtype), torch.Size((4, 4))),
+        PerSampleGrad(100 * torch.randn(2, 4, 4).to(dtype)),  # 100^2 * 16 overflows float16
     ]
     for record in records:
         exact = by_hand(_double(record))
@@ -356,9 +363,9 @@ def test_half_precision_is_summed_in_float32(dtype):
 def _double(record):
     if isinstance(record, OuterProduct):
         return OuterProduct(record.rows.double(), record.cols.double(), record.shape)
-    if isinstance(record, Gather):
-        return Gather(record.ids, record.values.double(), record.shape)
-    return PerSample(record.gradient.double())
+    if isinstance(record, EmbeddingRecord):
+        return EmbeddingRecord(record.ids, record.values.double(), record.shape)
+    return PerSampleGrad(record.gradient.double())
 
 
 def test_norms_of_long_samples_are_not_inflated():
@@ -368,18 +375,18 @@ def test_norms_of_long_samples_are_not_inflated():
     rows, cols, values = (torch.randn(2, T, 4, generator=generator) for _ in range(3))
     outer = OuterProduct(rows[:, None], cols[:, None], torch.Size([4, 4]))
     ids = torch.stack([torch.randperm(T, generator=generator) for _ in range(2)])
-    gather = Gather(ids, values, torch.Size([T, 4]))
+    gather = EmbeddingRecord(ids, values, torch.Size([T, 4]))
     exact = (rows.double().mT @ cols.double()).square().sum((1, 2))
     assert_close(outer.norm_sq(NormMethod.CHEAPEST).double(), exact, rtol=1e-3, atol=0)
     assert_close(gather.norm_sq(NormMethod.CHEAPEST).double(), values.double().square().sum((1, 2)), rtol=1e-3, atol=0)
 
 
 def test_a_bundle_is_as_good_as_its_parts():
-    records = {name: PerSample(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}
-    bundle, factor_B, dead_B = Bundle.of(records), randn(4), torch.tensor([False, True, False, False])
+    records = {name: PerSampleGrad(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}
+    bundle, factor_B, nonfinite_B = FusedGrads.of(records), randn(4), torch.tensor([False, True, False, False])
     assert_close(bundle.norm_sq(), sum(norms_sq(r.gradient) for r in records.values()))
-    sums, survivors = bundle.clipped_sums(factor_B), bundle.without(dead_B).clipped_sums(factor_B)
+    sums, survivors = bundle.clipped_sums(factor_B), bundle.without(nonfinite_B).clipped_sums(factor_B)
     for name, record in records.items():
         assert_close(sums[name], record.clipped_sum(factor_B))
-        assert_close(survivors[name], record.without(dead_B).clipped_sum(factor_B))
+        assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(factor_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own

@@ -9,9 +9,9 @@ import torch
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping
 from dpshard.config import NormMethod
 from dpshard.kernels import native
-from dpshard.records import Convolution, Gather, OuterProduct, PerSample
+from dpshard.records import Convolution, EmbeddingRecord, OuterProduct, PerSampleGrad
 from dpshard.records.measure import measure
-from dpshard.records.numerics import hidden_by_underflow, norms
+from dpshard.records.numerics import norms, underflow_slack
 from tests.oracle import randn
 
 
@@ -31,7 +31,7 @@ def contribution(record, function, threshold):
 
 def switch_off(monkeypatch):
     """As where the library was not built."""
-    monkeypatch.setattr(native, "takes_ghost_norm", lambda *_: False)
+    monkeypatch.setattr(native, "supports_ghost_norm", lambda *_: False)
 
 
 @pytest.mark.usefixtures("underflow")
@@ -84,13 +84,13 @@ def test_a_norm_that_overflows_below_zero_drops_the_sample(compiled, monkeypatch
 def test_ordinary_norms_lose_nothing_to_underflow():
     for scale in (1e-10, 1.0, 1e10):
         rows, cols = randn(4, 1, 7, 5).float() * scale, randn(4, 1, 7, 6).float()
-        assert torch.equal(norms(rows) + hidden_by_underflow(rows, cols), norms(rows))
+        assert torch.equal(norms(rows) + underflow_slack(rows, cols), norms(rows))
 
 
 def tied(rows, cols, ids, values):
     rows, cols, values = (torch.as_tensor(x, dtype=torch.float32) for x in (rows, cols, values))
     shape = torch.Size((rows.shape[2], cols.shape[2]))
-    return [OuterProduct(rows[:, None], cols[:, None], shape), Gather(torch.tensor(ids), values, shape)]
+    return [OuterProduct(rows[:, None], cols[:, None], shape), EmbeddingRecord(torch.tensor(ids), values, shape)]
 
 
 @pytest.mark.parametrize("method", list(NormMethod))
@@ -128,7 +128,7 @@ def by_hand(record):
     """The per-sample gradients in float64."""
     if isinstance(record, OuterProduct):
         return (record.rows.double().mT @ record.cols.double()).sum(1)
-    return Gather(record.ids, record.values.double(), record.shape).per_sample()
+    return EmbeddingRecord(record.ids, record.values.double(), record.shape).per_sample()
 
 
 @pytest.mark.parametrize("method", list(NormMethod))
@@ -148,4 +148,6 @@ def test_norms_of_large_gradients_do_not_stop_growing():
     gradient = torch.full((1, 2**25), 2.0**-12.01)
     gradient[0, :64] = 1
     exact = gradient.double().norm()
-    assert float(PerSample(gradient).norm_sq(NormMethod.INSTANTIATE).sqrt()) == pytest.approx(float(exact), rel=1e-4)
+    assert float(PerSampleGrad(gradient).norm_sq(NormMethod.INSTANTIATE).sqrt()) == pytest.approx(
+        float(exact), rel=1e-4
+    )

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.recipes import AdamBC
-from dpshard.records import Convolution, Gather, OuterProduct, PerSample, RoutedProduct
+from dpshard.records import Convolution, EmbeddingRecord, OuterProduct, PerSampleGrad, RoutedProduct
 from tests.oracle import Use, assert_exact, gradients_of, norm, private_step, ramp_loss, randn, relative_error
 
 T, D, P = 3, 5, 4
@@ -157,8 +157,8 @@ def test_bias_corrected_adam_moves_the_parts():
 
 RECORDS = {
     "outer product": OuterProduct(cplx(4, 2, 3, P), cplx(4, 2, 3, D), torch.Size((2, P, D))),
-    "gather": Gather(torch.tensor([[0, 2, -1]] * 4), cplx(4, 3, P), torch.Size((3, P))),
-    "per sample": PerSample(cplx(4, P, D)),
+    "gather": EmbeddingRecord(torch.tensor([[0, 2, -1]] * 4), cplx(4, 3, P), torch.Size((3, P))),
+    "per sample": PerSampleGrad(cplx(4, P, D)),
     "convolution": Convolution(cplx(4, 1, 2, 6), cplx(4, 1, 3, 5), torch.Size((3, 2, 2)), (1,), (0,), (1,), 1).outer(),
     "routed": RoutedProduct(
         cplx(6, P),

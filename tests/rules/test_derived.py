@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from dpshard.errors import DpshardError
-from dpshard.records import PerSample
+from dpshard.records import PerSampleGrad
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample, transposes
 from tests.oracle import Use, assert_exact, private_step, randn
@@ -222,7 +222,7 @@ def test_pull_back_is_the_vector_jacobian_product():
     g = randn(4, 3, 2)
     leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
     expected = [torch.autograd.grad(derived.replay(leaves), list(leaves.values()), g[i]) for i in range(4)]
-    per_sample = pull_back_per_sample(derived, PerSample(g), values)
+    per_sample = pull_back_per_sample(derived, PerSampleGrad(g), values)
     total = pull_back(derived, g.sum(0), values)
     for i, name in enumerate(values):
         torch.testing.assert_close(per_sample[name].gradient, torch.stack([e[i] for e in expected]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpshard.records import Gather, OuterProduct
+from dpshard.records import EmbeddingRecord, OuterProduct
 from tests.oracle import Use, assert_exact, randn
 
 T = D = 4
@@ -43,7 +43,7 @@ def test_the_cross_term_of_a_tied_head_needs_no_per_sample_table(monkeypatch):
         raise AssertionError("a [B, V, C] table was built")
 
     model = Use(lambda m, i: F.embedding(i, m.w).sin() @ m.w.t(), w=randn(V, D))
-    monkeypatch.setattr(Gather, "per_sample", forbidden)
+    monkeypatch.setattr(EmbeddingRecord, "per_sample", forbidden)
     monkeypatch.setattr(OuterProduct, "per_sample", forbidden)
     assert_exact(model, token_ids(), modes=["bk", "ghost"])
 

@@ -303,4 +303,6 @@ def engine_draw(engine, step):
 
 
 def _at_start(engine):
-    return checkpoint.pack(engine.mechanism, engine._secret, Budget(engine.mechanism, may_exceed=False).state_dict())
+    return checkpoint.pack(
+        engine.mechanism, engine._secret, Budget(engine.mechanism, allow_overspend=False).state_dict()
+    )

@@ -26,7 +26,7 @@ NEARLY = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class CanaryDirection:
     """How to move the release most, at the thresholds of one step."""
 
     pull: float
@@ -40,7 +40,7 @@ class Aim:
         return float(self.lengths_M.norm())
 
 
-class OddGradient:
+class CanaryGradient:
     """The gradient of the canary, in the clipping groups of an engine.
 
     `gradient` has it by parameter name, `groups` are the names of the M clipping groups, and `function` clips. Raises
@@ -62,15 +62,15 @@ class OddGradient:
             for part, norm in zip(parts, norms, strict=True)
         ]
         self._function = function
-        self._last: tuple[Sequence[float], Aim] | None = None
+        self._last: tuple[Sequence[float], CanaryDirection] | None = None
 
-    def aim(self, thresholds: Sequence[float]) -> Aim:
+    def aim(self, thresholds: Sequence[float]) -> CanaryDirection:
         """How to move the release most at these thresholds [M]; with the gradient as it is, if that is nearly best."""
         if self._last is None or self._last[0] != thresholds:
             self._last = thresholds, self._aim(thresholds)
         return self._last[1]
 
-    def _aim(self, thresholds: Sequence[float]) -> Aim:
+    def _aim(self, thresholds: Sequence[float]) -> CanaryDirection:
         threshold_M = torch.tensor(thresholds, dtype=torch.float64)
         there_M = self._norm_M > 0
         just_M, far_M = ((bound_M / self._norm_M)[there_M] for bound_M in (threshold_M, threshold_M.clamp(min=1)))
@@ -81,14 +81,14 @@ class OddGradient:
         length_S = length_MS.norm(dim=0)
         # A canary as it is serves as well as any, mostly: then it is a sample like others.
         best = 0 if length_S[0] >= NEARLY * length_S.max() else int(length_S.argmax())
-        return Aim(float(pull_S[best]), length_MS[:, best])
+        return CanaryDirection(float(pull_S[best]), length_MS[:, best])
 
-    def left_of(self, aim: Aim) -> dict[str, Tensor]:
+    def left_of(self, aim: CanaryDirection) -> dict[str, Tensor]:
         """What clipping leaves of the gradient, by parameter name."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
 
-    def lengths(self, aim: Aim) -> list[float]:
+    def lengths(self, aim: CanaryDirection) -> list[float]:
         """The norms of what clipping leaves, one a parameter of which the gradient is not 0."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.applications.audit.bounds import FALSE_ALARM
-from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
 from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
 from dpshard.applications.audit.steps import stepping
@@ -156,7 +156,7 @@ class _Game:
         self._noise = SIGMA / math.sqrt(1 - tracking.budget_share) if tracking is not None else SIGMA
         names = [name for group in engine.mechanism.clipping_groups for name in group]
         self.sizes = {name: gradients[0][name].numel() for name in names}
-        self._odd = [OddGradient(gradient, engine.mechanism.clipping_groups, function) for gradient in gradients]
+        self._odd = [CanaryGradient(gradient, engine.mechanism.clipping_groups, function) for gradient in gradients]
         self._last: tuple[float, ...] | None = None
         self._drawn: list[list[NDArray[np.bool_]]] = [[]]
         n = len(gradients)

@@ -40,7 +40,7 @@ from torch.utils.data import TensorDataset
 from dpshard.accounting import Mechanism, epsilon_of
 from dpshard.accounting.composition import gdp_epsilon
 from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
-from dpshard.applications.audit.canary import OddGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.config import check_positive, is_count
@@ -149,7 +149,7 @@ def audit_steps(
         **options,
     )
     try:
-        odd = OddGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
+        odd = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
         live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_clipping is None)
         step, is_canary = stepping(prepared), torch.arange(n) == n - 1
         datasets = {}
@@ -204,7 +204,7 @@ def _releases(
     step: Callable[[], None],
     data: TensorDataset,
     loss: SampleLoss,
-    odd: OddGradient,
+    odd: CanaryGradient,
     steps: int,
     micro_batch_size: int,
 ) -> Iterator[tuple[list[float], list[float]]]:

@@ -51,7 +51,7 @@ class Plan:
     def known(self) -> dict[str, Any]:
         """Return what is known, for JSON: a length or noise that is asked for is null."""
         facts = asdict(self.mechanism)
-        del facts["schedule"], facts["counted_groups"]
+        del facts["schedule"], facts["quantile_counts"]
         asked_for = {"noise_multiplier": None} if self.unknown == "noise_multiplier" else {}
         phases = [(size, None if self.unknown == "steps" else n) for size, n in self.mechanism.schedule.phases()]
         budget = {
@@ -166,7 +166,7 @@ def command(
             sample_size=sample_size,
             noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
             max_batch_size=max_batch_size,
-            grid_elements=_grid_elements(noise, elements),
+            discretized_elements=_grid_elements(noise, elements),
         ),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -229,7 +229,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 def _able(plan: Plan) -> Sequence[str]:
     """The accountants that can analyse `plan`."""
-    if plan.search is not None or plan.mechanism.grid_elements is not None:
+    if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]
     if plan.mechanism.max_batch_size is not None:
         return ["pld"]

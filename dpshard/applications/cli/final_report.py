@@ -47,7 +47,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "max_batch_size": mechanism.max_batch_size,
             "noise_multiplier": mechanism.noise_multiplier,
             "noise": mechanism.noise,
-            "grid_elements": mechanism.grid_elements,
+            "discretized_elements": mechanism.discretized_elements,
             "max_grad_norm": mechanism.max_grad_norm,
             "clipping_fn": run.settings.clipping_fn,
             "clipping_style": run.settings.clipping_style,

@@ -221,7 +221,7 @@ def _reproduce(folder: RunFolder, report: Mapping[str, Any], *, public: bool) ->
         settings = settings.replace(data, "(your data)")
     phases = ",".join(f"{p['expected_batch_size']}x{p['steps']}" for p in privacy["phases"])
     cap = f" --max-batch-size {privacy['max_batch_size']}" if privacy["max_batch_size"] else ""
-    elements = privacy.get("grid_elements")
+    elements = privacy.get("discretized_elements")
     noise = f" --noise {privacy['noise']} --elements {elements}" if elements else ""
     commands = (
         f"# in the run folder: the same settings, with new noise and new batches\n"

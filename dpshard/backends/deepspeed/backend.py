@@ -226,18 +226,18 @@ class DeepSpeedBackend(LocalBackend):
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
-    def unwatched(self) -> AbstractContextManager[Any]:
+    def guard_disabled(self) -> AbstractContextManager[Any]:
         """See LocalBackend."""
         stack = ExitStack()
-        stack.enter_context(super().unwatched())
+        stack.enter_context(super().guard_disabled())
         if self._zero3 is not None:
             stack.enter_context(self._zero3.beside())
         return stack
 
-    def probing(self) -> AbstractContextManager[Any]:
+    def dry_run(self) -> AbstractContextManager[Any]:
         """See LocalBackend."""
         stack = ExitStack()
-        stack.enter_context(super().probing())
+        stack.enter_context(super().dry_run())
         if self._zero3 is not None:
             meet_for_probe(self._group)
             stack.enter_context(self._zero3.unmarked())

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dpshard.backends.deepspeed.flat_shard import Piece
 from dpshard.backends.deepspeed.partitions import ZeroLayout
 from dpshard.backends.deepspeed.stage3 import is_gathered
-from dpshard.backends.training_state import REMEMBERED, Groups, Snapshot
+from dpshard.backends.training_state import OPTIMIZER_STATE, Groups, Snapshot
 from dpshard.errors import CheckpointError, ConfigurationError
 from dpshard.names import canonical_name
 
@@ -219,8 +219,8 @@ def _frozen(parameter: Any, rank: int) -> Tensor:
 def _described(saved: Mapping[str, Any]) -> _Described:
     found: _Described = {}
     for name, item in saved.items():
-        if name.startswith(REMEMBERED):
-            parameter, _, key = name.removeprefix(REMEMBERED).rpartition(".")
+        if name.startswith(OPTIMIZER_STATE):
+            parameter, _, key = name.removeprefix(OPTIMIZER_STATE).rpartition(".")
             found.setdefault(parameter, {})[key] = item
     return found
 

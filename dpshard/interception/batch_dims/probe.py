@@ -22,7 +22,7 @@ from dpshard.interception.batch_dims.axes import (
     rows_key,
 )
 from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
-from dpshard.interception.determinism import Undropped
+from dpshard.interception.determinism import DeterministicForward
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
 from dpshard.interception.vmapped import lift, transforms_are_active
 from dpshard.rules import COMPOSITES
@@ -46,7 +46,7 @@ class _Shapes:
     outputs: list[torch.Size]
 
 
-class _Compared(Undropped):
+class _Compared(DeterministicForward):
     """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
 
     permuting = False  # the first samples of both runs are to be the same

@@ -26,11 +26,11 @@ noise does not depend on it, except in the last bits of a logarithm or a cosine.
 switches it off.
 """
 
-from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, takes_convolution
-from dpshard.kernels.native.digest import add_digest_, takes_digest
-from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, takes_ghost_norm
+from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution
+from dpshard.kernels.native.digest import add_digest_, supports_digest
+from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, supports_ghost_norm
 from dpshard.kernels.native.library import is_built
-from dpshard.kernels.native.normalization import normalization_gradients, takes_normalization
+from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
 from dpshard.kernels.native.normals import box_muller, release_
 
 __all__ = [
@@ -43,8 +43,8 @@ __all__ = [
     "normalization_gradients",
     "per_sample_gradients_",
     "release_",
-    "takes_convolution",
-    "takes_digest",
-    "takes_ghost_norm",
-    "takes_normalization",
+    "supports_convolution",
+    "supports_digest",
+    "supports_ghost_norm",
+    "supports_normalization",
 ]

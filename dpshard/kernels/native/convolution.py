@@ -17,7 +17,7 @@ _MAX_POSITIONS = 2**16
 """Largest number of positions of all images of a sample; the code packs their gradients at once."""
 
 
-def takes_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
+def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
     """Return True if compiled code supports a kernel with `channels` output channels per group."""
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
@@ -33,7 +33,7 @@ def per_sample_gradients_(
 
     All tensors are float32. `images` are the input [B, k, G * C, *space] and the output gradient
     [B, k, P, *positions], in at most three dimensions. G groups have P / G channels each. Raises
-    ValueError for other dtypes or shapes; call `takes_convolution` first.
+    ValueError for other dtypes or shapes; call `supports_convolution` first.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 

@@ -11,7 +11,7 @@ WIDTH = 4096
 """Words of a row; see digest.c."""
 
 
-def takes_digest(words: Tensor) -> bool:
+def supports_digest(words: Tensor) -> bool:
     """Whether compiled code digests these: not those of another device, nor tensors without values."""
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 

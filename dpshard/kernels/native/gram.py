@@ -12,7 +12,7 @@ _TILE = 8, 16
 products. The code computes each column of tiles of a Gram matrix from the diagonal on."""
 
 
-def takes_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
+def supports_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if compiled code supports ghost norms of tensors of `dtype` on `device`."""
     return has_tiles(device, dtype)
 
@@ -31,7 +31,7 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
 
     The bound adds the largest error of squares that underflow. It is at least `relative_floor`
     (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
-    strides. Raises ValueError otherwise; call `takes_ghost_norm` first.
+    strides. Raises ValueError otherwise; call `supports_ghost_norm` first.
     """
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from dpshard.kernels.native.library import library, team
 
 
-def takes_normalization(device: torch.device, dtype: torch.dtype) -> bool:
+def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if compiled code supports inputs of `dtype` on `device`."""
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 

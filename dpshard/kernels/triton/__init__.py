@@ -24,7 +24,7 @@ They run on NVIDIA GPUs of compute capability 8.0 or more, and in Triton's inter
 tensors, which is how they are tested where there is no GPU. DPSHARD_TRITON=0 switches them off.
 """
 
-from dpshard.kernels.triton.dispatch import ghost_tile, run_on, take, takes_ghost_norm
+from dpshard.kernels.triton.dispatch import ghost_tile, run_on, supports_ghost_norm, take
 from dpshard.kernels.triton.operators import ghost_norm_sq, gradient_norm_sq, per_sample, release_, weighted_sum
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "per_sample",
     "release_",
     "run_on",
+    "supports_ghost_norm",
     "take",
-    "takes_ghost_norm",
     "weighted_sum",
 ]

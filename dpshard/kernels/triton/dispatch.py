@@ -73,7 +73,7 @@ def take(rows: Tensor, cols: Tensor) -> bool:
     )
 
 
-def takes_ghost_norm(BG: int, T: int) -> bool:
+def supports_ghost_norm(BG: int, T: int) -> bool:
     """Whether the ghost norm of a product that kernels take is theirs, with BG samples times groups."""
     return BG * triangle(T, ghost_tile(BG, T)) >= _MANY
 

@@ -37,11 +37,11 @@ def drop_clipping(monkeypatch, of):
     """The gradients of one parameter are summed as they are."""
 
     def summed(self, group, name):
-        clipped = group.multiplier_B
+        clipped = group.clip_coef_B
         if name == of and clipped is not None:
-            group.multiplier_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
+            group.clip_coef_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
         SUM(self, group, name)
-        group.multiplier_B = clipped
+        group.clip_coef_B = clipped
 
     monkeypatch.setattr(Tape, "_sum", summed)
 
@@ -196,8 +196,8 @@ def draw_by_a_public_seed(monkeypatch):
 
 def leave_small_parameters_out_of_norms(monkeypatch):
     """Biases, whose gradients are kept together, are not in the norm."""
-    norm_sq = dpshard.clipping.tape.Bundle.norm_sq
-    monkeypatch.setattr(dpshard.clipping.tape.Bundle, "norm_sq", lambda self: 0 * norm_sq(self))
+    norm_sq = dpshard.clipping.tape.FusedGrads.norm_sq
+    monkeypatch.setattr(dpshard.clipping.tape.FusedGrads, "norm_sq", lambda self: 0 * norm_sq(self))
 
 
 def double_a_threshold(monkeypatch):

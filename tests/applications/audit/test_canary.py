@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dpshard.applications.audit.canary import OddGradient
+from dpshard.applications.audit.canary import CanaryGradient
 from dpshard.clipping.functions import parse_clipping_fn
 
 GRADIENT = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([[0.5]]).double(), "c": torch.zeros(2).double()}
@@ -13,7 +13,7 @@ GROUPS = (("a",), ("b",), ("c",))
 
 
 def aim(clipping_fn, groups, thresholds):
-    odd = OddGradient(GRADIENT, groups, parse_clipping_fn(clipping_fn))
+    odd = CanaryGradient(GRADIENT, groups, parse_clipping_fn(clipping_fn))
     return odd, odd.aim(thresholds)
 
 

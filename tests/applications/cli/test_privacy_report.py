@@ -96,7 +96,7 @@ def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
     report = json.loads((copy / "report.json").read_text())
     report["privacy"] |= {
         "noise": "discrete-gaussian",
-        "grid_elements": 77,
+        "discretized_elements": 77,
         "accountant": "rdp",
         "max_batch_size": None,
     }
@@ -104,7 +104,7 @@ def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
     text = html.unescape(written(dpshard, copy))
     assert "exact discrete Gaussian on a grid" in text
     command = re.search(r"^dpshard (account .* --noise discrete-gaussian --elements 77 .*)$", text, re.MULTILINE)[1]
-    assert json.loads(dpshard(*command.split(), "--json").stdout)["plan"]["grid_elements"] == 77
+    assert json.loads(dpshard(*command.split(), "--json").stdout)["plan"]["discretized_elements"] == 77
 
 
 def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):

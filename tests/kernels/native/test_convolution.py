@@ -113,11 +113,11 @@ def test_products_of_convolutions_are_counted():
 
 def test_small_groups_large_volumes_and_other_dtypes_are_left_to_torch():
     cpu = torch.device("cpu")
-    assert native.takes_convolution(cpu, torch.float32, 8, 100)
-    assert not native.takes_convolution(cpu, torch.float32, 7, 100)
-    assert not native.takes_convolution(cpu, torch.float32, 8, 10**6)
-    assert not native.takes_convolution(cpu, torch.float64, 8, 100)
-    assert not native.takes_convolution(torch.device("cuda"), torch.float32, 8, 100)
+    assert native.supports_convolution(cpu, torch.float32, 8, 100)
+    assert not native.supports_convolution(cpu, torch.float32, 7, 100)
+    assert not native.supports_convolution(cpu, torch.float32, 8, 10**6)
+    assert not native.supports_convolution(cpu, torch.float64, 8, 100)
+    assert not native.supports_convolution(torch.device("cuda"), torch.float32, 8, 100)
     record = convolution(2, 1, 3, 16, (6, 6), (3, 3))
     with pytest.raises(ValueError, match="No gradients of convolutions"):
         native.gradient_norm_sq(record.shape, (record.input.double(), record.gradient), *record._steps())

@@ -109,7 +109,7 @@ def test_layers_are_the_same_without_it(module, dtype, switch_off):
         engine.privatize()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
-    assert native.takes_normalization(x.device, torch.float32)
+    assert native.supports_normalization(x.device, torch.float32)
     names = [name for name, _ in module.named_parameters()]
     trained = [[name] for name in names] + [names]
     compiled = [clipped(some) for some in trained]
@@ -124,8 +124,8 @@ def test_other_layers_are_refused():
     for pair, groups in (((x.double(), gradient), 0), ((x, gradient[:2]), 0), ((x, gradient), 3), ((x[0], x[0]), 0)):
         with pytest.raises(ValueError, match="No gradients of a normalisation"):
             native.normalization_gradients(*pair, groups, 1e-3, centered=True)
-    assert not native.takes_normalization(x.device, torch.float64)
-    assert not native.takes_normalization(torch.device("meta"), torch.float32)
+    assert not native.supports_normalization(x.device, torch.float64)
+    assert not native.supports_normalization(torch.device("meta"), torch.float32)
     assert native.normalization_gradients(x[:0], gradient[:0], 0, 1e-3, centered=True).shape == (2, 0, 4)
     with FakeTensorMode():
         fake = torch.empty(3, 6, 8), torch.empty(3, 6, 8)

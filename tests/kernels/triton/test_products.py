@@ -17,7 +17,7 @@ import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.kernels import triton
 from dpshard.kernels.triton import dispatch
-from dpshard.records import OuterProduct, PerSample
+from dpshard.records import OuterProduct, PerSampleGrad
 from dpshard.records.measure import measure
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
@@ -154,7 +154,7 @@ def results(record):
     for method in NormMethod:
         norm_sq, (left,) = measure([record], method, keep=True, closing=True)
         found += [norm_sq, left.clipped_sum(factors)]
-        assert isinstance(left, PerSample) or method is not NormMethod.INSTANTIATE
+        assert isinstance(left, PerSampleGrad) or method is not NormMethod.INSTANTIATE
     return found
 
 
@@ -206,5 +206,5 @@ def test_few_tiles_of_gram_matrices_are_left_to_torch():
     one = record()
     with mock.patch.object(triton, "ghost_norm_sq", side_effect=AssertionError):
         one.norm_sq(NormMethod.GHOST)
-    assert triton.takes_ghost_norm(64, 100)
-    assert not triton.takes_ghost_norm(4, 100)
+    assert triton.supports_ghost_norm(64, 100)
+    assert not triton.supports_ghost_norm(4, 100)
