@@ -231,10 +231,10 @@ class PrivacyEngine:
             "may_exceed_budget": self._budget.allow_overspend,
         }
         facts["parameters"] = [(n, tuple(backend.shapes[n]), p.dtype) for n, p in backend.parameters.items()]
-        if mismatches := backend.mismatches(facts):
+        if wrong := backend.mismatches(facts):
             raise ConfigurationError(
-                f"Ranks disagree about {', '.join(mismatches)}. Every rank makes the same engine for the same model "
-                f"(no stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
+                f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
+                f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
                 f"set, of which engine.batches(...) gives every rank its share."
             )
 
