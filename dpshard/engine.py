@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
-from dpshard.backends import choose, require_one_training
+from dpshard.backends import choose
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import partition
@@ -48,17 +48,12 @@ from dpshard.sampling import (
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
+from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
 from dpshard.verification import Loss, Moment, Verifier, verified_collation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from dpshard.backends.training_state import TrainingState
-
-
-NoteRelease = Callable[[int, bytes], Callable[[], object]]
-"""See PrivacyEngine.note_releases."""
 
 
 class PrivacyEngine:
@@ -200,10 +195,11 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
-        self._notes: list[NoteRelease] = []
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
         self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
+        self.internals = Internals(self._backend, self._collector)
+        """What the optimizer hook, Checkpointer and audits ask; not for scripts."""
         self._clipper = clipper = self._collector.clipper
         tracked = adaptive_clipping
         self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
@@ -392,7 +388,7 @@ class PrivacyEngine:
         """Count and note the next release; what waits until the notes are on the disk."""
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
-        return [note(step, identity) for note in self._notes] if counts else []
+        return self.internals.note(step, identity) if counts else []
 
     def _sum_digest(self) -> SumDigest:
         if self._digest is None or self._digest[0] != self._secret:
@@ -461,7 +457,7 @@ class PrivacyEngine:
         Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or not that of the
         other ranks; LogicalBatchError in the middle of a logical batch.
         """
-        self.require_rest()
+        self._collector.require_rest()
         secret, account, saved_facts, thresholds = checkpoint.unpack(state, self.mechanism)
         if isinstance(released, int) and (type(released) is not int or released < account["ledger"]["steps"]):
             raise ConfigurationError(
@@ -494,10 +490,6 @@ class PrivacyEngine:
                 stacklevel=2,
             )
 
-    def require_rest(self) -> None:
-        """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
-        self._collector.require_rest()
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refused, and with it copies and pickles: a copy would draw the same noise."""
         raise EngineInUseError(
@@ -505,42 +497,7 @@ class PrivacyEngine:
             "(the copy is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception, optimizers, Checkpointer and audits ask -------------------------------------------------
-
-    def owned(self) -> set[Tensor]:
-        """The parameters that this engine privatizes, and what optimizers may hold in their stead."""
-        return self._backend.held
-
-    def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """What the closure of an optimizer's step returns; LogicalBatchError if its samples count already."""
-        return self._collector.evaluate(closure)
-
-    def hand_over(self, held: set[Tensor]) -> None:
-        """Put private gradients where the optimizer that is about to step on `held` looks for them."""
-        self._backend.hand_over(held)
-
-    def note_releases(self, note: NoteRelease) -> None:
-        """Have `note(step, identity)` called before a release is made; what it returns is called before its end."""
-        self._notes.append(note)
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """Model and optimizer as a Checkpointer saves and loads them."""
-        require_one_training(self._backend)
-        return self._backend.training_state(optimizer)
-
-    def full_gradient(self, name: str) -> Tensor | None:
-        """All of a trainable parameter's private gradient, whatever shards it, on every rank.
-
-        Between `privatize()` and the optimizer's step; all ranks call it, for the same names in the same order. None
-        if the optimizer will find no gradient, for a parameter that was frozen since, say. Raises LogicalBatchError if
-        no private gradients are there.
-        """
-        self._collector.require_private()
-        return self._backend.full_gradient(name)
-
-    def full_value(self, name: str) -> Tensor:
-        """All of a trainable parameter, whatever shards it, on every rank; called like `full_gradient`, at any time."""
-        return self._backend.full_value(name)
+    # --- what interception and verification ask ------------------------------------------------------------------
 
     def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:

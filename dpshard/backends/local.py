@@ -353,7 +353,7 @@ class LocalBackend:
         names: dict[Tensor, str] = {p: name for name, p in (self.parameters | self.frozen).items()}
         return NamedState(self.outermost, optimizer, names)
 
-    def hand_over(self, held: set[Tensor]) -> None:
+    def install_gradients(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
 
     def drop_gradients(self) -> None:

@@ -37,23 +37,28 @@ class Stateful(Protocol):
         ...
 
 
+class _Internals(Protocol):
+    def note_releases(self, note: Callable[[int, bytes], Callable[[], object]]) -> None: ...
+
+    def require_rest(self) -> None: ...
+
+    def training_state(self, optimizer: Any) -> TrainingState: ...
+
+
 class _Engine(Protocol):
     mechanism: Mechanism
+
+    @property
+    def internals(self) -> _Internals: ...
+
+    @property
+    def step(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(
         self, state: dict[str, Any], *, released: int | Sequence[tuple[int, bytes]] | None = None
     ) -> Any: ...
-
-    def note_releases(self, note: Callable[[int, bytes], Callable[[], object]]) -> None: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def require_rest(self) -> None: ...
-
-    def training_state(self, optimizer: Any) -> TrainingState: ...
 
 
 class Checkpointer:
@@ -88,14 +93,14 @@ class Checkpointer:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigurationError(f"{name}={thing!r} has no state_dict() and load_state_dict(): leave it out.")
         self._folder = CheckpointFolder(Path(folder))
-        self._engine, self._state, self._others = engine, engine.training_state(optimizer), others
+        self._engine, self._state, self._others = engine, engine.internals.training_state(optimizer), others
         self._keep = keep
         self._ranks = Ranks()
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
         self._pending: Future[None] | None = None
         self._journal = Journal(Path(folder) / "releases.journal")
         if self._ranks.first:
-            engine.note_releases(self._note)
+            engine.internals.note_releases(self._note)
 
     def save(self, *, wait: bool = True) -> Path:
         """Save the state between two steps; where the checkpoint is, or will be.
@@ -135,7 +140,7 @@ class Checkpointer:
         model or optimizer; LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
-        self._engine.require_rest()
+        self._engine.internals.require_rest()
         step = self._newest()
         if step is None:
             return False

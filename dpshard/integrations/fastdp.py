@@ -106,7 +106,7 @@ class PrivacyEngine(core.PrivacyEngine):
         Raises ConfigurationError if it holds none of the engine's parameters.
         """
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(self.owned()):
+        if held.isdisjoint(self.internals.owned()):
             raise ConfigurationError(
                 "The optimizer holds no parameter of the engine's model: create it with module.parameters()."
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,18 +16,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dpshard.errors import EngineInUseError, LogicalBatchError, UnsupportedOptimizerError, UnsupportedParameterError
+from dpshard.step.internals import Internals
 
 
 class _Engine(Protocol):
     model: nn.Module
 
-    def owned(self) -> set[Tensor]: ...
-
-    def evaluate(self, closure: Callable[[], Any]) -> Any: ...
+    @property
+    def internals(self) -> Internals: ...
 
     def privatize(self) -> None: ...
-
-    def hand_over(self, held: set[Tensor]) -> None: ...
 
 
 # A model keeps its engine alive (through its patched forwards), so an engine leaves this set only with its model.
@@ -59,7 +56,7 @@ def unregister(engine: _Engine) -> None:
 def refuse_shared(model: nn.Module) -> None:
     """Raise EngineInUseError if a parameter of `model` belongs to an engine."""
     for engine in list(_engines):
-        owned = engine.owned()
+        owned = engine.internals.owned()
         for name, parameter in model.named_parameters():
             if parameter in owned:
                 raise EngineInUseError(
@@ -71,7 +68,7 @@ def refuse_shared(model: nn.Module) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     _refuse_late_parameters(held)
-    engines = [engine for engine in list(_engines) if not held.isdisjoint(engine.owned())]
+    engines = [engine for engine in list(_engines) if not held.isdisjoint(engine.internals.owned())]
     if not engines:
         return None
     if torch._C._current_graph_task_id() != -1:
@@ -91,12 +88,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if callable(closure):
         evaluate: Any = closure
         for engine in engines:
-            evaluate = functools.partial(engine.evaluate, evaluate)
+            evaluate = functools.partial(engine.internals.evaluate, evaluate)
         with torch.enable_grad():
             value = evaluate()
     for engine in engines:
         engine.privatize()
-        engine.hand_over(held)
+        engine.internals.install_gradients(held)
     _refuse_raw_gradients(held, engines)
     if callable(closure):
         once = _Once(value, held)
@@ -137,7 +134,7 @@ def _version(p: Tensor) -> tuple[int, int, int]:
 
 
 def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
-    private = set().union(*(engine.owned() for engine in engines))
+    private = set().union(*(engine.internals.owned() for engine in engines))
     others = [p for p in held - private if p.grad is not None]
     if others:
         raise UnsupportedParameterError(
@@ -150,7 +147,7 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 def _refuse_late_parameters(held: set[Tensor]) -> None:
     """Parameters of a private model that its engine does not know: unfrozen, replaced or added since."""
     for engine in list(_engines):
-        owned = engine.owned()
+        owned = engine.internals.owned()
         for name, parameter in engine.model.named_parameters():
             if parameter.grad is not None and parameter in held and parameter not in owned:
                 raise UnsupportedParameterError(

@@ -48,7 +48,10 @@ def shown(how: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     loss(wrapped(x[rank::ranks]), y[rank::ranks]).mean().backward()
     engine.privatize()
     names = engine.mechanism.clipping_groups[0]
-    found = {n: engine.full_gradient(n) for n in names}, {n: engine.full_value(n).clone() for n in names}
+    found = (
+        {n: engine.internals.full_gradient(n) for n in names},
+        {n: engine.internals.full_value(n).clone() for n in names},
+    )
     engine.detach()
     return found
 

@@ -96,7 +96,7 @@ class GradientCanaries:
     def observe(self, engine: PrivacyEngine, step: int) -> None:
         """Look at the release of `step`, which is in the gradients; of every step, from the first one on."""
         mechanism, unit = engine.mechanism, noise_unit(engine, step)
-        released = engine.full_gradient(_Probed.NAME)
+        released = engine.internals.full_gradient(_Probed.NAME)
         if released is None:
             raise ConfigurationError("The canaries' numbers (probe.weight) were frozen: train them, too.")
         z_m = released[:-1, 0].double().cpu().numpy() * mechanism.schedule[step] / unit
@@ -150,8 +150,8 @@ class InputCanaries:
         names = [name for group in mechanism.clipping_groups for name in group]
         with torch.no_grad():
             for name in names:
-                own[name].copy_(engine.full_value(name))
-        full = {name: engine.full_gradient(name) for name in names}
+                own[name].copy_(engine.internals.full_value(name))
+        full = {name: engine.internals.full_gradient(name) for name in names}
         released = {name: g for name, g in full.items() if g is not None}
         unit = noise_unit(engine, step)
         z_m = np.zeros(len(self.scores))

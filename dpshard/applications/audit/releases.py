@@ -221,7 +221,7 @@ class _Game:
         self._inverse = np.linalg.pinv(sum(part @ part.T for part in self._parts.values()))
 
     def _released(self, name: str) -> NDArray[np.float64]:
-        gradient = self.engine.full_gradient(name)
+        gradient = self.engine.internals.full_gradient(name)
         return np.zeros(self.sizes[name]) if gradient is None else _flat(gradient)
 
     def _compare_ranks(self, released: dict[str, NDArray[np.float64]], step: int) -> None:

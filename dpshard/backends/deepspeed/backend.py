@@ -177,7 +177,7 @@ class DeepSpeedBackend(LocalBackend):
     def _over_shards(self, x: Tensor) -> Tensor:
         return self.stack(x.view(1)).sum()
 
-    def hand_over(self, held: set[Tensor]) -> None:
+    def install_gradients(self, held: set[Tensor]) -> None:
         """See LocalBackend."""
         for master in held & set(self._reducer.layout.masters):
             gradient = self._private.pop(id(master), None)

@@ -148,9 +148,9 @@ def test_gradients_without_noise_are_shown_to_nobody():
         for x, y in logical_batch:
             loss(engine.model(x), y).mean().backward()
         with pytest.raises(LogicalBatchError, match="privatize"):
-            engine.full_gradient("0.weight")
+            engine.internals.full_gradient("0.weight")
         engine.privatize()
-        assert engine.full_gradient("0.weight") is engine.model[0].weight.grad
+        assert engine.internals.full_gradient("0.weight") is engine.model[0].weight.grad
     engine.detach()
 
 

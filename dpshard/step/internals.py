@@ -1,0 +1,69 @@
+"""What the optimizer hook, Checkpointer and audits ask an engine, and scripts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpshard.backends import require_one_training
+from dpshard.backends.local import LocalBackend
+from dpshard.step.collector import Collector
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
+
+NoteRelease = Callable[[int, bytes], Callable[[], object]]
+"""Takes step and identity of a release before it is made; what it returns is called before the release ends."""
+
+
+class Internals:
+    """Parameters, gradients and releases of an engine, as other rooms see them."""
+
+    def __init__(self, backend: LocalBackend, collector: Collector) -> None:
+        self._backend, self._collector = backend, collector
+        self._notes: list[NoteRelease] = []
+
+    def owned(self) -> set[Tensor]:
+        """Return the parameters that the engine privatizes, and what optimizers may hold in their place."""
+        return self._backend.held
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of the closure of an optimizer's step; LogicalBatchError if its samples count already."""
+        return self._collector.evaluate(closure)
+
+    def install_gradients(self, held: set[Tensor]) -> None:
+        """Put private gradients where the optimizer that is about to step on `held` looks for them."""
+        self._backend.install_gradients(held)
+
+    def note_releases(self, note: NoteRelease) -> None:
+        """Call `note` for every release from now on."""
+        self._notes.append(note)
+
+    def note(self, step: int, identity: bytes) -> list[Callable[[], object]]:
+        """Note a release; return what waits until the notes are on the disk."""
+        return [note(step, identity) for note in self._notes]
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Return model and optimizer as a Checkpointer saves and loads them."""
+        require_one_training(self._backend)
+        return self._backend.training_state(optimizer)
+
+    def require_rest(self) -> None:
+        """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
+        self._collector.require_rest()
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """Return the whole private gradient of a trainable parameter, on every rank.
+
+        All ranks call it between `privatize()` and the optimizer's step, for the same names in the same order. None
+        if the optimizer will find no gradient, because the parameter was frozen since, say. Raises LogicalBatchError
+        if there are no private gradients.
+        """
+        self._collector.require_private()
+        return self._backend.full_gradient(name)
+
+    def full_value(self, name: str) -> Tensor:
+        """Return a whole trainable parameter, on every rank; called like `full_gradient`, at any time."""
+        return self._backend.full_value(name)
