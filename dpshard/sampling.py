@@ -178,6 +178,8 @@ def load(
     check_dataset(dataset, sample_size)
     if type(dataset) is TensorDataset and collate_fn is None:
         dataset, collate_fn = _TensorRows(dataset), _as_is
+    elif hasattr(dataset, "__getitems__"):
+        dataset = _OneByOne(dataset)
     ahead: deque[MicroBatchPlan] = deque()
     loader = DataLoader(
         dataset,
@@ -279,6 +281,19 @@ class _TensorRows(Dataset):
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         rows = torch.tensor(indices)
         return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
+
+
+class _OneByOne(Dataset):
+    """A data set that is asked for one sample at a time, so that its transforms never see two together."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
 
 def _as_is(batch: Any) -> Any:

@@ -28,6 +28,7 @@ _LARGE = 1_000
 
 STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    random.SystemRandom: (lambda _: None, lambda *_: None),
     random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
     np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     np.random.Generator: (

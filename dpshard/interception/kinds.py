@@ -19,6 +19,10 @@ _EXACT = 4
 _DEEPEST = 4
 _MOST = 64
 """Items of an object that are looked at."""
+_BY_VALUE = (
+    Tensor, nn.Module, ModuleType, type, Enum, np.generic, np.ndarray, str, bytes, range, complex, set, frozenset, int,
+    float,
+)  # fmt: skip
 
 
 def kind_of_value(x: Any) -> Any:
@@ -33,14 +37,33 @@ def kind_of_value(x: Any) -> Any:
         return x if abs(x) <= _EXACT else ("int", x > 0, x.bit_length())
     if isinstance(x, float):
         return ("float", x > 0, math.frexp(x)[1] if x and math.isfinite(x) else repr(x))
+    if isinstance(x, complex):
+        return (kind_of_value(x.real), kind_of_value(x.imag))
+    if isinstance(x, (type, ModuleType)):
+        return (getattr(x, "__module__", None), getattr(x, "__qualname__", x.__name__))
+    return _kind_of_collection(x)
+
+
+def _kind_of_collection(x: Any) -> Any:
+    """The kinds of a few values: numbers of an array, the members of a set, the ends of a range; else None."""
+    if isinstance(x, nn.Module):
+        return ("module", id(x))
+    if isinstance(x, range):
+        return tuple(map(kind_of_value, (x.start, x.stop, x.step)))
+    if isinstance(x, bytes):
+        return x if len(x) <= _MOST else ("bytes", len(x).bit_length())
+    if isinstance(x, np.ndarray) and x.dtype != object and x.size <= _EXACT:
+        return (x.shape, *map(kind_of_value, x.ravel().tolist()))
+    if isinstance(x, (set, frozenset)) and len(x) <= _MOST:
+        return frozenset(map(kind_of_value, x))
     return None
 
 
 def kind_of_object(x: Any, depth: int = 0) -> Any:
     """The kinds of what an object holds: a configuration, a function with its closure, a single number on the CPU."""
-    if type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu":
+    if type(x) is Tensor and x.numel() == 1 and x.device.type == "cpu":
         return kind_of_value(x.item())
-    if isinstance(x, (Tensor, nn.Module, ModuleType, type, Enum, np.generic, str, int, float)) or depth == _DEEPEST:
+    if isinstance(x, _BY_VALUE) or depth == _DEEPEST:
         return kind_of_value(x)
     if isinstance(x, MethodType):
         return kind_of_object(x.__func__, depth + 1), kind_of_object(x.__self__, depth + 1)

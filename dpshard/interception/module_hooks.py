@@ -1,7 +1,8 @@
-"""Forward hooks of the module that a loop calls: torch runs them in `__call__`, outside of `forward`.
+"""Hooks of the module that a loop calls, and global ones: torch runs them in `__call__`, outside of `forward`.
 
-What they compute of the inputs and outputs is part of the model. So it is probed, recorded and verified with it: a
-module that has such hooks is entered where it is called. Hooks of frameworks stay outside, where they expect to be.
+What they compute of inputs, outputs and their gradients is part of the model. So it is probed, recorded and verified
+with it: a module that has such hooks is entered where it is called. Hooks of frameworks stay outside, where they
+expect to be.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as module_calls
 
 from dpshard.errors import UnsupportedParameterError
 
@@ -18,16 +20,25 @@ _FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether `module` has forward hooks, or pre-hooks, that no framework has put there."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(_home(hook) not in _FRAMEWORKS for hook in hooks)
+    """Return True if hooks run when `module` is called that no framework has put there."""
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+        module_calls._global_forward_pre_hooks,
+        module_calls._global_forward_hooks,
+        module_calls._global_backward_pre_hooks,
+        module_calls._global_backward_hooks,
+    )
+    return any(_home(hook) not in _FRAMEWORKS for some in hooks for hook in some.values())
 
 
 def refuse_hooks(module: nn.Module) -> None:
     """Raise UnsupportedParameterError if `module` has hooks, which run beside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
-            f"{type(module).__name__}, which your loop calls, has a forward hook, or pre-hook, that runs outside of "
+            f"{type(module).__name__}, which your loop calls, has a hook, or one of all modules, that runs outside of "
             f"what is verified: it was registered after the engine was made, or on a module that FSDP or ZeRO-3 "
             f"shards. Register it before the PrivacyEngine is made, or on a module within, or move its code into "
             f"forward."

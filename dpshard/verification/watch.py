@@ -74,7 +74,7 @@ class Watch:
         self._note(self._model)
         found |= {(path, kind) for path, kind in self._kinds.items() if path not in kinds or kinds[path] != kind}
         found |= {(path, None) for path in kinds.keys() - self._kinds.keys()}
-        new = {(path, kind) for path, kind in found - self._seen if not path.startswith(self._counters)}
+        new = {(path, kind) for path, kind in found - self._seen if not self._is_counter(path)}
         self._seen |= found
         spent = [self._may_spend(name, step) for name in {_ration(path, kind) for path, kind in new}]
         return any(spent)
@@ -84,6 +84,9 @@ class Watch:
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
+
+    def _is_counter(self, path: str) -> bool:
+        return path in self._counters or path.startswith(tuple(f"{name}[" for name in self._counters))
 
     def _may_spend(self, name: str, step: int) -> bool:
         self._spent[name] += 1

@@ -226,7 +226,7 @@ def _releases(
         engine.privatize()
         unit = noise_unit(engine, logical_batch.step)
         scale = mechanism.schedule[logical_batch.step] / unit
-        z = [reached * scale for reached in odd.along(engine.full_gradient)]
+        z = [reached * scale for reached in odd.along(engine.internals.full_gradient)]
         step()
         yield z, [length / unit for length in odd.lengths(aim)]
 
