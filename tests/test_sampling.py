@@ -205,14 +205,11 @@ class Squares:
         return {"x": torch.tensor([float(index)]), "y": index**2}
 
 
-class FetchedTogether(Squares):
-    """As the datasets of Hugging Face: a list of rows at once."""
-
-    def __getitem__(self, index):
-        raise AssertionError("rows are to be fetched together")
+class ReadTogether(Squares):
+    """As the datasets of Hugging Face, whose transforms see all rows that are read at once, and could mix them."""
 
     def __getitems__(self, indices):
-        return [super(FetchedTogether, self).__getitem__(index) for index in indices]
+        raise AssertionError("rows are to be read one by one")
 
 
 def plans_of(steps=4, size=3, n=50, batch_size=8):
@@ -220,7 +217,7 @@ def plans_of(steps=4, size=3, n=50, batch_size=8):
     return [plan for step in range(steps) for plan in plan_micro_batches(poisson.draw(step), step, size)]
 
 
-@pytest.mark.parametrize("dataset", [Squares(), FetchedTogether()])
+@pytest.mark.parametrize("dataset", [Squares(), ReadTogether()])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "prefetch_factor": 3}])
 def test_data_are_paired_with_their_plans_in_order(dataset, workers):
     plans = plans_of()

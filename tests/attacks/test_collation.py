@@ -205,6 +205,12 @@ def as_an_encoding(rows):
     return UserDict(padded(rows))
 
 
+def words_dropped_at_random(rows):
+    return [
+        row["ids"][torch.tensor([random.random() < 0.8 for _ in row["ids"]])].tolist() or [0] for row in rows
+    ], torch.tensor([row["ids"][random.randrange(len(row["ids"]))] for row in rows])
+
+
 def seed(number):
     torch.manual_seed(number)
     np.random.seed(number)  # noqa: NPY002
@@ -230,6 +236,28 @@ def test_an_honest_collate_fn_passes_and_draws_what_it_drew(collate_fn):
             seed(size)
             collate_fn(rows)
             assert drawn == (torch.rand(()), np.random.rand(), random.random())  # noqa: NPY002
+
+
+def test_words_that_are_dropped_at_random_pass_whatever_their_lengths():
+    """How often they draw depends on lengths, which add up alike by chance now and then."""
+    for trial in range(40):
+        seed(trial)
+        order = torch.randperm(N).tolist()
+        collate_fn, texts = verified_collation(words_dropped_at_random), Texts()
+        for at in (0, 4, 8):
+            collate_fn([texts[i] for i in order[at : at + 4]])
+
+
+class AskedForSeveral(TensorDataset):
+    """Rows are standardised among those that are asked for together, as a batched transform may."""
+
+    def __getitems__(self, indices):
+        x = self.tensors[0][indices]
+        return list(zip((x - x.mean(0)) / x.std(0), self.tensors[1][indices], strict=True))
+
+
+def test_a_data_set_is_asked_for_one_sample_at_a_time():
+    assert influence(linear, loop_of(default_collate), AskedForSeveral(*ROWS.tensors), left_out=(0, 3)) <= ALLOWED
 
 
 def test_an_honest_collate_fn_is_exact():

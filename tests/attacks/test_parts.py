@@ -64,6 +64,30 @@ def test_a_hook_of_the_model_that_normalises_by_the_batch_is_refused(where):
     assert "mixes the samples" in is_refused(hooked(**{where: normalised}), loop_of(whole), DATA)
 
 
+def of_the_batch(module, gradients):
+    return tuple(4 * g / g.norm() for g in gradients)
+
+
+def test_a_hook_that_normalises_gradients_by_the_batch_is_refused():
+    def build():
+        model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, C))
+        model.register_full_backward_pre_hook(of_the_batch)
+        return model
+
+    assert "gradients of" in is_refused(build, loop_of(whole), DATA)
+
+
+def test_a_hook_of_all_modules_that_centres_the_outermost_is_refused():
+    def centred(module, _, output):
+        return output - output.mean(0) if type(module) is nn.Sequential else None
+
+    handle = nn.modules.module.register_module_forward_hook(centred)
+    try:
+        assert is_refused(hooked(), loop_of(whole), DATA)
+    finally:
+        handle.remove()
+
+
 def test_a_hook_that_is_registered_after_the_engine_is_refused_if_it_mixes():
     def loop(model, engine, optimizer, dataset):
         model.register_forward_hook(lambda _, args, output: normalised(output))

@@ -106,6 +106,11 @@ ARGUMENTS = {
     "a dataclass": (lambda on: Settings(bool(on)), lambda a: a.mix),
     "a dataclass of slots": (lambda on: Slotted(bool(on)), lambda a: a.mix),
     "a namespace": (lambda on: types.SimpleNamespace(inner={"mix": bool(on)}), lambda a: a.inner["mix"]),
+    "a set": (lambda on: {"mix"} if on else set(), bool),
+    "bytes": (lambda on: b"mix" if on else b"", bool),
+    "a range": (range, len),
+    "an array": (np.array, bool),
+    "a tensor of one element": (lambda on: torch.tensor([on]), bool),
     "a closure": (as_closure, None),
     "a partial": (as_partial, None),
 }
@@ -196,6 +201,23 @@ def test_a_flag_is_seen_when_a_ramp_has_used_its_ration_up():
         return model(normal())
 
     assert steps_until_refused(Switched(), forward, 24) == 23
+
+
+def test_a_counter_does_not_hide_a_switch_that_begins_with_its_name():
+    class Counting(Switched):
+        def __init__(self):
+            super().__init__()
+            self.f = 0
+
+        def forward(self, x):
+            self.f += 1
+            return super().forward(x)
+
+    def forward(model, step):
+        model.flag = step == 3
+        return model(normal())
+
+    assert steps_until_refused(Counting(), forward, 4) == 3
 
 
 def test_settings_that_change_honestly_are_verified_a_few_times():
