@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -203,10 +203,7 @@ def data(
     with console.progress("measuring", len(chosen) + 1) as advance:
         drawn = loading.draws(loading.SIZES[:1] if tiny else loading.SIZES)
         advance("drawn")
-        waits = {}
-        for workload in chosen:
-            waits[workload.name] = loading.waiting(workload, steps=steps, device=device)
-            advance(workload.name)
+        waits = _by_name(chosen, lambda workload: loading.waiting(workload, steps=steps, device=device), advance)
     results_files.write(out, "data", "data", {"draws": drawn, "waiting": waits, "threads": threads})
     report(out)
 
@@ -226,10 +223,7 @@ def verification(
     torch.set_num_threads(threads)
     chosen = _workloads(workloads, tiny)
     with console.progress("measuring", len(chosen)) as advance:
-        costs = {}
-        for workload in chosen:
-            costs[workload.name] = verifying.measure(workload, steps=steps, device=device)
-            advance(workload.name)
+        costs = _by_name(chosen, lambda workload: verifying.measure(workload, steps=steps, device=device), advance)
     results_files.write(out, "verification", "verification", {"costs": costs, "threads": threads})
     report(out)
 
@@ -255,6 +249,17 @@ def report(out: Out = results_files.FOLDER) -> None:
 
 def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
     return [find(name, tiny=tiny) for name in names or WORKLOADS]
+
+
+def _by_name(
+    workloads: Iterable[Workload], measured: Callable[[Workload], dict[str, float]], advance: Callable[[str], None]
+) -> dict[str, dict[str, float]]:
+    """Figures of each workload, by its name."""
+    found = {}
+    for workload in workloads:
+        found[workload.name] = measured(workload)
+        advance(workload.name)
+    return found
 
 
 def _report(figures: dict[str, object]) -> None:

@@ -3,7 +3,7 @@
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.doubts import Doubt, Doubts
-from dpshard.interception.held_objects import container
+from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
@@ -26,6 +26,7 @@ __all__ = [
     "RowIdentity",
     "Run",
     "TapeProvider",
+    "access_to",
     "container",
     "is_own",
     "kind_of_object",

@@ -87,11 +87,12 @@ def container(x: Any) -> Container | None:
         return Container(x, lambda: {"self": x.__self__, "function": getattr(x, "__func__", None)}, lambda _: None)
     if isinstance(x, functools.partial):
         return Container(x, lambda: {"": x.func, "args": x.args, "keywords": x.keywords}, lambda _: None)
-    slots = list(_slots(x))
+    slots = list(slots_of(x))
     return _object(x, slots) if slots or hasattr(x, "__dict__") else None
 
 
-def _slots(x: Any) -> Iterator[str]:
+def slots_of(x: Any) -> Iterator[str]:
+    """Yield the names of the slots of an object, as its attributes are called."""
     for kind in type(x).__mro__:
         names = vars(kind).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpshard.interception.held_objects import is_foreign
+from dpshard.interception.held_objects import is_foreign, slots_of
 from dpshard.interception.run import Run
 
 _EXACT = 4
@@ -86,7 +86,7 @@ def _held(x: Any) -> dict[Any, Any] | None:
     if isinstance(x, FunctionType):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         return {name: cell.cell_contents for name, cell in cells if cell != CellType()} | (x.__kwdefaults__ or {})
-    slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
+    slots = [name for name in slots_of(x) if hasattr(x, name)]
     if not slots:
         return vars(x) if hasattr(x, "__dict__") else None
     return {name: getattr(x, name) for name in slots} | getattr(x, "__dict__", {})

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from dpshard.errors import VerificationError
+from dpshard.interception import access_to
 
 ROUNDING = 1e-4
 """Relative to the largest number of a row, by which it may differ."""
@@ -257,20 +258,17 @@ class _Generators:
         np.random.set_state(states[1])  # noqa: NPY002
         random.setstate(states[2])
         for generator, state in zip(self._own, states[3:], strict=True):
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, np.random.RandomState):
-                generator.set_state(state)
-            else:
-                generator.setstate(state)
+            _access(generator)[1](generator, state)
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    return copy.deepcopy(_access(generator)[0](generator))
+
+
+def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    access = access_to(generator)
+    assert access is not None
+    return access
 
 
 def _held(x: Any, depth: int) -> Iterator[Any]:

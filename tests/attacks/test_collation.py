@@ -197,6 +197,16 @@ class Batch:
     names: list[str]
 
 
+class HeldBySystem:
+    """Draws what no state can repeat."""
+
+    def __init__(self):
+        self.generator = random.SystemRandom()
+
+    def __call__(self, rows):
+        return [row["name"] for row in rows], [self.generator.random() for _ in rows]
+
+
 def as_a_dataclass(rows):
     return Batch(padded(rows)["ids"], [row["name"] for row in rows])
 
@@ -219,7 +229,8 @@ def seed(number):
 
 HONEST = [
     padded, padded_on_the_left, with_positions, sorted_by_length, written_into_the_samples, masked_at_random,
-    noised_by_numpy, cropped_by_python, noised_by_a_fresh_generator, Held(), as_a_dataclass, as_an_encoding,
+    noised_by_numpy, cropped_by_python, noised_by_a_fresh_generator, Held(), HeldBySystem(), as_a_dataclass,
+    as_an_encoding,
 ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.errors import ConfigurationError, DataError
+from dpshard.applications.extras import require
+from dpshard.errors import DataError
 
 BYTES = 256
 """Number of byte tokens. The ids are the 256 bytes, a public vocabulary, then BEGIN and PAD."""
@@ -72,10 +73,9 @@ def load(settings: TrainSettings) -> Data:
 
 
 def _digits(settings: TrainSettings) -> Data:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ConfigurationError("The digits come with scikit-learn: pip install 'dpshard[train]'.") from error
+    require("sklearn", "train", "task='digits'")
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpshard.applications.cli.data import Data, Kind, splits, tokens, unlabelled
 from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
-from dpshard.errors import ConfigurationError, DataError
+from dpshard.applications.extras import require
+from dpshard.errors import DataError
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
@@ -250,10 +251,9 @@ class HubImages(Dataset[tuple[Tensor, int]]):
 
 
 def _hugging_face(name: str, settings: TrainSettings) -> Data:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigurationError("Data of the Hugging Face hub need `datasets`: pip install 'dpshard[hf]'.") from error
+    require("datasets", "hf", f"data='hf:{name}'")
+    import datasets
+
     name, _, config = name.partition(":")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no message per retry; our error follows
     try:

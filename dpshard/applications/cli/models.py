@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpshard.applications.cli import console, own_model
 from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
+from dpshard.applications.extras import require
 from dpshard.errors import ConfigurationError
 from dpshard.replacements import replace_unsupported
 
@@ -77,8 +78,8 @@ def choose(data: Data, task: str) -> str:
     if data.kind is not Kind.LANGUAGE:
         return FITTING[data.kind][0]
     try:
-        import transformers  # noqa: F401
-    except ImportError:
+        require("transformers", "hf", "model='gpt2'")
+    except ConfigurationError:
         return "gpt"
     return "gpt2"
 
@@ -220,12 +221,9 @@ class GPT2(nn.Module):
 
     def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
-        try:
-            from transformers import GPT2Config, GPT2LMHeadModel
-        except ImportError as error:
-            raise ConfigurationError(
-                "model='gpt2' needs transformers: pip install 'dpshard[hf]', or take 'gpt'."
-            ) from error
+        require("transformers", "hf", "model='gpt2' (model='gpt' does not)")
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=length, n_embd=width, n_layer=depth, n_head=heads,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=PAD, eos_token_id=PAD,
@@ -245,10 +243,9 @@ class BERT(nn.Module):
 
     def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
-        try:
-            from transformers import BertConfig, BertForMaskedLM
-        except ImportError as error:
-            raise ConfigurationError("model='bert' needs transformers: pip install 'dpshard[hf]'.") from error
+        require("transformers", "hf", "model='bert'")
+        from transformers import BertConfig, BertForMaskedLM
+
         config = BertConfig(
             vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, intermediate_size=4 * width,
             num_hidden_layers=depth, num_attention_heads=heads, pad_token_id=PAD, type_vocab_size=1,

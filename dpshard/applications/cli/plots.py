@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dpshard.applications.cli.run_folder import RunFolder
-from dpshard.errors import ConfigurationError, RunFolderError
+from dpshard.applications.extras import require
+from dpshard.errors import RunFolderError
 
 COLOURS = ("#2a5caa", "#d1495b", "#2e8b57")
 DPI = 150
@@ -147,8 +148,7 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], 
 
 def styled() -> Any:
     """A context in which figures are made in our style; ConfigurationError if matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigurationError("Plots need matplotlib: pip install 'dpshard[plots]'.") from error
+    require("matplotlib", "plots", "A plot")
+    import matplotlib
+
     return matplotlib.rc_context(STYLE)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dpshard.applications.extras import require
 from dpshard.config import check_choice
 from dpshard.errors import ConfigurationError
 
@@ -166,11 +167,10 @@ def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
 
 
 def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subject:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    except ImportError as error:
-        raise ConfigurationError("hf: models need transformers: pip install 'dpshard[hf]'.") from error
+    require("transformers", "hf", f"model='hf:{name}'")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     try:
         if Path(name).is_file():
             fields = json.loads(Path(name).read_text("utf-8"))
