@@ -22,14 +22,18 @@ _declared: list[torch.library.Library] = []  # what a Library declares goes with
 
 
 def import_timm() -> ModuleType:
-    """The module; or skip the test file, and say what is not tested."""
-    if BESIDE.is_dir() and str(BESIDE) not in sys.path:
-        sys.path.append(str(BESIDE))
+    """The module; or skip the test file, and say what is not tested.
+
+    The path is put back: processes that tests start inherit it, and would not find transformers' models.
+    """
+    sys.path.append(str(BESIDE))
     try:
         _import_torchvision()
         return importlib.import_module("timm")
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"timm's models are NOT TESTED: {error}. `make venv` installs it", allow_module_level=True)
+    finally:
+        sys.path.remove(str(BESIDE))
 
 
 def _import_torchvision() -> None:
