@@ -16,12 +16,19 @@ from torch import Tensor
 from dpshard.errors import BatchLayoutError
 
 _OF_ELEMENTS = frozenset(
-    "Tanh Relu Gelu Silu Sigmoid LeakyRelu Elu Hardtanh Hardswish Softplus Mish Neg Exp Abs Alias ToCopy Clone "
-    "NativeDropout".split()
+    "Tanh Relu Gelu Silu Sigmoid LeakyRelu Elu Hardtanh Hardswish Softplus Mish Neg Exp Log Abs Sqrt Sin Cos ClampMin "
+    "Alias ToCopy Clone NativeDropout".split()
 )
 """Functions of one tensor, element by element."""
-_WITHIN_ROWS = frozenset("View UnsafeView ReshapeAlias Select Slice Mean Unsqueeze Squeeze".split())
+_OF_PAIRS = frozenset("Add Sub Mul Div".split())
+"""Functions of two tensors, element by element."""
+_WITHIN_ROWS = frozenset(
+    "View UnsafeView ReshapeAlias Expand Select Slice Mean Sum Softmax LogSoftmax LinalgVectorNorm Unsqueeze Squeeze "
+    "Transpose NativeLayerNorm".split()
+)
 """Functions of one tensor that keep its rows, unless they touch dimension 0."""
+_JOINED = frozenset("Cat Stack".split())
+"""Functions of several tensors that keep their rows, unless they join them along dimension 0."""
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
@@ -58,39 +65,62 @@ def _name(node: Any) -> str:
 
 
 def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
-    """Whether `x` follows from one of `made` by functions of one tensor that keep its rows."""
-    node: Any = x.grad_fn
-    place = x.output_nr
-    while node not in made:
+    """Return True if `x` follows from `made` by functions that autograd's graph shows to keep rows apart."""
+    waiting: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr)]
+    seen = set(waiting)
+    while waiting:
+        node, place = waiting.pop()
+        if node in made:
+            continue
         name = _name(node)
-        before = [following for following in node.next_functions if following[0] is not None]
-        if name in _UNCHANGED and len(node.next_functions) > place:
-            before = [node.next_functions[place]]
-        elif name not in _OF_ELEMENTS and not (name in _WITHIN_ROWS and _within_rows(node, name, rows)):
+        before = list(node.next_functions)
+        if name in _UNCHANGED and len(before) > place:
+            before = [before[place]]
+        elif not _is_rowwise(node, name, rows):
             return False
-        if len(before) != 1 or before[0][0] is None:
+        if name in _JOINED or name == "NativeLayerNorm":
+            before = [following for following in before if following[0] is not None]
+        if not before or any(following is None for following, _ in before):
             return False
-        node, place = before[0]
+        waiting += [following for following in before if following not in seen]
+        seen.update(before)
     return True
 
 
-def _within_rows(node: Any, name: str, rows: int) -> bool:
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
+def _is_rowwise(node: Any, name: str, rows: int) -> bool:
+    shape = node._input_metadata[0].shape
+    operands = [tuple(x._input_metadata[place].shape) for x, place in node.next_functions if x is not None]
+    if name in _OF_ELEMENTS:
+        return len(node.next_functions) == 1
+    if name in _OF_PAIRS:  # one of fewer dimensions would be a row for all
+        return len(operands) == 2 and all(len(x) == len(shape) and x[0] == rows for x in operands)
+    if name in _JOINED:
+        return 0 not in _dims(node._saved_dim, len(shape))
+    if name == "Expand" and len(shape) != len(operands[0]):
+        return False  # new dimensions come first
+    return name in _WITHIN_ROWS and len(operands) == 1 and _within_rows(node, name, operands[0], rows)
+
+
+def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool:
+    """Return True if a function of one tensor of this size leaves dimension 0 as it is."""
     if name == "Unsqueeze":
-        return _dims(node._saved_dim) != [0]
-    if sizes is None or not sizes or sizes[0] != rows:
+        return 0 not in _dims(node._saved_dim, len(size) + 1)
+    if not size or size[0] != rows:
         return False
-    if name in ("View", "UnsafeView", "ReshapeAlias") or (name == "Squeeze" and rows > 1):
+    if name in ("View", "UnsafeView", "ReshapeAlias", "Expand") or (name == "Squeeze" and rows > 1):
         return True
-    dims = [d % len(sizes) for d in _dims(getattr(node, "_saved_dim", 0))]
+    if name == "NativeLayerNorm":
+        return len(node._saved_normalized_shape) < len(size)
+    saved = (node._saved_dim0, node._saved_dim1) if name == "Transpose" else getattr(node, "_saved_dim", ())
+    dims = _dims(saved, len(size))
     whole = name == "Slice" and node._saved_start in (0, None) and node._saved_end >= rows and node._saved_step == 1
     return bool(dims) and (0 not in dims or (whole and len(dims) == 1))
 
 
-def _dims(saved: Any) -> list[int]:
-    """Dimensions that a node has saved: autograd shows those below 0 as unsigned."""
+def _dims(saved: Any, count: int) -> list[int]:
+    """Return dimensions that a node has saved, of `count`: autograd shows those below 0 as unsigned."""
     dims = list(saved) if isinstance(saved, (tuple, list)) else [saved]
-    return [d - 2**64 if d >= 2**63 else d for d in dims]
+    return [(d - 2**64 if d >= 2**63 else d) % count for d in dims]
 
 
 def _depends(node: Any, made: set[Any]) -> bool:

@@ -155,6 +155,15 @@ def parts(between):
         lambda h: h.mean(0, keepdim=True).expand_as(h),
         lambda h: h.t().reshape(h.shape),
         Centre(),
+        lambda h: h + h.mean(0, keepdim=True),
+        lambda h: h * h.softmax(0),
+        lambda h: h + h.flip(0),
+        lambda h: F.normalize(h, dim=0),
+        lambda h: F.layer_norm(h, h.shape),
+        lambda h: torch.cat([h[1:], h[:1]]),
+        lambda h: torch.stack([h, h.tanh()])[0],
+        lambda h: torch.cat([h[:, : len(h)] + h[:, 0], h[:, len(h) :]], 1),
+        lambda h: h / h.std().item(),
     ],
 )
 def test_code_between_parts_that_may_mix_is_refused(between, micro):
@@ -172,9 +181,15 @@ def test_code_between_parts_that_may_mix_is_refused(between, micro):
         lambda h: h.unflatten(1, (2, 4)).flatten(1).sigmoid(),
         lambda h: h.unsqueeze(1)[:, 0],
         lambda h: h[:, None].mean(1),
+        lambda h: h + h.sigmoid() * h.softmax(1),
+        lambda h: h - h.mean(1, keepdim=True),
+        lambda h: F.layer_norm(h, (H,)),
+        lambda h: F.normalize(h, dim=-1),
+        lambda h: torch.cat([h[:, :4], h[:, :3].tanh(), torch.ones(len(h), 1)], dim=-1),
+        lambda h: torch.stack([h, h.tanh()], 1).sum(1),
     ],
 )
-def test_elements_and_picks_within_rows_are_exact(between, micro):
+def test_what_keeps_to_a_row_is_exact(between, micro):
     exact(parts(between), by_parts, micro=micro)
 
 
