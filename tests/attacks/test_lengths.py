@@ -11,7 +11,7 @@ from tests.attacks.oracle import ALLOWED, influence, is_refused
 
 
 class Texts(Dataset):
-    """16 texts of 3 to 5 words, several of which are the longest, but for one of 12."""
+    """16 texts: 15 of them have 3 to 5 words, and one has 12."""
 
     def __len__(self):
         return 16
@@ -49,3 +49,19 @@ def test_padding_that_counts_is_refused_where_several_rows_are_the_longest():
 @pytest.mark.parametrize("i", [0, 7])
 def test_padding_that_is_masked_is_exact(i):
     assert 0.1 < influence(lambda: Pooled(masked=True), loop, Texts(), left_out=[i]) <= ALLOWED
+
+
+class MaskedWords(Dataset):
+    """15 texts of 8 words, and one of 12; word 19 stands for 60% of the words, at the end too."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        ids = torch.randint(1, 19, (12 if i == 7 else 8,), generator=generator)
+        return ids.masked_fill(torch.rand(len(ids), generator=generator) < 0.6, 19), i % 2
+
+
+def test_a_word_that_also_ends_texts_is_no_padding():
+    assert 0.1 < influence(lambda: Pooled(masked=True), loop, MaskedWords(), left_out=[0]) <= ALLOWED
