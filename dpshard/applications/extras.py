@@ -1,0 +1,20 @@
+"""Packages that come with an extra of dpshard."""
+
+from __future__ import annotations
+
+import importlib
+
+from dpshard.errors import ConfigurationError
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Raise ConfigurationError if `package`, which `what` needs, is not installed.
+
+    A package that is there and broken raises its own ImportError.
+    """
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ConfigurationError(f"{what} needs {package}: pip install 'dpshard[{extra}]'.") from error
