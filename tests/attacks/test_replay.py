@@ -247,7 +247,7 @@ def test_steps_of_which_nobody_knows_the_sums_are_counted_twice():
     run.take(2)  # and a crash
     resumed = Training(state=state, released=3)
     assert (resumed.engine.step, resumed.count) == (1, 3)
-    with pytest.warns(UserWarning, match="with sums that nobody remembers"):
+    with pytest.warns(UserWarning, match="with other or unknown sums"):
         resumed.take(3)
     assert (resumed.engine.step, resumed.count) == (4, 6)
 
