@@ -230,7 +230,7 @@ def test_impossible_micro_batch_sizes_are_refused_at_once(size):
 
 @pytest.mark.parametrize("state", [None, {}, torch.zeros(3), {"model": 1}, nn.Linear(2, 2).state_dict()])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(CheckpointError, match="no state of a PrivacyEngine"):
+    with pytest.raises(CheckpointError, match="not the state of a PrivacyEngine"):
         engine_on(mlp()).load_state_dict(state)
 
 
