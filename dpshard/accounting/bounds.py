@@ -31,7 +31,7 @@ def check_supported(release: Release, accountant: str) -> None:
             f"{release.max_batch_size}): take accountant='pld', or drop the cap."
         )
     if release.max_batch_size is not None:
-        _mathematics().require_truncation()
+        _mathematics().check_truncation()
 
 
 def _check_discrete(release: Release, accountant: str) -> None:

@@ -85,7 +85,7 @@ def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     return epsilon, method
 
 
-def require_truncation() -> None:
+def check_truncation() -> None:
     """Raise AccountingError if the installed dp-accounting cannot analyse a capped batch."""
     _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
     _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
