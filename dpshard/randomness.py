@@ -73,7 +73,7 @@ class RandomSource:
 
     def words(self, n: int) -> NDArray[np.uint64]:
         """Return `n` words of 64 random bits."""
-        return self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
+        return self._fill(np.empty(8 * n + _CIPHER_PADDING, np.uint8)).view("<u8")
 
     def uniform(self, n: int) -> NDArray[np.float64]:
         """Return `n` uniforms in (0, 1], multiples of 2**-53: their logarithm is finite."""
@@ -82,32 +82,32 @@ class RandomSource:
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
         """Yield `n` standard normals of `dtype`, in pieces that fit into the cache; each overwrites the one before."""
         rows, drawn = _WORDS[dtype], 0
-        with _desk(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, octets):
+        with _scratch(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, raw):
             while drawn < n:
                 units = min(_UNITS, -(-(n - drawn) // UNIT))
                 size = units * UNIT
-                integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
+                integers = self._fill(raw[: 2 * rows * size + _CIPHER_PADDING]).view("<i4").reshape(units, rows, -1)
                 made = normals[:size].reshape(units, 2, -1)
                 native.box_muller(integers, made, words[: integers.size].reshape(rows, units, -1))
                 yield normals[: min(size, n - drawn)]
                 drawn += size
 
-    def _octets(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill `room` with the next bytes of the stream; return it without the room that the cipher needs."""
-        n = len(room) - _ROOM
+    def _fill(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Fill `buffer` with the next bytes of the stream; return it without the padding."""
+        n = len(buffer) - _CIPHER_PADDING
         for start in range(0, n, len(_ZEROS)):
-            self._stream.update_into(_ZEROS[: n - start], room[start:].data)
-        return room[:n]
+            self._stream.update_into(_ZEROS[: n - start], buffer[start:].data)
+        return buffer[:n]
 
 
 def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
     """Yield `n` standard normals under each of `keys`, each in a unit of its own; `n` is even."""
     rows, count = _WORDS[dtype], len(keys)
-    with _desk(count * n, dtype, rooms=count) as (normals, words, octets):
-        rooms = octets.reshape(count, -1)
-        for key, room in zip(keys, rooms, strict=True):
-            RandomSource(key)._octets(room)
-        integers = rooms[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
+    with _scratch(count * n, dtype, buffers=count) as (normals, words, raw):
+        buffers = raw.reshape(count, -1)
+        for key, buffer in zip(keys, buffers, strict=True):
+            RandomSource(key)._fill(buffer)
+        integers = buffers[:, :-_CIPHER_PADDING].view("<i4").reshape(count, rows, -1)
         native.box_muller(integers, normals.reshape(count, 2, -1), words.reshape(rows, count, -1))
         yield from normals.reshape(count, n)
 
@@ -120,28 +120,28 @@ _UNITS = 2**4
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
 """Words of 32 bits for a pair of normals."""
 
-_DESKS: list[NDArray[np.uint8]] = []
+_FREE_SCRATCH: list[NDArray[np.uint8]] = []
 """Free scratch memory: to allocate for each of many small tensors would take longer than to draw."""
 
 
 @contextmanager
-def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Yield scratch memory for `n` normals, their words, and the bytes of `rooms` streams."""
+def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
+    """Yield scratch memory for `n` normals, their words, and the bytes of `buffers` streams."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
-    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM)))
+    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + buffers * _CIPHER_PADDING)))
     try:
-        desk = _DESKS.pop()  # atomic: threads share the list
+        scratch = _FREE_SCRATCH.pop()  # atomic: threads share the list
     except IndexError:
-        desk = np.empty(0, np.uint8)
-    if len(desk) < cuts[-1]:
-        desk = np.empty(cuts[-1], np.uint8)
+        scratch = np.empty(0, np.uint8)
+    if len(scratch) < cuts[-1]:
+        scratch = np.empty(cuts[-1], np.uint8)
     try:
-        yield desk[: cuts[0]].view(dtype), desk[cuts[0] : cuts[1]].view(dtype), desk[cuts[1] : cuts[2]]
+        yield scratch[: cuts[0]].view(dtype), scratch[cuts[0] : cuts[1]].view(dtype), scratch[cuts[1] : cuts[2]]
     finally:
-        _DESKS.append(desk)
+        _FREE_SCRATCH.append(scratch)
 
 
 _COUNTER_MODE = modes.GCM(bytes(12))
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
-_ROOM = 16
+_CIPHER_PADDING = 16
 """Room for the bytes that a block cipher may write beyond its message; it keeps rows aligned."""

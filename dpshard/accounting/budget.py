@@ -42,7 +42,7 @@ class Budget:
         BudgetExceededError, or warn.
         """
         step = self.ledger.steps
-        if self._history.knows(step, identity):
+        if self._history.contains(step, identity):
             self.ledger.repeat()
             return False
         release = self._affordable(step)
@@ -87,7 +87,7 @@ class Budget:
         before = self.ledger.releases
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
-            if identity is None or not self._history.knows(step, identity):
+            if identity is None or not self._history.contains(step, identity):
                 self.ledger.charge(self.mechanism.release(step))
                 self._history.add(step, identity)
         return self.ledger.releases - before
@@ -96,7 +96,7 @@ class Budget:
         """Return the release of a step. If it would exceed target_epsilon, raise BudgetExceededError, or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
-        if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
+        if target is None or self.ledger.allows(release, target_epsilon=target, target_delta=delta, plan=self._plan):
             return release
         message = (
             f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "

@@ -29,7 +29,7 @@ class History:
         self._place = b""  # digest of everything counted here, in order
         self._visited: dict[bytes, None] = {b"": None}  # places whose releases are all counted here
 
-    def knows(self, step: int, identity: bytes) -> bool:
+    def contains(self, step: int, identity: bytes) -> bool:
         """Return True if the release was made before."""
         return identity in self._known.get(step, ())
 

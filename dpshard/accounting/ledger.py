@@ -68,7 +68,7 @@ class PrivacyLedger:
         """Return epsilon at `delta` of all releases so far; pure, and cached."""
         return epsilon_of(tuple(self._counts.items()), delta, self.accountant)
 
-    def affords(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
+    def allows(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
         """Return True if epsilon stays within `target_epsilon` after one more `release`; cheap at every step.
 
         The remainder of `plan`, the releases of the whole run, is tried first: a run that follows an affordable plan

@@ -196,7 +196,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Return True if the longer one continues with more than padding in the rows `kept`; None if the rest differs."""
+    """Return True if the longer one continues with more than padding in the rows `kept`; None if they differ before."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():

@@ -12,13 +12,13 @@ _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """Scales of the words of a pair of normals: two of the radius, then two of the angle."""
 
 
-def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[Any]) -> None:
+def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """See normals.box_muller; overwrites `words`."""
     words[:, :2] &= 2**31 - 1
     kind = normals.dtype.type
-    scales = np.array(_SCALES[: len(room)], kind)[:, None, None]
-    np.multiply(words.swapaxes(0, 1), scales, out=room, dtype=kind, casting="same_kind")
-    radius, fine, angle, *finer = room
+    scales = np.array(_SCALES[: len(scratch)], kind)[:, None, None]
+    np.multiply(words.swapaxes(0, 1), scales, out=scratch, dtype=kind, casting="same_kind")
+    radius, fine, angle, *finer = scratch
     # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: tails come from u near 0, where all bits count.
     fine += kind(2.0**-63)
     radius += fine
