@@ -113,7 +113,7 @@ def largest_batch(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Search the largest physical batch of each contender whose step stays within a memory budget."""
+    """Search the largest physical batch of each contender with a step within a memory budget."""
     from benchmarks import largest
 
     names = contenders.expand(contender or [])

@@ -1,4 +1,4 @@
-"""The largest physical batch whose step stays within a memory budget, by contender."""
+"""The largest physical batch with a step within a memory budget, by contender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained models. Parameters sit in modules whose input carries the samples, as Opacus requires."""
+"""The trained models. Parameters sit in modules with the samples in their input, as Opacus requires."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Scale:
     seeds: int
     """Runs of each setting, with other initial weights, batches and noise."""
     files: int
-    """Number of files of the standard library whose docstrings are read."""
+    """Number of files of the standard library that give docstrings."""
 
 
 FULL = Scale(steps=60, batch=1024, seeds=2, files=60)
@@ -348,7 +348,7 @@ EXPERIMENTS: dict[str, Callable[[Scale], Experiment]] = {
 }
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- the output --------------------------------------------------------------------------------------------------------
 
 
 def table(found: dict[str, Result]) -> str:

@@ -48,7 +48,7 @@ def _check_discrete(release: Release, accountant: str) -> None:
     if release.quantile_counts:
         raise AccountingError(
             "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
-            "adaptive_clipping, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."
+            "adaptive_clipping, which get Gaussian noise: fix the thresholds, or take noise='gaussian'."
         )
 
 

@@ -13,7 +13,7 @@ It takes the epsilon of "rdp" where that is smaller: both are bounds. At delta =
 steps), only "rdp" is left. A capped batch has no "rdp" bound, and its epsilon is infinite there.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, whose length is at most 1 / sigma
+Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of length at most 1 / sigma
 standard deviations. A step that draws a sample with probability q releases M = (1 - q) Q + q P with the sample among
 the data, and Q without it. (Both are shifted by the sum of the other samples, and mixed over the drawn ones, on which
 v may depend; mixing increases no Renyi divergence.) Then, at every whole order a,
@@ -157,7 +157,7 @@ def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
 
 
 def searched(counts: Counts, delta: float, search: Search) -> float:
-    """Return epsilon of the outcome of `search`, whose runs release `counts`, or any of `search.others`."""
+    """Return epsilon of the outcome of `search`; a run releases `counts`, or any of `search.others`."""
     candidates = (counts, *search.others)
     orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
     worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)

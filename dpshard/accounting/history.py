@@ -27,7 +27,7 @@ class History:
         """The first step that was never released."""
         self._known: dict[int, set[bytes]] = {}
         self._place = b""  # digest of everything counted here, in order
-        self._visited: dict[bytes, None] = {b"": None}  # places whose releases are all counted here
+        self._visited: dict[bytes, None] = {b"": None}  # places with all their releases counted here
 
     def contains(self, step: int, identity: bytes) -> bool:
         """Return True if the release was made before."""

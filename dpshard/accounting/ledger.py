@@ -49,7 +49,7 @@ class PrivacyLedger:
         self.steps += 1
 
     def repeat(self) -> None:
-        """Take the next step, whose very same release was counted already."""
+        """Take the next step; the very same release was counted already."""
         self.steps += 1
 
     def charge(self, release: Release, *, unverified_sampling: bool = False) -> None:

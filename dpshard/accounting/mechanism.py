@@ -24,7 +24,7 @@ class SampledMechanism:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
     quantile_counts: int = 0
-    """Number of groups whose count of unclipped samples is part of every release."""
+    """Number of groups with a count of unclipped samples in every release."""
     discretized_elements: int | None = None
     """Number of trainable elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
     noise/keyed.py); None if the noise is Gaussian."""

@@ -52,7 +52,7 @@ class Release:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
     quantile_counts: int = 0
-    """Groups whose counts of unclipped samples are released with the sum, for adaptive thresholds. Sum and counts
+    """Groups that release their count of unclipped samples with the sum, for adaptive thresholds. Sum and counts
     form one Gaussian mechanism of this noise multiplier, so the counts take a part of its budget and cost nothing
     on top."""
     discretized_elements: int | None = None

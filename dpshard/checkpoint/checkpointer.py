@@ -239,7 +239,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Return a state with tensors as it is, because they may be sharded; pack others, whose keys may be of any type."""
+    """Return a state with tensors as it is, because they may be sharded; pack others: their keys may be of any type."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

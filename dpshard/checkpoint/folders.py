@@ -3,7 +3,7 @@
 [Note: Complete or not there]
 A checkpoint is written into `.step-N.partial`. When every rank has flushed its files, rank 0 adds `manifest.json`
 (the size and SHA-256 of each file) and renames the folder to `step-N`, which file systems do at once or not at all. A
-folder whose save was killed stays partial, is never read, and is removed by the next save. A folder to remove is
+folder of a killed save stays partial, is never read, and is removed by the next save. A folder to remove is
 renamed back to partial first. The digests reveal later damage (a disk, a copy that was cut short).
 """
 

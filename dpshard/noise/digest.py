@@ -39,7 +39,7 @@ from dpshard.randomness import RandomSource, derive_key
 
 LANES = 2
 BLOCK = 2**8
-"""Rows whose weights come from one key."""
+"""Rows of weights from one key."""
 
 _TOGETHER = 2**9
 """Rows that torch digests at once: it writes 32 MiB for them, twice 64 bits a word."""

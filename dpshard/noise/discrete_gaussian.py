@@ -7,7 +7,7 @@ not reveal the sum under it, and sample it by rejection with only integers. So d
 suits arrays (that of Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
 1. |y| = k h + j has the number k of a cell of width h = s / 16, and a place j < h in it. Cells are drawn with
    probabilities in proportion to exp(-(k h)^2 / (2 s^2)), by inversion.
-2. j is uniform: the lowest bits of a word, whose highest bit is the sign.
+2. j is uniform: the lowest bits of a word; its highest bit is the sign.
 3. A candidate is accepted with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2), so
    that the three steps together give y its probability. Negative zeros are refused, because 0 would come twice as
    often.
@@ -142,7 +142,7 @@ def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
 
 
 def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
-    """Return the cells [n] of numbers whose first `word` bits are `uniform` [n]; -1 where those leave it open."""
+    """Return the cells [n] of numbers that begin with the `word` bits `uniform` [n]; -1 where those leave it open."""
     lookup, thresholds = _lookup(log2_cells, word)
     cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
     unknown = np.flatnonzero(cells < 0)

@@ -163,7 +163,7 @@ class KeyedGaussian:
     def _release_there_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
-        """Release flat shards whose own device draws the noise by the element; return their norms."""
+        """Release flat shards on devices that draw the noise by the element; return their norms."""
         seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
         joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
@@ -259,7 +259,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Release as KeyedGaussian does, with x rounded to the grid.
 
-        Raises ConfigurationError also for a std whose grid doubles cannot hold.
+        Raises ConfigurationError also for a std so small that doubles cannot hold its grid.
         """
         if 0 < std < _LEAST_STD:
             raise ConfigurationError(

@@ -38,7 +38,7 @@ class Bench:
     mean: bool
     """True if losses average over their samples."""
     chosen: list[int]
-    """The samples whose gradients are compared."""
+    """The samples for the comparison of gradients."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
     kept: Sequence[str] = ()

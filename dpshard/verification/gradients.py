@@ -51,7 +51,7 @@ def check_gradients(
 ) -> None:
     """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one alone.
 
-    `outlier`: the chosen sample whose inputs are scaled. It may disturb the others; its own gradient is rounded by
+    `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient is rounded by
     more. `magnified`: gradients are larger than in training, so that code that clips gradients of activations acts on
     them.
     """
@@ -127,7 +127,7 @@ def _check(
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
-    # Training, too, drops and counts a sample whose gradient, or its square, is not finite.
+    # Training, too, drops and counts a sample if its gradient, or the square of it, is not finite.
     finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
     if not any(finite):
         return
@@ -185,7 +185,7 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
         f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
         f"given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
         f"of a row beside torch.rand, torch.randn and dropout (NumPy's, torch.multinomial); a parameter used out of "
-        f"a module call, or inside of a torch.autograd.Function. Turn off with "
+        f"a module call, or inside a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

@@ -14,7 +14,7 @@ from dpshard.interception import Run
 from dpshard.verification.objectives import Loss
 
 SAMPLES = 3
-"""Samples whose gradients are compared: enough that two of them can disturb a third."""
+"""Samples for the comparison of gradients: enough that two of them can disturb a third."""
 OUTLIER = 1e3
 """Factor of an outlier's numbers."""
 
