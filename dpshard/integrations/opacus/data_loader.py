@@ -22,8 +22,8 @@ class DPDataLoader:
     """The data set of a DataLoader, Poisson-sampled; one round has as many steps as the DataLoader had.
 
     It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of at most
-    `physical_batch_size` rows. All rows are samples, in any order, except one that counts nothing where there is no
-    sample.
+    `physical_batch_size` rows. All rows are samples, and the script may reorder them. A batch without a sample has one
+    row that counts nothing.
     """
 
     def __init__(
