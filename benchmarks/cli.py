@@ -254,7 +254,6 @@ def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
 def _by_name(
     workloads: Iterable[Workload], measured: Callable[[Workload], dict[str, float]], advance: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each workload, by its name."""
     found = {}
     for workload in workloads:
         found[workload.name] = measured(workload)

@@ -85,7 +85,6 @@ def floor_of(subject: Subject, rows: int, speed: Machine) -> Floor:
 
 
 def _cheapest(module: nn.Module, x: Tensor, output: Tensor, B: int, speed: Machine) -> tuple[float, float]:
-    """Return FLOPs and bytes of one use of a layer."""
     size = output.element_size()
     gradient = output.numel() * size
     if isinstance(module, nn.Embedding):

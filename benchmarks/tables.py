@@ -194,7 +194,6 @@ def _profile(result: Figures) -> str:
 
 
 def _noise(result: Figures) -> str:
-    """Return the cost of an element of noise, a row per kind."""
     found = result["kinds"]
     columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in found))
     cells = {(row["kind"], row["dtype"], row["threads"]): f"{row['ns']:.1f}" for row in found}

@@ -2,15 +2,15 @@
 
 [Note: Keyed draws]
 A run owns one secret of 32 bytes from the operating system. A draw for a purpose (the noise of block 3 of parameter
-"head.weight" at step 7; the batch of step 7) uses a key derived from the secret and the purpose. So draws for
-different purposes are independent, and a repeated step draws the same batch on any number of ranks.
-`torch.manual_seed` in a training script neither predicts nor changes them.
+"head.weight" at step 7; the batch of step 7) uses a key derived from both. So draws for different purposes are
+independent, a repeated step draws the same batch on any number of ranks, and `torch.manual_seed` neither predicts nor
+changes them.
 
 [Note: Strength]
 Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source turns a key into the
 stream of AES-256 in counter mode, which cannot be told from random bits; processors compute it faster than memory
 takes it. (It is the stream of GCM, NIST SP 800-38D: OpenSSL's code for it is 2.5 times as fast. The tag at its end is
-never computed. Beyond 2^36 bytes of one key the cipher raises.) The method of Box and Muller turns the stream into
+never computed. Beyond 2^36 bytes of one key the cipher raises.) Box and Muller's method turns the stream into
 normals, with 62 bits for the radius, so that the tails reach 9.3 standard deviations. [Note: Secure noise] in
 noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too weak: its mt19937 has a
 seed of 32 bits, few enough to try them all.)

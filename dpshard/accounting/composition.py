@@ -141,7 +141,6 @@ def gdp_epsilon(mu: float, delta: float) -> float:
 
 
 def _gdp_epsilon(counts: Counts, delta: float) -> float:
-    """Return epsilon by the central limit."""
     mu = math.hypot(*(math.sqrt(count) * release.loss_deviation for release, count in counts))
     return math.inf if mu > LARGEST_LOSS else gdp_epsilon(mu, delta)
 
@@ -183,7 +182,6 @@ def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) 
 
 
 def _logarithmic_stop(mean: float) -> float:
-    """Return the parameter of the logarithmic distribution of this mean."""
     return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))
 
 
@@ -196,7 +194,6 @@ def _orders(counts: Counts) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
-    """Return Renyi divergences of a plain Poisson release at `orders`."""
     with _quiet_about_orders():
         return RdpAccountant(orders).compose(event(replace(release, max_batch_size=None))).rdp
 
@@ -272,7 +269,6 @@ def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLos
 
 @lru_cache(maxsize=MAX_DISTINCT)
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """Return the privacy loss distribution of one release."""
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
     grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
     if release.max_batch_size is None:
@@ -284,7 +280,6 @@ def _single(release: Release, relation: Relation, interval: float) -> PrivacyLos
 
 
 def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:
-    """Return the composition of `count` times `single`."""
     chunk = 100_000
     if count <= chunk:
         return single.self_compose(count)

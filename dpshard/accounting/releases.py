@@ -1,10 +1,9 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch. `Release` holds all facts that determine its privacy, and nothing
-else. Composition ignores order, so a ledger is a multiset of releases. In the engine two data sets are neighbours if
-they have the same N samples, except for one that contributes zero in the other (zero-out at fixed N). The figures
-belong to two relations of dp-accounting.
+A step releases one noisy sum over a Poisson batch. Composition ignores order, so a ledger is a multiset of releases.
+In the engine two data sets are neighbours if they have the same N samples, except for one that contributes zero in
+the other (zero-out at fixed N). The figures belong to two relations of dp-accounting.
 - Without a cap: add-or-remove-one, under which one data set has one sample more. At one q, a missing sample and one
   that contributes zero release the same, so the figures agree. (The engine refuses a data set of another length.)
 - With a cap: replace-special. The sample that contributes zero keeps its slot, which moves the sum by R. If it leaves

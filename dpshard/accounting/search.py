@@ -1,12 +1,12 @@
-"""Private choice among runs: a secret random number of runs, of which only the best is published.
+"""Private choice among runs: a secret random number of runs, and only the best is published.
 
-The choice of hyper-parameters by the results of many private runs costs privacy, even if all runs except one are
-thrown away. If one of the distributions below gives the number of runs, and each run draws its settings at random,
-the outcome costs a few times one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
+To choose hyper-parameters by the results of many private runs costs privacy, even if the other runs are thrown away.
+If one of the distributions below gives the number of runs, and each run draws its settings at random, the outcome
+costs a few times one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
 
-Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ from run
-to run, one run is a mixture over public settings: its Renyi divergence is at most the largest of theirs, order by
-order. So a search costs as much as its worst candidate, and `others` has to name the candidates.
+Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ, one run
+is a mixture over public settings: its Renyi divergence is at most the largest of theirs, order by order. So a search
+costs as much as its worst candidate, and `others` has to name the candidates.
 """
 
 from __future__ import annotations

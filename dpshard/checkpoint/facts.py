@@ -1,12 +1,12 @@
 """Facts that decide whether a repeated step has the same sums, bit for bit; not part of the mechanism.
 
 [Note: Facts of a run]
-Sums added in another order differ by their rounding: on other ranks or shards, in micro-batches of another size, in
-another clipping mode, by other kernels. Other data have other sums. A state holds these facts. Loading it under other
-facts warns that steps may count twice. The digest of the sums decides, not the facts. Data are identified by their
-length, which is part of the mechanism, and, if they are tensors in memory, by a keyed digest of a few rows: this
-reveals another data set, but not one changed row. Rows of other data sets are not read: that could open files before
-workers start, or draw random numbers.
+Sums differ by their rounding on other ranks or shards, in micro-batches of another size, in another clipping mode, by
+other kernels. Other data have other sums. A state holds these facts, and loading it under other facts warns that
+steps may count twice. The digest of the sums decides, not the facts. Data are identified by their length, which is
+part of the mechanism, and, if they are tensors in memory, by a keyed digest of a few rows. It reveals another data
+set, but not one changed row. Rows of other data sets are not read: that could open files before workers start, or
+draw random numbers.
 """
 
 from __future__ import annotations

@@ -290,8 +290,6 @@ class _LogicalBatches:
 
 
 class _Begin(TrainerCallback):
-    """A callback that calls `begin` with the Trainer's steps when training begins."""
-
     def __init__(self, begin: Callable[[int, int], None]) -> None:
         self._call = begin
 

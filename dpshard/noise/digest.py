@@ -1,11 +1,11 @@
 """A keyed digest of the clipped sums; their noise is a function of it.
 
 [Note: Equal sums, equal noise]
-A step may be computed twice: after a crash, or after load_state_dict(). If its noise were a function of the step
-only, and the second sum differed by its rounding, the noise would cancel in the difference of the two releases. So
-the noise is a function of the sums, too. Equal sums have equal noise: the value is published a second time, and costs
-nothing. Other sums have independent noise: they are a second release, and counted (accounting/history.py). No noise
-covers whether the two are equal. That depends on the data, unless everything else is equal as well.
+A step may be computed twice: after a crash, or after load_state_dict(). If its noise depended only on the step, and
+the second sum differed by its rounding, the noise would cancel in the difference of the two releases. So the noise is
+a function of the sums, too. Equal sums have equal noise: a second publication of one value, which costs nothing.
+Other sums have independent noise: a second release, which is counted (accounting/history.py). No noise covers whether
+the two are equal. That depends on the data, unless everything else is equal as well.
 
 [Note: A digest of the sums]
 The bits of all sums are words w of 32 bits. A whole flattened parameter lies in rows of WIDTH words. The digest has
@@ -13,8 +13,8 @@ two lanes of 64 bits, each
 
     sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
 
-with secret random weights, 32 bits for a column, 64 bits for a row. Sums wrap around, so their order does not matter,
-and the shards of several ranks add up: the digest depends on the sums, not on their layout over ranks.
+with secret random weights, 32 bits for a column, 64 bits for a row. The sum ignores the order and the layout over
+ranks.
 
 Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
 column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability

@@ -69,7 +69,6 @@ class DiscreteGaussian:
         return np.concatenate(found)[:n]
 
     def _accepted(self, n: int, source: RandomSource) -> NDArray[np.int64]:
-        """Return the accepted ones of `n` candidates."""
         uniform, word = source.words(2 * n).reshape(2, n)
         uniform >>= np.uint64(WORD - self.word)
         cell = _cells(uniform, self.log2_cells, self.word)
@@ -133,7 +132,6 @@ def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
 
 
 def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
-    """Return coins [n] of probability 1 / i."""
     mask = np.uint64((1 << (i - 1).bit_length()) - 1)
     chance = source.words(n) & mask
     while len(again := np.flatnonzero(chance >= i)):

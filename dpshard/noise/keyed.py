@@ -2,32 +2,29 @@
 
 [Note: Noise by the global element]
 A whole flattened parameter is cut into blocks of BLOCK elements, and block k has its own key: derive_key(secret,
-"noise", step, name, k). A rank draws the blocks that meet its range of elements, no others. By construction then
-- shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
+"noise", step, name, k). A rank draws only the blocks that meet its range of elements. So
+- shards of one parameter are independent, and replicas of one shard equal, on any mesh;
 - under one secret, the noise is the same on 1, 2 or 256 ranks.
-The secret belongs to one release: the engine derives it from the run's secret, the step and the noised sums ([Note:
-Equal sums, equal noise] in digest.py). A repeated step draws the same noise only for the same sums. Bits differ
-between kinds of devices: the CPU draws normals from AES, and every GPU those of philox.py, by a Triton kernel or
-without it; `secure` noise is drawn on the CPU and is the same everywhere. (The last bits of a logarithm or a cosine
-may differ with and without compiled code (native/), with and without Triton, between two GPUs, and between two CPUs
-without compiled code. The same sums then get noise that differs in its last bits, for any data.)
+The engine derives the secret from the run's secret, the step and the noised sums ([Note: Equal sums, equal noise] in
+digest.py). Bits differ between kinds of devices: the CPU draws normals from AES, every GPU those of philox.py, by a
+Triton kernel or without it; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or a cosine may
+differ with and without compiled code (native/), with and without Triton, and between two processors.)
 
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
-least significant bits for differential privacy"; Jin et al. 2022, "Are we there yet? Timing and floating-point
-attacks on differential privacy systems", arXiv:2112.05307, who attack Box and Muller's method and DP-SGD. Holohan and
-Braghin 2021, "Secure random sampling in differential privacy", arXiv:2107.10138, make the noise a sum of n
-independent normals over sqrt(n). It has the same distribution, but to test whether a float can be such a sum one has
-to search the random bits of all n, at a cost exponential in n. (The cosine and the sine of one draw must not be two
-of them: their sum is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It
-is made and added in float64, and rounded to the dtype of the sum once, after the addition: the 24 bits of a float32
-show nothing of the 53 of the noise. With float64 parameters only the search protects. The time of the noise depends
-only on the number of elements: nothing is rejected.
+least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and Muller's method
+and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals over sqrt(n). It
+has the same distribution, but a test whether a float can be such a sum searches the random bits of all n, at a cost
+exponential in n. (The cosine and the sine of one draw must not be two of them: their sum is one cosine again.)
+`secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and rounded
+to the dtype of the sum once, after the addition: the 24 bits of a float32 show nothing of the 53 of the noise. With
+float64 parameters only the search protects. The time of the noise depends only on the number of elements: nothing is
+rejected.
 
 [Note: Noise on a grid]
 `KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step g
-= std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. The result is on the
-grid, and every other sum reaches every point of it. Rounding it to the dtype of the sum is post-processing.
+= std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. Every other sum
+reaches every point of the grid, too. Rounding the result to the dtype of the sum is post-processing.
 - Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
   which is at most 2^-6 below LIMIT = 2^48. So in each of the d elements the integers of two sums are apart by their
   distance and at most ROUNDING = 1 + 2^-5 steps, all together by R / g + ROUNDING sqrt(d). The accountant charges for

@@ -217,7 +217,6 @@ def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
 
 
 def _copied(x: Any) -> Any:
-    """Return a copy of samples that a collate_fn may write to."""
     if isinstance(x, Tensor):
         return x.clone()
     if isinstance(x, np.ndarray):
@@ -280,7 +279,6 @@ def _held(x: Any, depth: int) -> Iterator[Any]:
 
 
 def _parts(x: Any) -> Iterator[Any]:
-    """Yield the objects that a function or an object holds."""
     if isinstance(x, functools.partial):
         yield from (x.func, *x.args, *x.keywords.values())
         return
@@ -292,7 +290,6 @@ def _parts(x: Any) -> Iterator[Any]:
 
 
 def _frozen(x: Any) -> Any:
-    """Return a state in a form that can be compared."""
     if isinstance(x, Tensor):
         x = x.numpy()
     if isinstance(x, np.ndarray):

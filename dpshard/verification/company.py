@@ -1,11 +1,11 @@
 """Change the inputs of some rows: outputs and losses of the other rows must not move.
 
 [Note: Leave one out, or half]
-The influence of a sample shows when it leaves. At the size of the real micro-batch, rows K get other inputs, among
-them an outlier; the outputs of the other rows J may not move. A scalar that adds up losses of single samples is
-additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on a group and a variance of the
-batch are not. K is a random half, so a term of any two samples, or of a group, has some on both sides. All ranks
-change their own K at the same time, so a gather of rows of other ranks shows as well.
+At the size of the real micro-batch, rows K get other inputs, among them an outlier; the outputs of the other rows J
+may not move. A scalar that adds up losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') =
+0. A token mean, a penalty on a group and a variance of the batch are not. K is a random half, so a term of any two
+samples, or of a group, has some on both sides. All ranks change their own K at the same time, so a gather of rows of
+other ranks shows as well.
 """
 
 from __future__ import annotations

@@ -162,7 +162,6 @@ def _check(
 
 
 def _norm(sketches: Iterable[Sketch]) -> float:
-    """Return the norm of several gradients together."""
     return math.hypot(*(float(sketch.norm) for sketch in sketches))
 
 
