@@ -1,4 +1,4 @@
-"""dpshard beside ordinary training and its peers: `python -m benchmarks --help`; docs/benchmarks.md says how and why.
+"""dpshard beside ordinary training and its peers: `python -m benchmarks --help`; see docs/benchmarks.md.
 
 Run it from the root of the repository: Opacus installs a package `benchmarks` of its own.
 """

@@ -2,5 +2,5 @@
 
 from benchmarks.cli import app
 
-if __name__ == "__main__":  # processes that are started afresh import this file
+if __name__ == "__main__":  # spawned processes import this file
     app()

@@ -41,12 +41,12 @@ Contenders = Annotated[
         "compiled. May be repeated. [dim]\\[default: default][/]",
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=2, help="Steps of each that are timed, in turns.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of torch; JAX takes all cores it is allowed.")]
+Rounds = Annotated[int, typer.Option(min=2, help="Timed steps of each, in turns.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of torch; JAX takes all cores that it may use.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, each in a fresh process.")]
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where all of it runs.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: shows that everything works, and no figure.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of all contenders.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: a test that everything works, without a figure.")]
 
 
 @app.command()
@@ -60,7 +60,7 @@ def run(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Check, time and weigh all contenders on some workloads; write their JSON, the tables and the plots."""
+    """Check, time and measure the memory of all contenders on some workloads; write JSON, tables and plots."""
     names = contenders.expand(contender or [])
     chosen = _workloads(workloads, tiny)
     settings = measure.Settings(rounds=rounds, threads=threads, memory=memory, device=device)
@@ -75,7 +75,7 @@ def run(
 @app.command()
 def sweep(
     workload: One,
-    axis: Annotated[str, typer.Option(help=f"What grows: {', '.join(AXES)}.")],
+    axis: Annotated[str, typer.Option(help=f"Size that grows: {', '.join(AXES)}.")],
     values: Annotated[str, typer.Option(metavar="N,N,...", help="Its sizes.")],
     contender: Contenders = None,
     rounds: Rounds = 20,
@@ -113,7 +113,7 @@ def largest_batch(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Search the largest physical batch of each contender whose step stays within a budget of memory."""
+    """Search the largest physical batch of each contender with a step within a memory budget."""
     from benchmarks import largest
 
     names = contenders.expand(contender or [])
@@ -144,7 +144,7 @@ def zero(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Throughput and memory of private training over ordinary training, by ZeRO stage (Figures 5 and 7 of DP-ZeRO).
+    """Compare private with ordinary training in throughput and memory, by ZeRO stage (Figures 5 and 7 of DP-ZeRO).
 
     On GPUs: python -m benchmarks zero G1 G2 G3 --ranks 1 --stage fsdp2 --precision bf16 --device cuda
     """
@@ -171,7 +171,7 @@ def profile(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Tell where the time of a step goes, by groups of operators, beside the ordinary step."""
+    """Measure the time of a step by groups of operators, beside the ordinary step."""
     from benchmarks import profiling
 
     contenders.expand([contender])
@@ -195,7 +195,7 @@ def data(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Measure what it costs to draw logical batches of up to millions of samples, and how long steps wait for them."""
+    """Measure the cost of drawing logical batches of up to millions of samples, and how long steps wait for them."""
     from benchmarks import data as loading
 
     torch.set_num_threads(threads)
@@ -217,7 +217,7 @@ def verification(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Measure what verification adds to 1,000 steps."""
+    """Measure the time that verification adds to 1,000 steps."""
     from benchmarks import verification as verifying
 
     torch.set_num_threads(threads)
@@ -230,7 +230,7 @@ def verification(
 
 @app.command()
 def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
-    """Measure what noise of every kind costs on the CPU."""
+    """Measure the cost of every kind of noise on the CPU."""
     from benchmarks import noise as kinds
 
     torch.set_num_threads(threads)
@@ -242,7 +242,7 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
 
 @app.command()
 def report(out: Out = results_files.FOLDER) -> None:
-    """Write tables and plots anew from the JSON files; those of benchmarks/results into docs/benchmarks.md as well."""
+    """Write tables and plots again from the JSON files; those of benchmarks/results also into docs/benchmarks.md."""
     for path in [*plots.draw(out), *tables.write(out)]:
         console.err.print(f"wrote {path}", style="dim")
 
@@ -254,7 +254,6 @@ def _workloads(names: list[str] | None, tiny: bool) -> list[Workload]:
 def _by_name(
     workloads: Iterable[Workload], measured: Callable[[Workload], dict[str, float]], advance: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
-    """Figures of each workload, by its name."""
     found = {}
     for workload in workloads:
         found[workload.name] = measured(workload)
@@ -263,13 +262,13 @@ def _by_name(
 
 
 def _report(figures: dict[str, object]) -> None:
-    wide = Console(width=max(110, console.out.width), highlight=False)  # not cut where there is no terminal
+    wide = Console(width=max(110, console.out.width), highlight=False)  # not cut off without a terminal
     wide.print(tables.rich_table(figures))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Peers warn a lot; what must be seen is an error."""
+    """Silence the warnings of peers; an error stays visible."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Whether data keep ahead of the step: what it costs to draw a logical batch, and how long training waits for it."""
+"""The cost of drawing a logical batch, and the time that training waits for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MICRO_BATCHES = 8
 
 
 def draws(sizes: Iterable[tuple[int, int]] = SIZES, *, micro_batch_size: int = 64, steps: int = 3) -> list[Any]:
-    """Seconds to draw a logical batch and to divide it into micro-batches, and the bytes that this takes at most."""
+    """Return the seconds to draw a logical batch and plan its micro-batches, and the peak of bytes."""
     found = []
     for sample_size, batch_size in sizes:
         plan = partial(_plan, PoissonSampler(sample_size, BatchSchedule((batch_size,)), bytes(32)), micro_batch_size)
@@ -45,7 +45,7 @@ def _plan(sampler: PoissonSampler, micro_batch_size: int) -> None:
 
 
 def waiting(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
-    """Seconds of a private step of several micro-batches, and of them those in which it waits for its data."""
+    """Return the seconds of a private step of several micro-batches, and the part in which it waits for data."""
     x, y = (part.to(device) for part in workload.data(2 * MICRO_BATCHES * workload.batch))
     model = workload.build().to(device).train()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Poisson-sized batches of a fixed number of rows, for contenders that bring no sampler of their own."""
+"""Poisson-sized batches of a fixed number of rows, for contenders without a sampler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dpshard.applications.benchmark.training import expected_batch
 
 
 class PoissonFeed:
-    """Every row of a data set is drawn with the same probability; at most B rows, filled up to B with padding.
+    """Draws every row of a data set with the same probability; at most B rows, filled up to B with padding.
 
-    The draws are those of NumPy's generator, which is good enough for the clock.
+    NumPy's generator draws them, which suffices for timing.
     """
 
     def __init__(self, x: Tensor, y: Tensor, rows: int) -> None:
@@ -22,7 +22,7 @@ class PoissonFeed:
         self._random = np.random.default_rng(0)
 
     def draw(self) -> Batch:
-        """The next batch; its padding repeats a row."""
+        """Return the next batch; its padding repeats a row."""
         total = len(self.x)
         count = min(self.rows, int(self._random.binomial(total, self.rate)))
         index_B = torch.zeros(self.rows, dtype=torch.int64)

@@ -1,16 +1,16 @@
-"""How fast the private step could be: what clipping and noise need beyond ordinary training, at the machine's speed.
+"""A lower bound on the cost of clipping and noise beyond ordinary training, at the machine's speed.
 
-A floor for every implementation that takes norms by Gram matrices or of instantiated gradients: for each layer the
-cheaper of the two, in the FLOPs and bytes that cannot be done without, at the speed of a large matrix product and of
-a copy on this machine. Samples B, positions T, inputs D, outputs P of a layer:
+It holds for every implementation that takes norms by Gram matrices or of instantiated gradients: for each layer the
+cheaper of the two, in the necessary FLOPs and bytes, at the speed of a large matrix product and of a copy on this
+machine. Samples B, positions T, inputs D, outputs P of a layer:
 
 - Gram matrices: B T^2 (D + P + 2) FLOPs, as symmetry saves half; activation and output gradient are read once more.
-- Instantiated: the batch's gradient is made of them, so their product costs nothing more; 4 B D P FLOPs for norm and
+- Instantiated: they also give the batch's gradient, so their product costs nothing more; 4 B D P FLOPs for norm and
   weighted sum, and they are written once and read twice.
 - Embeddings and normalisation layers: the output gradient is read once more; of the latter the input as well.
 - Noise: the gradient of every parameter is read and written once more.
 
-What drawing the noise costs beyond that, and all that Python does, lies above the floor.
+The drawing of the noise, and all work of Python, lie above the floor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpshard.applications.benchmark.timing import synchronize
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine does at best."""
+    """The best speeds of this machine."""
 
     flops: float
     """Floating-point operations a second, in a matrix product."""
@@ -40,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What clipping and noise need at least, beyond an ordinary step."""
+    """The least cost of clipping and noise, beyond an ordinary step."""
 
     flops: int
     nbytes: int
@@ -68,7 +68,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def floor_of(subject: Subject, rows: int, speed: Machine) -> Floor:
-    """The floor of a step on `rows` samples."""
+    """Return the floor of a step on `rows` samples."""
     costs: list[tuple[float, float]] = []
     handles = [
         module.register_forward_hook(lambda m, args, output: costs.append(_cheapest(m, args[0], output, rows, speed)))
@@ -85,7 +85,6 @@ def floor_of(subject: Subject, rows: int, speed: Machine) -> Floor:
 
 
 def _cheapest(module: nn.Module, x: Tensor, output: Tensor, B: int, speed: Machine) -> tuple[float, float]:
-    """FLOPs and bytes of one use of a layer."""
     size = output.element_size()
     gradient = output.numel() * size
     if isinstance(module, nn.Embedding):
@@ -102,7 +101,7 @@ def _cheapest(module: nn.Module, x: Tensor, output: Tensor, B: int, speed: Machi
 
 
 def as_figures(floor: Floor, speed: Machine, ordinary_seconds: float) -> dict[str, Any]:
-    """What a results file holds: the floor, and the ratio to the ordinary step that no private one can be below."""
+    """Return the floor for a results file, with the least possible ratio of a private to the ordinary step."""
     return {
         "flops": floor.flops,
         "bytes": floor.nbytes,

@@ -1,4 +1,4 @@
-"""The largest physical batch whose step stays within a budget of memory, contender by contender."""
+"""The largest physical batch with a step within a memory budget, by contender."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dpshard.applications.benchmark.memory import OutOfMemoryError, in_fresh_pro
 from dpshard.errors import ConfigurationError
 
 LIMIT = 65536
-"""Where the search ends."""
+"""Largest batch tried."""
 PRECISION = 16
-"""The answer is right to one part in so many."""
+"""The result is right to one part in PRECISION."""
 
 
 def search(
@@ -30,21 +30,21 @@ def search(
     device: str,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The largest batch of each contender, as plain figures; 0 where even one sample is too much.
+    """Return the largest batch of each contender, as plain figures; 0 where one sample is too much.
 
-    A contender that is missing, or cannot train this model, is in them with its error. Raises ConfigurationError for a
-    budget that the machine has not.
+    A contender that is missing, or cannot train this model, appears with its error. Raises ConfigurationError for a
+    budget beyond the machine's memory.
     """
     if device == "cpu" and 2 * budget > available():
         raise ConfigurationError(
-            f"A budget of {budget / 2**30:g} GiB: the search may take twice of it, and {available() / 2**30:.1f} GiB "
+            f"A budget of {budget / 2**30:g} GiB: the search may need twice that, and {available() / 2**30:.1f} GiB "
             f"are free. Choose a smaller one."
         )
     found: list[dict[str, Any]] = []
     for name in names:
         try:
             make(name, Task(workload=workload.at_tiny_size(), threshold=1.0, device=device)).step()
-        except Exception as error:  # noqa: BLE001 - a peer may raise anything, which is then its result
+        except Exception as error:  # noqa: BLE001 - a peer may raise anything; the error is its result
             found.append({"name": name, "error": reason(error)})
             continue
 
@@ -61,7 +61,7 @@ def search(
 
 
 def largest_that_fits(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, to one part in PRECISION: doubled until one does not, then bisected; 0 if none."""
+    """Return the largest batch that fits, to one part in PRECISION: by doubling, then bisection; 0 if none."""
     if not fits(1):
         return 0
     good, bad = 1, 2
@@ -74,7 +74,7 @@ def largest_that_fits(fits: Callable[[int], bool]) -> int:
 
 
 def available() -> int:
-    """Bytes of memory that processes could still take."""
+    """Return the bytes of memory that processes can still take."""
     for line in Path("/proc/meminfo").read_text("utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""One workload, all contenders: each is checked, then timed in turns, then weighed in a process of its own."""
+"""One workload, all contenders: each is checked, then timed in turns, then measured for memory in its own process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dpshard.applications.flops import FlopMeter
 from dpshard.errors import DpshardError
 
 WARMUP = 2
-"""Steps before the clock runs; compiled contenders compile in the first."""
+"""Steps before the clock starts; compiled contenders compile in the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a workload is measured."""
+    """The settings of a measurement."""
 
     rounds: int = 20
     threads: int = 2
@@ -34,20 +34,20 @@ class Settings:
 
 
 def steps_of(names: Sequence[str], settings: Settings) -> int:
-    """How often `measure` calls `on_step` at most."""
+    """Return the largest number of calls of `on_step` by `measure`."""
     return len(names) * (1 + WARMUP + settings.rounds + settings.memory)
 
 
 def measure(
     workload: Workload, names: Sequence[str], settings: Settings, on_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Everything about `workload`, as plain figures; the first name is the baseline's.
+    """Return all measurements of `workload`, as plain figures; the first name is the baseline's.
 
-    A peer that is missing, raises, or computes something else is in the figures with its error, and not timed. An
-    error of dpshard is raised.
+    A peer that is missing, raises, or computes something else appears with its error, and is not timed. An error of
+    dpshard is raised.
     """
     torch.set_num_threads(settings.threads)
-    torch.compiler.reset()  # dynamo leaves code eager that it has compiled a few times, for whatever workload
+    torch.compiler.reset()  # dynamo counts compilations of all workloads, and leaves code eager after a few
     task = Task(
         workload=workload,
         threshold=oracle.typical_norm(workload, device=settings.device, dtype=settings.dtype),
@@ -80,7 +80,7 @@ def measure(
     gc.collect()
     if settings.memory:
         for name in times:
-            bare = replace(task)  # without the data that it remembers: the process makes its own
+            bare = replace(task)  # without its cached data: the process makes its own
             found[name]["peak_bytes"] = in_fresh_process(peak_of_contender, name, bare, settings.threads)
             on_step(f"{workload.name} {name}: memory")
     subject, speed = task.subject(), floor.machine(task.device, task.dtype)
@@ -98,13 +98,13 @@ def measure(
 
 
 def own_baseline(name: str) -> str:
-    """The training without privacy that differs from a contender in nothing else."""
+    """Return the training without privacy that is otherwise equal to a contender."""
     return "jax:nonprivate" if name.startswith("jax") else BASELINE + ("+compile" if "+compile" in name else "")
 
 
 def _checked(name: str, task: Task) -> dict[str, Any]:
-    """The error of the contender's update without noise; or why it is not timed."""
-    lr = 1.0  # the update is read off the parameters, which a small one would drown in their rounding
+    """Return the error of the contender's update without noise, or the reason why it is not timed."""
+    lr = 1.0  # rounding of the parameters would hide a small update
     trial = replace(task, noise_multiplier=0.0, lr=lr)
     try:
         contender = make(name, trial)
@@ -119,10 +119,10 @@ def _checked(name: str, task: Task) -> dict[str, Any]:
 
 
 def peak_of_contender(name: str, task: Task, threads: int) -> int:
-    """Bytes of a training at most, its data set left out; to be called in a fresh process."""
+    """Return the peak of bytes of a training without its data set; call it in a fresh process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     rehearsal = Task(workload=task.workload.at_tiny_size(), threshold=1.0, device=task.device, dtype=task.dtype)
-    make(name, rehearsal).step()  # loads the code that a step needs
-    _ = task.data  # is no part of a training
+    make(name, rehearsal).step()  # loads the code of a step
+    _ = task.data  # not a part of training
     return peak_of(lambda: make(name, task).step)

@@ -1,4 +1,4 @@
-"""The models that are trained. Parameters sit in modules whose input carries the samples, as Opacus asks."""
+"""The trained models. Parameters sit in modules with the samples in their input, as Opacus requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states [B, T, D]."""
+        """Return hidden states [B, T, D]."""
         qkv = self.qkv(self.norm_1(x_BTD)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=self.causal)
         x_BTD = x_BTD + self.out(y_BHTK.transpose(1, 2).flatten(2))
@@ -39,7 +39,7 @@ class GPT(nn.Module):
             nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Scores [B, T, V]."""
+        """Return scores [B, T, V]."""
         at_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).repeat(len(ids_BT), 1)
         x_BTD = self.tokens(ids_BT) + self.positions(at_BT)
         for block in self.blocks:
@@ -56,7 +56,7 @@ class Start(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states [B, T + 1, D]."""
+        """Return hidden states [B, T + 1, D]."""
         return torch.cat([self.token.expand(len(x_BTD), -1, -1), x_BTD], 1) + self.positions
 
 
@@ -73,7 +73,7 @@ class ViT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [B, classes] of images [B, 3, H, W]."""
+        """Return scores [B, classes] of images [B, 3, H, W]."""
         x_BTD = self.start(self.patches(x).flatten(2).mT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
@@ -81,7 +81,7 @@ class ViT(nn.Module):
 
 
 def cnn(*, width: int, classes: int) -> nn.Sequential:
-    """Six convolutions with GroupNorm over images [B, 3, H, W]; scores [B, classes]."""
+    """Return six convolutions with GroupNorm over images [B, 3, H, W]; scores [B, classes]."""
 
     def layer(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.GroupNorm(8, outputs), nn.ReLU()]
@@ -93,7 +93,7 @@ def cnn(*, width: int, classes: int) -> nn.Sequential:
 
 
 def mlp(*, inputs: int, width: int, outputs: int) -> nn.Sequential:
-    """Two linear layers, inputs - width - outputs."""
+    """Return two linear layers, inputs - width - outputs."""
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
@@ -110,7 +110,7 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTD: Tensor, rotation_TK: Tensor) -> Tensor:
-        """Hidden states [B, T, D]; `rotation_TK` are the angles of T positions."""
+        """Return hidden states [B, T, D]; `rotation_TK` are the angles of T positions."""
         h = self.norm_1(x_BTD)
         q, k, v = (m(h).unflatten(2, (-1, self.size)).transpose(1, 2) for m in (self.q, self.k, self.v))
         q, k = _rotated(q, rotation_TK), _rotated(k, rotation_TK)
@@ -140,7 +140,7 @@ class Llama(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Scores [B, T, V]."""
+        """Return scores [B, T, V]."""
         place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         speed_K = 500_000.0 ** -(torch.arange(0, self.size, 2, device=ids_BT.device) / self.size)
         angles_TK = torch.outer(place_T, speed_K).repeat(1, 2)

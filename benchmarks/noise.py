@@ -1,4 +1,4 @@
-"""What noise of every kind costs: the whole release of a sum, its norm and its division included."""
+"""The cost of every kind of noise: the whole release of a sum, with its norm and its division."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: dict[str, KeyedGaussian] = {
 
 
 def measure(elements: int = ELEMENTS, *, rounds: int = 5) -> list[dict[str, Any]]:
-    """Nanoseconds an element of a release by one thread and by all of torch's, for sums of float32 and of float64."""
+    """Return nanoseconds per element of a release, by one thread and by all, for float32 and float64 sums."""
     threads, found = torch.get_num_threads(), []
     try:
         for n in dict.fromkeys((1, threads)):
@@ -38,5 +38,5 @@ def measure(elements: int = ELEMENTS, *, rounds: int = 5) -> list[dict[str, Any]
 def _nanoseconds(noise: KeyedGaussian, dtype: torch.dtype, elements: int, rounds: int) -> float:
     shards = [Shard("w", torch.zeros(elements, dtype=dtype))]
     release = partial(noise.release_, shards, step=0, std=1.0, divisor=2.0)
-    times = interleave({"release": release}, rounds=rounds, warmup=1)  # the first one makes memory
+    times = interleave({"release": release}, rounds=rounds, warmup=1)  # the first one allocates memory
     return 1e9 * median(times["release"]) / elements

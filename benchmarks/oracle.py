@@ -1,4 +1,4 @@
-"""Is a contender's step the private step? Its update without noise is held to one-sample-at-a-time gradients."""
+"""Check that a contender takes the private step: compare its update without noise with single samples' gradients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dpshard.errors import DpshardError
 from tests.oracle import Gradients, factor, norm, per_sample_gradients, relative_error
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Largest relative error of an update: in float64 that of the 1e-6 which Opacus adds to norms, in float32 rounding."""
+"""Largest relative error of an update: in float64 from the 1e-6 that Opacus adds to norms, in float32 from rounding."""
 
 
 class WrongStepError(DpshardError, RuntimeError):
-    """A contender computes something else than the private step, so its time says nothing."""
+    """A contender computes something else than the private step, so its time means nothing."""
 
 
 def typical_norm(workload: Workload, **where: Any) -> float:
-    """The median gradient norm of a few samples: with it as threshold, some samples are clipped and others not.
+    """Return the median gradient norm of a few samples: as threshold, it clips some samples and not others.
 
     `where` are device and dtype.
     """
@@ -35,9 +35,9 @@ def typical_norm(workload: Workload, **where: Any) -> float:
 
 
 def check(contender: Contender, task: Task, *, steps: int = 2) -> float:
-    """The largest relative error of the updates of a contender that was made for `task`, without noise.
+    """Return the largest relative error of the updates of a contender that was made for `task`, without noise.
 
-    Raises WrongStepError if it is above rounding. Steps whose batch was empty show nothing and are passed over.
+    Raises WrongStepError if it is above rounding. Steps with an empty batch are skipped.
     """
     worst, seen = 0.0, 0
     model = task.workload.build()

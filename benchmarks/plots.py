@@ -15,7 +15,7 @@ Figures = Mapping[str, Any]
 
 
 def draw(folder: Path) -> list[Path]:
-    """A PNG for every kind of results in `folder`; ConfigurationError if matplotlib is missing."""
+    """Draw a PNG for every kind of results in `folder`. Raises ConfigurationError without matplotlib."""
     with plots.styled():
         pictures: dict[str, Any] = {}
         if workloads := results_files.read(folder, "workload"):
@@ -26,7 +26,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _workloads(results: Sequence[Figures]) -> Any:
-    """A row a workload: times with quartiles, and memory, over the ordinary step."""
+    """Draw a row per workload: times with quartiles, and memory, relative to the ordinary step."""
     height = sum(0.6 + 0.28 * len(_shown(r)) for r in results)
     figure = plots.new_figure(figsize=(11, 0.8 + height))
     ratios = [0.6 + 0.28 * len(_shown(r)) for r in results]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: self time of operators by group, beside the ordinary step."""
+"""The time of a step by groups of operators, beside the ordinary step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "copies and fills": ("copy_", "clone", "contiguous", "aten::cat", "fill_", "zero_", "aten::stack"),
     "random numbers": ("normal_", "uniform_", "random_", "randperm", "aten::randn"),
 }
-"""Names, or parts of names, of operators; the first group that fits takes them."""
+"""Names, or parts of names, of operators; the first matching group takes an operator."""
 REST = "elementwise and others"
 OUTSIDE = "outside of operators"
-"""Python, the dispatcher, and on the CPU dpshard's noise, which no operator of torch draws."""
+"""Python, the dispatcher, and on the CPU dpshard's noise, which is not an operator of torch."""
 WHOLE = "whole step"
 
 
 def measure(workload: Workload, name: str, *, steps: int, device: str) -> dict[str, Any]:
-    """Milliseconds of a step by group, of the baseline and of contender `name`, as plain figures."""
+    """Return milliseconds of a step by group, of the baseline and of contender `name`, as plain figures."""
     task = Task(workload=workload, threshold=oracle.typical_norm(workload, device=device), device=device)
     ordinary, private = (profile(n, task, steps) for n in (BASELINE, name))
     groups = [group for group in (*GROUPS, REST, OUTSIDE, WHOLE) if ordinary[group] or private[group]]
@@ -47,16 +47,16 @@ def measure(workload: Workload, name: str, *, steps: int, device: str) -> dict[s
 
 
 def _fixed(workload: Workload, name: str, device: str, steps: int = 30) -> float:
-    """Milliseconds of a step of the same model with tiny layers: Python, the dispatcher, and the start of threads."""
+    """Return milliseconds of a step of the same model with tiny layers: Python, the dispatcher, starts of threads."""
     contender = make(name, Task(workload=workload.narrow(), threshold=1.0, device=device))
     times = interleave({name: contender.step}, rounds=steps, warmup=5)
     return 1e3 * median(times[name])
 
 
 def profile(name: str, task: Task, steps: int) -> Counter[str]:
-    """Milliseconds of a step by group; the groups add up to the whole step.
+    """Return milliseconds of a step by group; the groups add up to the whole step.
 
-    On a GPU the times are those of its kernels, and `outside of operators` is the time in which it had none.
+    On a GPU the times are those of its kernels, and `outside of operators` is the time without a kernel.
     """
     contender = make(name, task)
     for _ in range(2):
@@ -75,7 +75,7 @@ def profile(name: str, task: Task, steps: int) -> Counter[str]:
         found[group_of(event.key)] += _self_us(event, on_gpu) / 1e3 / steps
     whole = 1e3 * seconds / steps
     # Several threads may run operators at once, so their sum may exceed the time that passed.
-    found[OUTSIDE] = 0.0  # what was found there is the profiler's own
+    found[OUTSIDE] = 0.0  # ranges of the profiler itself
     found[OUTSIDE] = max(0.0, whole - sum(found.values()))
     found[WHOLE] = whole
     return found
@@ -86,7 +86,7 @@ def _self_us(event: Any, on_gpu: bool) -> float:
 
 
 def group_of(operator: str) -> str:
-    """The group of an operator, or of a kernel, by its name; what is no operator is the rest."""
+    """Return the group of an operator or kernel, by its name; REST without a match."""
     for group, names in GROUPS.items():
         if any(operator == n if n.startswith("aten::") else n in operator for n in names):
             return group

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file a run of a workload, with what was run where."""
+"""Results on disk: one JSON file per run of a workload, with machine and versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "opacus", "jax", "deepspeed", "numpy")
 
 
 def write(folder: Path, name: str, kind: str, figures: Mapping[str, Any]) -> Path:
-    """Write `figures` to NAME.json in `folder`, with its kind, and with machine and versions; the path."""
+    """Write `figures` to NAME.json in `folder`, with kind, machine and versions; return the path."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, to_json({"kind": kind, "name": name, **figures, "environment": environment()}, 1).encode())
@@ -32,7 +32,7 @@ def write(folder: Path, name: str, kind: str, figures: Mapping[str, Any]) -> Pat
 
 
 def read(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """All results of one kind in `folder`, by name; ConfigurationError for a file that is damaged."""
+    """Return all results of one kind in `folder`, by name. Raises ConfigurationError for a damaged file."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -40,12 +40,12 @@ def read(folder: Path, kind: str) -> list[dict[str, Any]]:
             if figures["kind"] == kind:
                 found.append(figures)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} holds no results of a benchmark ({error!r}): remove it.") from error
+            raise ConfigurationError(f"{path} does not hold results of a benchmark ({error!r}): remove it.") from error
     return found
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Return machine, versions and commit."""
     versions = {name: d.version for name in LIBRARIES for d in metadata.distributions(name=name)}
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False

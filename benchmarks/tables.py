@@ -24,7 +24,7 @@ HEAD = ("contender", "ms", "time", "quartiles", "memory", "FLOPs", "above the fl
 
 
 def rows(result: Figures) -> list[list[str]]:
-    """The cells of a workload's table, a row a contender that was timed."""
+    """Return the cells of a workload's table, a row per timed contender."""
     found = []
     for c in result["contenders"]:
         if "error" in c:
@@ -51,12 +51,12 @@ def _cell(ratio: float | None) -> str:
 
 
 def refusals(result: Figures) -> list[str]:
-    """One sentence a contender that was not timed."""
+    """Return one sentence per contender that was not timed."""
     return [f"{c['name']} was not timed: {c['error']}" for c in result["contenders"] if "error" in c]
 
 
 def rich_table(result: Figures) -> Table:
-    """A workload's table for the terminal."""
+    """Return a workload's table for the terminal."""
     title = f"{result['workload']['name']}, {result['workload']['title']}: {result['rows']} samples a step"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False)
     for name in HEAD:
@@ -69,7 +69,7 @@ def rich_table(result: Figures) -> Table:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write README.md in `folder`; and the page of the documents, if that is the folder of the repository."""
+    """Write README.md in `folder`; for the repository's own folder, also docs/benchmarks.md."""
     path = folder / "README.md"
     write_atomically(path, f"# Results\n\n{text(folder, folder)}\n".encode())
     if folder.resolve() != results_files.FOLDER:
@@ -79,14 +79,14 @@ def write(folder: Path) -> list[Path]:
 
 
 def page(before: str) -> str:
-    """The page of the documents with the tables of today."""
+    """Return docs/benchmarks.md with the current tables."""
     head, _, rest = before.partition(BEGIN)
     tail = rest.partition(END)[2]
     return f"{head}{BEGIN}\n\n{text(results_files.FOLDER, PAGE.parent)}\n\n{END}{tail}"
 
 
 def text(folder: Path, seen_from: Path) -> str:
-    """All results of `folder` as Markdown; pictures are linked as from a page in `seen_from`."""
+    """Return all results of `folder` as Markdown; pictures are linked as from a page in `seen_from`."""
     parts = [part(result) for kind, part in _PARTS.items() for result in results_files.read(folder, kind)]
     if not parts:
         return "No results yet: `make bench` writes them."
@@ -96,7 +96,7 @@ def text(folder: Path, seen_from: Path) -> str:
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is text and whose others are figures."""
+    """Return a Markdown table whose first column is text and whose others are figures."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -118,7 +118,7 @@ def _setting(result: Figures) -> str:
 
 
 def _version(result: Figures) -> str:
-    """Figures of one page may be of several days."""
+    """Return the date and commit of a result, because one page may have figures of several days."""
     return f"Measured on {result['environment']['date']}, commit {result['environment']['commit']}."
 
 
@@ -132,7 +132,7 @@ def _floor(result: Figures) -> str:
 
 
 def ratio_at(point: Figures, name: str, what: str = "ratio") -> float | None:
-    """Time, `peak_bytes` or `flops` of a contender over the baseline's; None if it was not measured there."""
+    """Return time, `peak_bytes` or `flops` of a contender over the baseline's; None if it was not measured there."""
     by_name = {c["name"]: c for c in point["contenders"]}
     c, base = by_name[name], by_name[BASELINE]
     if what == "ratio":
@@ -175,7 +175,7 @@ def _zero(result: Figures) -> str:
 
 
 def _profile(result: Figures) -> str:
-    """Where the time goes: of each workload the ordinary step, and what the private one takes more."""
+    """Return the time by group of operators: of each workload the ordinary step, and the private one's excess."""
     found = result["workloads"]
     groups = list(dict.fromkeys(group for one in found for group in one["groups"]))
     body = []
@@ -194,7 +194,6 @@ def _profile(result: Figures) -> str:
 
 
 def _noise(result: Figures) -> str:
-    """What an element of noise costs, a row a kind."""
     found = result["kinds"]
     columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in found))
     cells = {(row["kind"], row["dtype"], row["threads"]): f"{row['ns']:.1f}" for row in found}
@@ -207,7 +206,7 @@ def _noise(result: Figures) -> str:
 
 
 def _verification(result: Figures) -> str:
-    """What verification adds to 1,000 steps of one micro-batch, a row a workload."""
+    """Return the time that verification adds to 1,000 steps of one micro-batch, a row per workload."""
     body = [
         [
             name,
@@ -252,4 +251,4 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "data": _data,
     "verification": _verification,
 }
-"""What is written of a results file, by its kind, in the order of the page."""
+"""The table of a results file, by its kind, in the order of the page."""

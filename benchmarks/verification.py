@@ -1,4 +1,4 @@
-"""What verification costs: the first one, the later ones, and the look at the model before every forward."""
+"""The cost of verification: the first one, the later ones, and the look at the model before every forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.workloads import Workload, loss
 from dpshard import PrivacyEngine
 
 RUN = 1_000
-"""Steps of the run, of one micro-batch each, over which the costs are spread."""
+"""Steps of the run over which the costs are spread, of one micro-batch each."""
 
 
 class _Clock:
@@ -34,7 +34,7 @@ class _Clock:
 
 
 def measure(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
-    """Seconds of a private step, of verifications, and of the look; and their share of `RUN` steps."""
+    """Return seconds of a private step, of verifications, and of the look; and their share of `RUN` steps."""
     x, y = (part.to(device) for part in workload.data(workload.batch))
     model = workload.build().to(device).train()
     with warnings.catch_warnings():
@@ -68,6 +68,6 @@ def measure(workload: Workload, *, steps: int, device: str) -> dict[str, float]:
 
 
 def share(seconds: float, first: float, later: float, look: float) -> float:
-    """Part of the time of `RUN` ordinary steps that verification adds: at steps 1, 2, 4, ..., and in every look."""
+    """Return the share of `RUN` ordinary steps that verification adds: at steps 1, 2, 4, ..., and in every look."""
     repeats = RUN.bit_length() - 1
     return (first + repeats * later + RUN * look) / (RUN * seconds)

@@ -1,4 +1,4 @@
-"""What is trained: full fine-tuning from random weights, with an SGD that keeps no state, on random data."""
+"""The workloads: full fine-tuning from random weights, by SGD without state, on random data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.config import check_choice
 from dpshard.errors import ConfigurationError
 
 POOL = 8
-"""Micro-batches in the data set that batches are drawn from."""
+"""Micro-batches in the data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Workload:
     """Sizes of the version for tests."""
 
     def build(self) -> nn.Module:
-        """The model, from the same random weights every time."""
+        """Return the model, with the same random weights every time."""
         torch.manual_seed(0)
         sizes = dict(self.sizes)
         if self.family == "gpt":
@@ -50,7 +50,7 @@ class Workload:
         return models.mlp(**sizes)
 
     def data(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Random inputs and targets of so many samples, the same every time."""
+        """Return random inputs and targets of `rows` samples, the same every time."""
         g, s = torch.Generator().manual_seed(1), self.sizes
         if self.family in ("gpt", "llama"):
             ids = torch.randint(s["vocabulary"], (rows, s["length"] + 1), generator=g)
@@ -60,16 +60,16 @@ class Workload:
         return torch.randn(rows, *shape, generator=g), torch.randint(classes, (rows,), generator=g)
 
     def at_tiny_size(self) -> Workload:
-        """The same kind of model, for tests."""
+        """Return the same kind of model, for tests."""
         return replace(self, batch=min(self.batch, 5), sizes={**self.sizes, **self.tiny})
 
     def narrow(self) -> Workload:
-        """As many layers and samples, but tiny ones: what is left of a step is what does not depend on sizes."""
+        """Return as many layers and samples with tiny sizes, to measure the costs that do not depend on size."""
         depth = {"layers": self.sizes["layers"]} if "layers" in self.sizes else {}
         return replace(self, sizes={**self.sizes, **self.tiny, **depth})
 
     def resized(self, axis: str, value: int) -> Workload:
-        """Another size along an axis of AXES; ConfigurationError if the model has none."""
+        """Return the workload with another size along an axis of AXES. Raises ConfigurationError without that axis."""
         check_choice("axis", axis, list(AXES))
         if value < 1:
             raise ConfigurationError(f"{axis}={value}: a size is at least 1.")
@@ -87,17 +87,17 @@ AXES: dict[str, tuple[str, ...]] = {
     "width": ("width",),
     "depth": ("layers",),
 }
-"""Axes of a sweep, and the sizes that they change: T is the length in tokens, or the side of an image in pixels."""
+"""Axes of a sweep, and their sizes: T is the length in tokens, or the side of an image in pixels."""
 
 
 def per_sample_loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The loss of each sample [B]: cross-entropy, a mean over its positions."""
+    """Return the loss of each sample [B]: cross-entropy, a mean over its positions."""
     each = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="none")
     return each.view(len(y), -1).mean(1)
 
 
 def loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The mean over samples of their losses."""
+    """Return the mean over samples of their losses."""
     return F.cross_entropy(scores.flatten(0, -2), y.flatten())
 
 
@@ -158,7 +158,7 @@ one of the shape of Llama 3.2 1B at T = 1024."""
 
 
 def find(name: str, *, tiny: bool = False) -> Workload:
-    """A workload by name; ConfigurationError lists them."""
+    """Return a workload by name. Raises ConfigurationError, which lists them, for an unknown name."""
     known = WORKLOADS | GPU_WORKLOADS
     check_choice("workload", name, list(known))
     return known[name].at_tiny_size() if tiny else known[name]

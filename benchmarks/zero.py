@@ -1,7 +1,7 @@
-"""Throughput and memory of private training over ordinary training, by ZeRO stage: Figures 5 and 7 of DP-ZeRO.
+"""Throughput and memory of private over ordinary training, by ZeRO stage: Figures 5 and 7 of DP-ZeRO.
 
-Bu et al. 2023, arXiv:2311.11822. Ranks are processes that torchrun starts; in one launch, ordinary and private steps
-take turns on all of them; for memory, each has a launch of its own, and a rank reports its peak.
+Bu et al. 2023, arXiv:2311.11822. torchrun starts a process per rank. In one launch, ordinary and private steps take
+turns on all ranks; for memory, each has its own launch, and a rank reports its peak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORDINARY = "nonprivate"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How stages are compared."""
+    """The settings of a comparison of stages."""
 
     ranks: int = 2
     precision: str = "fp32"
@@ -38,7 +38,7 @@ class Setting:
 
 
 def launches(workloads: Sequence[Workload], stages: Sequence[str], clippings: Sequence[str]) -> int:
-    """How often `measure` calls `on_launch` for all workloads."""
+    """Return the number of calls of `on_launch` by `measure` for all workloads."""
     return len(workloads) * len(stages) * (2 + len(clippings))
 
 
@@ -49,7 +49,7 @@ def measure(
     setting: Setting,
     on_launch: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """A row a stage and clipping, as plain figures.
+    """Return a row per stage and clipping, as plain figures.
 
     Raises ConfigurationError for unknown stages and clippings, DpshardError with its output if a rank fails.
     """
@@ -92,13 +92,13 @@ def _row(stage: str, clipping: str, times: Mapping[str, list[float]], peaks: Map
 
 
 def launch(what: str, stage: str, workload: Workload, names: Sequence[str], setting: Setting) -> dict[str, Any]:
-    """What rank 0 reports of `names`: seconds of every round ("time"), or the largest peak of a rank ("memory")."""
+    """Return rank 0's report on `names`: seconds of every round ("time"), or the largest peak of a rank ("memory")."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={setting.ranks}"]
     job = {"what": what, "stage": stage, "workload": workload.name, "names": list(names), **asdict(setting)}
     threads = str(max(1, len(os.sched_getaffinity(0)) // setting.ranks))
     run = subprocess.run(
         [*command, "-m", "benchmarks.zero_worker", json.dumps(job)],
-        cwd=results_files.ROOT,  # where this package `benchmarks` is, not the one that Opacus installs
+        cwd=results_files.ROOT,  # the place of this package `benchmarks`, not of the one that Opacus installs
         capture_output=True,
         text=True,
         check=False,

@@ -46,7 +46,7 @@ def main() -> None:
         result: dict[str, Any] = interleave(steps, rounds=job["rounds"])
     else:
         return_what_is_freed()
-        Sharded(job, find(job["workload"], tiny=True), names[0]).step()  # loads the code that a step needs
+        Sharded(job, find(job["workload"], tiny=True), names[0]).step()  # loads the code of a step
         result = {names[0]: peak_of(lambda: Sharded(job, workload, names[0]).step)}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, result)
@@ -94,7 +94,7 @@ class Sharded:
 
         logger.setLevel("ERROR")
         if self.device.type == "cpu":
-            # A C++ extension that DeepSpeed would compile for its collectives on the CPU; gloo does without.
+            # DeepSpeed would compile a C++ extension for its collectives on the CPU; gloo needs none.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.rows,
@@ -132,7 +132,7 @@ class Sharded:
         return engine.batches(TensorDataset(*self.data), micro_batch_size=self.rows)
 
     def step(self) -> None:
-        """One step of all ranks."""
+        """Take one step of all ranks."""
         for x, y in next(self.batches):
             if x.is_floating_point() and self.job["stage"].startswith("deepspeed") and self.job["precision"] == "bf16":
                 x = x.bfloat16()

@@ -1,4 +1,4 @@
-"""Settings that are parsed once: the schedule of batch sizes, and what decides speed (`Execution`)."""
+"""Settings that are parsed once: the schedule of batch sizes, the execution of clipping, and their checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NoiseName = Literal["gaussian", "discrete-gaussian"]
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """The expected logical batch size of every step of a run; public, and the only divisor of the update."""
+    """The public expected batch size of every step; the only divisor of the update."""
 
     sizes: tuple[int, ...]
     """Expected logical batch size over all ranks, one entry a step."""
@@ -34,11 +34,11 @@ class BatchSchedule:
         return len(self.sizes)
 
     def __getitem__(self, step: int) -> int:
-        """Expected batch size of `step`; past the end of the run its last size holds."""
+        """Return the expected batch size of `step`; past the end of the run, that of the last step."""
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def phases(self) -> list[tuple[int, int]]:
-        """The schedule run-length encoded: `[(batch_size, number of steps), ...]` in order."""
+        """Return the schedule run-length encoded: `[(batch_size, number of steps), ...]` in order."""
         return [(size, sum(1 for _ in run)) for size, run in groupby(self.sizes)]
 
     @classmethod
@@ -50,7 +50,7 @@ class BatchSchedule:
         epochs: float | None = None,
         steps: int | None = None,
     ) -> BatchSchedule:
-        """Resolve what the user wrote; `epochs` means round(epochs * sample_size / batch_size) steps.
+        """Resolve the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
 
         Under a schedule, `epochs` means steps until the expected number of drawn samples is reached.
         Raises ConfigurationError for empty runs, and for batches larger than the data set.
@@ -91,7 +91,7 @@ class BatchSchedule:
 
 def _steps_of_phases(phases: Sequence[tuple[int, int]], epochs: float | None, steps: int | None) -> int:
     if epochs is not None:
-        raise ConfigurationError("A list of phases already says how many steps there are: leave epochs= out.")
+        raise ConfigurationError("A list of phases already fixes the number of steps: leave epochs= out.")
     for phase in phases:
         if not (isinstance(phase, Sequence) and len(phase) == 2 and all(isinstance(n, int) for n in phase)):
             raise ConfigurationError(f"A phase is (batch_size, steps), two ints; got {phase!r}.")
@@ -99,9 +99,9 @@ def _steps_of_phases(phases: Sequence[tuple[int, int]], epochs: float | None, st
             raise ConfigurationError(f"The phase {phase!r} has {phase[1]} steps; it cannot have fewer than 0.")
     total = sum(count for _, count in phases)
     if total < 1:
-        raise ConfigurationError("The phases of batch_size hold no step; give at least one (batch_size, steps).")
+        raise ConfigurationError("The phases of batch_size have no step; give at least one (batch_size, steps).")
     if steps is not None and steps != total:
-        raise ConfigurationError(f"steps={steps}, but the phases of batch_size hold {total} steps; leave steps= out.")
+        raise ConfigurationError(f"steps={steps}, but the phases of batch_size have {total} steps; leave steps= out.")
     return total
 
 
@@ -110,11 +110,11 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
         if not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: it must be an int, and a run has at least one step.")
         return tuple(size_of(step) for step in range(steps))
-    assert epochs is not None  # one of the two is given: checked by the caller
+    assert epochs is not None  # the caller checks that one of the two is given
     check_positive("epochs", epochs)
     wanted, drawn = epochs * sample_size, 0.0
     sizes: list[int] = []
-    # Round half up: one more step as long as it brings the expected number of samples closer to the wanted one.
+    # Round half up: add a step while it brings the expected number of samples closer to the wanted one.
     while not sizes or drawn + size_of(len(sizes)) / 2 <= wanted:
         sizes.append(size_of(len(sizes)))
         check_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
@@ -124,20 +124,20 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How the clipped sum is computed: decides time and memory, never the result."""
+    """How the clipped sum is computed: it decides time and memory, never the result."""
 
     norm: NormMethod
-    """How the per-sample norm of a weight is found."""
+    """The way to compute the per-sample norm of a weight."""
     backward_passes: int
-    """1 keeps records of all layers until the norms are known (book-keeping); 2 runs backward again instead."""
+    """1 keeps the records of all layers until the norms are known (book-keeping); 2 repeats backward instead."""
     keep_per_sample: bool
-    """Whether a per-sample gradient that was instantiated for its norm is kept for the clipped sum."""
+    """True if the clipped sum reuses a per-sample gradient that was computed for its norm."""
     offload_records: bool = False
-    """Whether records wait in the memory of the host until the norms are known."""
+    """True if records wait in host memory until the norms are known."""
 
 
 class NormMethod(Enum):
-    """The ways to a per-sample gradient norm."""
+    """The ways to compute a per-sample gradient norm."""
 
     INSTANTIATE = "instantiate"
     GHOST = "ghost"
@@ -154,30 +154,30 @@ CLIPPING_MODES: dict[str, Execution] = {
     "bk-mixed-opt": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
     "auto": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
 }
-"""The names of the literature: Lee & Kifer 2020, arXiv:2009.03106 ("fast-gradient"); Li et al. 2022, arXiv:2110.05679
+"""Names from the literature: Lee & Kifer 2020, arXiv:2009.03106 ("fast-gradient"); Li et al. 2022, arXiv:2110.05679
 ("ghost"); Bu et al. 2022, arXiv:2205.10683 ("mixed-ghost"); Bu et al. 2023, arXiv:2210.00038 ("bk...")."""
 
 
 def parse_clipping_mode(mode: str, *, offload_records: bool = False) -> Execution:
-    """The execution that `mode` names; ConfigurationError lists the known names, and those that keep records."""
+    """Return the execution named `mode`. Raises ConfigurationError for an unknown name, or one without records."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]
     if offload_records and execution.backward_passes == 2:
         raise ConfigurationError(
-            f"offload_records: clipping_mode={mode!r} takes two backward passes and keeps no records. "
-            f"Choose one of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave it out."
+            f"offload_records=True: clipping_mode={mode!r} takes two backward passes and keeps no records. Choose a "
+            f"mode of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave offload_records out."
         )
     return replace(execution, offload_records=bool(offload_records))
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an int or a float; a bool is neither."""
+    """Return True if `value` is an int or a float; a bool is neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
-    """Whether `value` is a positive int; a bool is none."""
+    """Return True if `value` is a positive int; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -200,18 +200,18 @@ def check_probability(name: str, value: float) -> None:
 
 
 def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
-    """Warn of a cap that most logical batches reach: it is accounted as it is, but hardly meant."""
+    """Warn if most logical batches reach the cap: accounting is right, but such a cap is rarely intended."""
     if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
         warnings.warn(
-            f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches are "
-            f"cut, but still divided by the expected size, so updates shrink. Choose a cap above it, or smaller "
+            f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches "
+            f"are cut, but still divided by the expected size, so updates shrink. Choose a larger cap, or smaller "
             f"batches.",
             stacklevel=3,
         )
 
 
 def check_delta(target_delta: float, sample_size: int) -> None:
-    """Delta must lie in (0, 1); at or above 1/N it would allow publishing a whole sample, hence a warning."""
+    """Raise ConfigurationError unless 0 < delta < 1; warn if delta is 1/N or more."""
     check_probability("target_delta", target_delta)
     if target_delta >= 1 / sample_size:
         warnings.warn(

@@ -1,8 +1,8 @@
-"""Every error that dpshard raises on purpose. Each message says where, why, and what to do about it."""
+"""The errors of dpshard. Each message says where, why, and what to do."""
 
 
 class DpshardError(Exception):
-    """Base class: `except DpshardError` catches what the package refuses, and nothing else."""
+    """Base class: `except DpshardError` catches every error of the package, and nothing else."""
 
 
 class ConfigurationError(DpshardError, ValueError):
@@ -10,27 +10,27 @@ class ConfigurationError(DpshardError, ValueError):
 
 
 class UnsupportedParameterError(DpshardError, RuntimeError):
-    """A trainable parameter is used in a way for which no exact per-sample gradient rule exists."""
+    """A trainable parameter is used in a way without an exact per-sample gradient rule."""
 
 
 class BatchLayoutError(DpshardError, RuntimeError):
-    """It is not evident which dimension of a tensor carries the samples of the micro-batch."""
+    """The dimension that carries the samples of the micro-batch is ambiguous."""
 
 
 class VerificationError(DpshardError, RuntimeError):
-    """Per-sample gradients of a batch differ from those of its samples taken alone."""
+    """The gradient of a sample depends on other samples, or differs from that of plain autograd."""
 
 
 class LogicalBatchError(DpshardError, RuntimeError):
-    """A forward, backward or step came at a moment when it would break the accounting of the logical batch."""
+    """A forward, backward or step came at a moment that would break the accounting of the logical batch."""
 
 
 class UnknownLengthError(LogicalBatchError, TypeError):
-    """The length of a logical batch was asked for, which is data. A TypeError, so that list() and tqdm go on."""
+    """The length of a logical batch is private data. A TypeError, so that list() and tqdm continue without it."""
 
 
 class UnsupportedOptimizerError(DpshardError, RuntimeError):
-    """The optimizer (or a scaler around it) would see gradients that are not privatized as accounted."""
+    """The optimizer (or a scaler around it) would see gradients other than the accounted ones."""
 
 
 class EngineInUseError(DpshardError, RuntimeError):
@@ -42,7 +42,7 @@ class BudgetExceededError(DpshardError, RuntimeError):
 
 
 class AccountingError(DpshardError, RuntimeError):
-    """The accountant cannot analyse the mechanism that was asked for."""
+    """The accountant cannot analyse the requested mechanism."""
 
 
 class CheckpointError(DpshardError, RuntimeError):
@@ -62,4 +62,4 @@ REENTRANT = (
     "is never known. Pass use_reentrant=False to torch.utils.checkpoint (in transformers: "
     'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})).'
 )
-"""Why reentrant checkpointing is refused, and the remedy: the text of every error that refuses it."""
+"""Reason and fix: the text of every error that refuses reentrant checkpointing."""

@@ -1,4 +1,4 @@
-"""Names of parameters that do not change with what wraps a model: noise, groups and states are keyed by them."""
+"""Names of parameters without the prefixes of wrappers: the keys of noise, groups and states."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import nn
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 WRAPPERS = ", ".join(_WRAPPERS)
-"""What torch.compile, checkpointing and sharding wrappers put into names, for messages."""
+"""Wrappers of torch.compile, checkpointing and sharding, for messages."""
 
 
 def canonical_name(name: str) -> str:
-    """The name of a parameter or module without what wrappers add to it."""
+    """Return the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return True if torch.compile returned `module`."""
-    # To import the compiler takes longer than to import torch. It is there if it has made a wrapper.
+    # torch._dynamo takes longer to import than torch. A wrapper exists only if it was imported.
     compiler = sys.modules.get("torch._dynamo")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)

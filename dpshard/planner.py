@@ -1,4 +1,4 @@
-"""Public names of the planner, which lives in `applications/planner/`: what a private step costs on many ranks."""
+"""Re-export the public names of `applications/planner/`: the cost of a private step on many ranks."""
 
 from dpshard.applications.planner import *  # noqa: F403
 from dpshard.applications.planner import __all__ as __all__

@@ -1,19 +1,19 @@
-"""Keyed randomness: every draw is a function of the run secret and of what it is for, never of global seeds.
+"""Keyed randomness: every draw is a function of the run secret and its purpose, never of global seeds.
 
 [Note: Keyed draws]
-A run owns one secret of 32 bytes from the operating system. A draw for a purpose (the noise of block 3 of
-parameter "head.weight" at step 7; the batch of step 7) is generated under a key derived from the secret and the
-purpose. So draws for different purposes are independent, a step that is taken again draws the same batch, on however
-many ranks, and `torch.manual_seed` in a training script neither predicts nor changes them.
+A run owns one secret of 32 bytes from the operating system. A draw for a purpose (the noise of block 3 of parameter
+"head.weight" at step 7; the batch of step 7) uses a key derived from both. So draws for different purposes are
+independent, a repeated step draws the same batch on any number of ranks, and `torch.manual_seed` neither predicts nor
+changes them.
 
 [Note: Strength]
-Keys come from HMAC-SHA-256, so no key tells anything about another, or about the secret. What a source makes of a key
-is the stream of AES-256 in counter mode, which nobody can tell from random bits; processors compute it faster than
-memory takes it. (It is that of GCM, NIST SP 800-38D, for which OpenSSL has code that is 2.5 times as fast; the tag,
-which would come at the end, is never asked for. Beyond 2^36 octets of one key the cipher raises.) Normals are made of
-it by Box and Muller's method, with 62 bits for the radius, so that the tails reach 9.3 standard deviations. The
-floating-point side channel is another matter: [Note: Secure noise] in noise/keyed.py.
-(`torch.Generator` on the CPU would not do: its mt19937 is seeded by 32 bits, few enough to try them all.)
+Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source turns a key into the
+stream of AES-256 in counter mode, which cannot be told from random bits; processors compute it faster than memory
+takes it. (It is the stream of GCM, NIST SP 800-38D: OpenSSL's code for it is 2.5 times as fast. The tag at its end is
+never computed. Beyond 2^36 bytes of one key the cipher raises.) Box and Muller's method turns the stream into
+normals, with 62 bits for the radius, so that the tails reach 9.3 standard deviations. [Note: Secure noise] in
+noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too weak: its mt19937 has a
+seed of 32 bits, few enough to try them all.)
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SECRET_BYTES = 32
 
 
 def new_run_secret() -> bytes:
-    """A fresh secret of 32 bytes from the operating system; whoever knows it can subtract the noise."""
+    """Return a fresh secret of 32 bytes from the operating system; with it, anybody can subtract the noise."""
     return os.urandom(SECRET_BYTES)
 
 
 def derive_key(secret: bytes, *context: str | int) -> bytes:
-    """Key of 32 bytes for the purpose `context`: HMAC-SHA-256 under `secret`.
+    """Return the key of 32 bytes for the purpose `context`: HMAC-SHA-256 under `secret`.
 
-    Each part is encoded with its type and length, so that two contexts have one encoding only if they are equal:
-    ("a", "b") is not ("ab",), and 1 is not "1". Raises ConfigurationError for a secret of the wrong length.
+    Each part is encoded with its type and length, so different contexts have different encodings: ("a", "b") is not
+    ("ab",), and 1 is not "1". Raises ConfigurationError for a secret of the wrong length.
     """
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def derive_key(secret: bytes, *context: str | int) -> bytes:
     return hmac.digest(secret, b"".join(_encode(part) for part in context), "sha256")
 
 
-@functools.lru_cache(maxsize=2**12, typed=True)  # names and purposes, which come again every step; no secrets
+@functools.lru_cache(maxsize=2**12, typed=True)  # names and purposes repeat every step; no secrets
 def _encode(part: str | int) -> bytes:
     kind, text = (b"s", part) if isinstance(part, str) else (b"i", str(int(operator.index(part))))
     data = text.encode()
@@ -65,84 +65,83 @@ def _encode(part: str | int) -> bytes:
 class RandomSource:
     """The stream of random numbers under `key` (32 bytes, from `derive_key`); see [Note: Strength].
 
-    Of a fresh source, the first k of n values asked for do not depend on n.
+    The first k of n values of a fresh source do not depend on n.
     """
 
     def __init__(self, key: bytes) -> None:
         self._stream = Cipher(algorithms.AES256(key), _COUNTER_MODE).encryptor()
 
     def words(self, n: int) -> NDArray[np.uint64]:
-        """`n` words of 64 random bits."""
-        return self._octets(np.empty(8 * n + _ROOM, np.uint8)).view("<u8")
+        """Return `n` words of 64 random bits."""
+        return self._fill(np.empty(8 * n + _CIPHER_PADDING, np.uint8)).view("<u8")
 
     def uniform(self, n: int) -> NDArray[np.float64]:
-        """`n` uniforms in (0, 1], multiples of 2**-53: a logarithm of them is finite."""
+        """Return `n` uniforms in (0, 1], multiples of 2**-53: their logarithm is finite."""
         return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-        """`n` standard normals of `dtype`, in pieces that fit into the cache; the next one overwrites a piece."""
+        """Yield `n` standard normals of `dtype`, in pieces that fit into the cache; each overwrites the one before."""
         rows, drawn = _WORDS[dtype], 0
-        with _desk(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, octets):
+        with _scratch(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, raw):
             while drawn < n:
                 units = min(_UNITS, -(-(n - drawn) // UNIT))
                 size = units * UNIT
-                integers = self._octets(octets[: 2 * rows * size + _ROOM]).view("<i4").reshape(units, rows, -1)
+                integers = self._fill(raw[: 2 * rows * size + _CIPHER_PADDING]).view("<i4").reshape(units, rows, -1)
                 made = normals[:size].reshape(units, 2, -1)
                 native.box_muller(integers, made, words[: integers.size].reshape(rows, units, -1))
                 yield normals[: min(size, n - drawn)]
                 drawn += size
 
-    def _octets(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The next octets of the stream, as many as `room` holds without what the cipher needs."""
-        n = len(room) - _ROOM
+    def _fill(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Fill `buffer` with the next bytes of the stream; return it without the padding."""
+        n = len(buffer) - _CIPHER_PADDING
         for start in range(0, n, len(_ZEROS)):
-            self._stream.update_into(_ZEROS[: n - start], room[start:].data)
-        return room[:n]
+            self._stream.update_into(_ZEROS[: n - start], buffer[start:].data)
+        return buffer[:n]
 
 
 def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-    """`n` standard normals under each of `keys`, of a unit of their own, drawn at once; `n` is even."""
+    """Yield `n` standard normals under each of `keys`, each in a unit of its own; `n` is even."""
     rows, count = _WORDS[dtype], len(keys)
-    with _desk(count * n, dtype, rooms=count) as (normals, words, octets):
-        rooms = octets.reshape(count, -1)
-        for key, room in zip(keys, rooms, strict=True):
-            RandomSource(key)._octets(room)
-        integers = rooms[:, :-_ROOM].view("<i4").reshape(count, rows, -1)
+    with _scratch(count * n, dtype, buffers=count) as (normals, words, raw):
+        buffers = raw.reshape(count, -1)
+        for key, buffer in zip(keys, buffers, strict=True):
+            RandomSource(key)._fill(buffer)
+        integers = buffers[:, :-_CIPHER_PADDING].view("<i4").reshape(count, rows, -1)
         native.box_muller(integers, normals.reshape(count, 2, -1), words.reshape(rows, count, -1))
         yield from normals.reshape(count, n)
 
 
 UNIT = 2**14
-"""Normals that are made of a stretch of the stream of their own: loops over shorter rows are slower. Part of the
-meaning of a key."""
+"""Normals from one stretch of the stream; loops over shorter rows are slower. Part of the meaning of a key."""
 _UNITS = 2**4
-"""Units that are made at once: fewer would take more calls; more would leave the cache."""
+"""Units made at once: fewer take more calls; more leave the cache."""
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
-"""Words of 32 bits that a pair of normals is made of."""
+"""Words of 32 bits for a pair of normals."""
 
-_DESKS: list[NDArray[np.uint8]] = []
-"""Memory to draw in that is free: fresh memory for each of many small tensors would take longer than drawing."""
+_FREE_SCRATCH: list[NDArray[np.uint8]] = []
+"""Free scratch memory: to allocate for each of many small tensors would take longer than to draw."""
 
 
 @contextmanager
-def _desk(n: int, dtype: Any, rooms: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Places for `n` normals, for their words, and for the octets of these from so many streams."""
+def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
+    """Yield scratch memory for `n` normals, their words, and the bytes of `buffers` streams."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
-    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + rooms * _ROOM)))
+    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + buffers * _CIPHER_PADDING)))
     try:
-        desk = _DESKS.pop()  # atomic: threads share the list
+        scratch = _FREE_SCRATCH.pop()  # atomic: threads share the list
     except IndexError:
-        desk = np.empty(0, np.uint8)
-    if len(desk) < cuts[-1]:
-        desk = np.empty(cuts[-1], np.uint8)
+        scratch = np.empty(0, np.uint8)
+    if len(scratch) < cuts[-1]:
+        scratch = np.empty(cuts[-1], np.uint8)
     try:
-        yield desk[: cuts[0]].view(dtype), desk[cuts[0] : cuts[1]].view(dtype), desk[cuts[1] : cuts[2]]
+        yield scratch[: cuts[0]].view(dtype), scratch[cuts[0] : cuts[1]].view(dtype), scratch[cuts[1] : cuts[2]]
     finally:
-        _DESKS.append(desk)
+        _FREE_SCRATCH.append(scratch)
 
 
 _COUNTER_MODE = modes.GCM(bytes(12))
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
-_ROOM = 16
-"""What a block cipher may write beyond its message, and rows stay aligned."""
+_CIPHER_PADDING = 16
+"""Room for the bytes that a block cipher may write beyond its message; it keeps rows aligned."""

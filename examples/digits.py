@@ -12,7 +12,7 @@ from dpshard import PrivacyEngine
 def main(epochs: float = 30) -> float:
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
-    x = F.normalize(torch.tensor(images / 16 - 0.5, dtype=torch.float32))  # every image by itself: no statistic of all
+    x = F.normalize(torch.tensor(images / 16 - 0.5, dtype=torch.float32))  # scaled without a statistic of the data set
     train, test = random_split(TensorDataset(x, torch.tensor(labels)), [0.8, 0.2])
 
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10))

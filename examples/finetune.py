@@ -1,7 +1,7 @@
 """Fine-tune a public model on private data, at epsilon 1: a new head on frozen features.
 
-The digits 0 to 4 play the public data here, 5 to 9 the private ones. What is frozen costs neither time nor memory, and
-the fewer parameters are trained, the less noise there is in all.
+The digits 0 to 4 play the public data here, 5 to 9 the private ones. Frozen parameters cost neither time nor memory,
+and fewer trained parameters get less noise in all.
 """
 
 import torch
@@ -14,7 +14,7 @@ from dpshard import PrivacyEngine
 
 
 def pretrained(public: TensorDataset) -> nn.Sequential:
-    """A convolutional network, trained without privacy."""
+    """Return a convolutional network, trained without privacy."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU()),
@@ -36,7 +36,7 @@ def main(epochs: float = 30) -> float:
     model = pretrained(TensorDataset(x[y < 5], y[y < 5]))
     train, test = random_split(TensorDataset(x[y >= 5], y[y >= 5] - 5), [0.8, 0.2])
 
-    model.requires_grad_(False)  # before the engine is made
+    model.requires_grad_(False)  # before you make the engine
     model[-1] = nn.Linear(256, 5)
 
     engine = PrivacyEngine(model, batch_size=350, sample_size=len(train), epochs=epochs, target_epsilon=1.0)

@@ -19,7 +19,7 @@ from dpshard.integrations.transformers import PrivateTrainer
 
 
 class Paragraphs(Dataset):
-    """The paragraphs of a file in tokens, all cut, or filled up, to one length."""
+    """The paragraphs of a file in tokens, all cut or padded to one length."""
 
     def __init__(self, file: Path, tokenizer, length: int) -> None:
         texts = [text for text in file.read_text("utf-8").split("\n\n") if text.strip()]

@@ -1,6 +1,6 @@
 """Train a small vision transformer with the Trainer of Hugging Face, at epsilon 4.
 
-What differs from an ordinary script is PrivateTrainer, and what it is told in privacy=.
+Only PrivateTrainer and its privacy= differ from an ordinary script.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from dpshard.integrations.transformers import PrivateTrainer
 
 
 class Digits(Dataset):
-    """The handwritten digits of scikit-learn, as the model names its inputs."""
+    """The handwritten digits of scikit-learn, with the model's names of inputs."""
 
     def __init__(self) -> None:
         images, labels = load_digits(return_X_y=True)

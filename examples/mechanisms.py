@@ -1,4 +1,4 @@
-"""How private training behaves, seen in a masked language model small enough for two CPU cores: a plot and its numbers.
+"""Effects of private training, in a masked language model small enough for two CPU cores: a plot and its numbers.
 
     python mechanisms.py snr                  # gradient-SNR grows with the batch, and shrinks over the training
     python mechanisms.py schedule             # growing batches against a fixed one: fewer samples
@@ -7,8 +7,8 @@
     python mechanisms.py styles               # all-layer, block-wise and layer-wise clipping at equal epsilon
     python mechanisms.py parameters           # all weights, LoRA and biases (BiTFiT) at equal epsilon
 
-Each takes a minute or two, if two cores are free, and writes NAME.json and NAME.png to --out. A sample is a piece of 16
-characters of the text that ships with Python: its language reference, and for `parameters` the docstrings of its
+Each takes a minute or two, if two cores are free, and writes NAME.json and NAME.png to --out. A sample is a piece of
+16 characters of the text that ships with Python: its language reference, and for `parameters` the docstrings of its
 standard library.
 """
 
@@ -49,7 +49,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is computed."""
+    """The size of the computation."""
 
     steps: int
     batch: int
@@ -57,7 +57,7 @@ class Scale:
     seeds: int
     """Runs of each setting, with other initial weights, batches and noise."""
     files: int
-    """Files of the standard library that are read for their docstrings."""
+    """Number of files of the standard library that give docstrings."""
 
 
 FULL = Scale(steps=60, batch=1024, seeds=2, files=60)
@@ -81,7 +81,7 @@ def docstrings(files: int) -> str:
 
 
 def pieces(text: str) -> tuple[TensorDataset, TensorDataset]:
-    """Training samples, and a held-out tenth: masked symbols [N, T], and the true ones where they are masked."""
+    """Return training samples, and a held-out tenth: masked symbols [N, T], and the true ones at the masks."""
     number = {symbol: i for i, symbol in enumerate(ALPHABET)}
     ids = torch.tensor([number.get(symbol, OTHER) for symbol in " ".join(text.lower().split())])
     ids = ids[: len(ids) // T * T].view(-1, T)
@@ -94,9 +94,10 @@ def pieces(text: str) -> tuple[TensorDataset, TensorDataset]:
 
 
 class Block(nn.Module):
-    """A convolution over five neighbours and two linear layers, each with LayerNorm behind its sum, as in BERT.
+    """A convolution over five neighbours and two linear layers, each with LayerNorm after its sum, as in BERT.
 
-    BERT has attention for the convolution; it learns little more than the frequencies of symbols in so few steps.
+    The convolution replaces BERT's attention, which learns little more than the frequencies of symbols in so few
+    steps.
     """
 
     def __init__(self, width: int) -> None:
@@ -111,7 +112,7 @@ class Block(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Scores [B, T, SYMBOLS] of symbols [B, T]. What is under `norm` is scale-invariant: embeddings, together."""
+    """Maps symbols [B, T] to scores [B, T, SYMBOLS]. The part under `norm` is scale-invariant: embeddings, together."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 def losses(logits: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy [B] over the masked symbols of each piece: as many in all of them."""
+    """Return the mean cross-entropy [B] over the masked symbols of each piece: the same number in all of them."""
     return F.cross_entropy(logits.mT, y, reduction="none", ignore_index=IGNORED).sum(1) / 3
 
 
@@ -154,7 +155,7 @@ def train(
     watch: Callable[[nn.Module], float] | None = None,
     **settings: Any,
 ) -> Result:
-    """Train by Adam with the moments of DP-BERT at `epsilon`: what was seen at each step, and the score at the end."""
+    """Train by Adam with the moments of DP-BERT at `epsilon`; return the figures of each step, and the final score."""
     private, held_out = data
     engine = PrivacyEngine(
         model,
@@ -196,7 +197,7 @@ def train(
 
 
 def averaged(seeds: int, build: Callable[[], nn.Module], *args: Any, **settings: Any) -> Result:
-    """The same training from `seeds` initial weights, with batches and noise of their own: all figures averaged."""
+    """Repeat the training from `seeds` initial weights, with new batches and noise; return averaged figures."""
     results = []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -217,7 +218,7 @@ class Panel:
 
     title: str
     key: str
-    """Of the runs' figures: a series, or "accuracy"."""
+    """Key of the runs' figures: a series, or "accuracy"."""
     log: bool = False
 
 
@@ -244,7 +245,7 @@ def schedule(scale: Scale) -> Experiment:
 
 
 def decay(scale: Scale) -> Experiment:
-    """Decay over the run: the sum of learning rate times lambda is 4.8 for DP-BERT, and for the last of these."""
+    """Vary the decay over the run: the sum of learning rate times lambda is 4.8 for DP-BERT, and for the last run."""
     data, phases, lr = pieces(reference()), [(scale.batch // 8, 5 * scale.steps)], 1e-2
     invariant = ["symbols.weight", "positions.weight"]
     rest = [name for name, _ in MaskedLanguageModel().named_parameters() if name not in invariant]
@@ -287,7 +288,7 @@ def styles(scale: Scale) -> Experiment:
 
 
 def parameters(scale: Scale) -> Experiment:
-    """Trained in the clear on the language reference; then, at epsilon 1, on docstrings."""
+    """Train in the clear on the language reference; then, at epsilon 1, on docstrings."""
     public, private = pieces(reference())[0], pieces(docstrings(scale.files))
     torch.manual_seed(0)
     start = MaskedLanguageModel()
@@ -347,7 +348,7 @@ EXPERIMENTS: dict[str, Callable[[Scale], Experiment]] = {
 }
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- the output -------------------------------------------------------------------------------------------------------
 
 
 def table(found: dict[str, Result]) -> str:
@@ -385,7 +386,7 @@ def draw(found: dict[str, Result], panels: list[Panel], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*EXPERIMENTS, "all"])
-    parser.add_argument("--quick", action="store_true", help="a few steps of small batches: only that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few steps of small batches, to test that it runs")
     parser.add_argument("--out", type=Path, default=Path("mechanisms"), help="folder for the figures")
     args = parser.parse_args(arguments)
     if args.out.exists() and not args.out.is_dir():

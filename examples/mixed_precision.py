@@ -1,9 +1,9 @@
 """Half precision under DP, with and without loss scaling: the shape of Table 3 and Figure 4 of arXiv:2311.11822.
 
-The forward runs in float32, bfloat16 or float16 (autocast); clipping, sums and noise are float32 in any case. Ordinary
-float16 training multiplies the loss by a scale S, so that small gradients do not underflow, and divides the gradient
-by S afterwards. Under DP the first half may overflow, and clipping has undone it already when the second half comes:
-the gradient is then S times too small. A GradScaler is therefore refused; here both halves are done by hand.
+The forward runs in float32, bfloat16 or float16 (autocast); clipping, sums and noise are float32 in any case.
+Ordinary float16 training multiplies the loss by a scale S, so that small gradients do not underflow, and divides the
+gradient by S afterwards. Under DP the multiplication may overflow, and clipping undoes it before the division: the
+gradient is then S times too small. So a GradScaler is refused; here both halves are done by hand.
 """
 
 import torch
@@ -22,11 +22,11 @@ RUNS = {
     "float16, loss x 2^12, gradient / 2^12": (torch.float16, 2.0**12, True),
     "float16, loss x 2^30": (torch.float16, 2.0**30, False),
 }
-"""Dtype of the forward, scale of the loss, whether the private gradient is scaled back."""
+"""Dtype of the forward, scale of the loss, whether the private gradient is divided by the scale."""
 
 
 def train(dtype: torch.dtype | None, scale: float, back: bool, epochs: float) -> tuple[float, float, PrivacyEngine]:
-    """Share of test digits right, share of samples dropped since their gradient overflowed, and the engine."""
+    """Return the share of test digits right, the share of samples dropped for overflow, and the engine."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x = F.normalize(torch.tensor(images / 16 - 0.5, dtype=torch.float32))
@@ -44,7 +44,7 @@ def train(dtype: torch.dtype | None, scale: float, back: bool, epochs: float) ->
             loss.backward()
         engine.privatize()
         for p in model.parameters():
-            p.grad /= scale if back else 1.0  # whatever follows the noise costs no privacy, but may cost the training
+            p.grad /= scale if back else 1.0  # after the noise, no change costs privacy, but it may harm the training
         optimizer.step()
         optimizer.zero_grad()
         dropped += engine.metrics()["nonfinite_samples"]

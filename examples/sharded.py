@@ -48,5 +48,5 @@ def main(epochs: float = 30) -> float:
 if __name__ == "__main__":
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     main()
-    dist.barrier()  # all have come to their end
+    dist.barrier()  # all ranks have finished
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ SETTINGS = [
     ({"batch_size": lambda step: 0}, r"batch_size at step 0 is .*positive int"),
     *[({"batch_size": x}, r"batch_size=.* int, phases .*callable of the step") for x in (2.5, NAN, None, "256")],
     *[({"batch_size": x}, "A phase is") for x in ([(6,)], [6], ["66"], [(6.0, 5)])],
-    ({"batch_size": []}, "phases of batch_size hold no step"),
+    ({"batch_size": []}, "phases of batch_size have no step"),
     ({"batch_size": [(6, -1), (6, 6)]}, "phase"),
     ({"batch_size": [(6, 3)]}, r"steps=5, but the phases .* 3 steps"),
     *[({"sample_size": x}, "data set is empty.*at least 1") for x in (0, -1)],
@@ -230,7 +230,7 @@ def test_impossible_micro_batch_sizes_are_refused_at_once(size):
 
 @pytest.mark.parametrize("state", [None, {}, torch.zeros(3), {"model": 1}, nn.Linear(2, 2).state_dict()])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(CheckpointError, match="no state of a PrivacyEngine"):
+    with pytest.raises(CheckpointError, match="not the state of a PrivacyEngine"):
         engine_on(mlp()).load_state_dict(state)
 
 

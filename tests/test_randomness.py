@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpshard.errors import ConfigurationError
-from dpshard.randomness import _ROOM, UNIT, RandomSource, derive_key, new_run_secret
+from dpshard.randomness import _CIPHER_PADDING, UNIT, RandomSource, derive_key, new_run_secret
 
 SECRET = bytes(range(32))
 KEY = derive_key(SECRET, "test")
@@ -27,8 +27,8 @@ FALSE_ALARM = 1e-7
 contexts = st.lists(st.text(max_size=5) | st.integers(), max_size=4)
 
 
-def octets(source, n):
-    return source._octets(np.empty(n + _ROOM, np.uint8))
+def random_bytes(source, n):
+    return source._fill(np.empty(n + _CIPHER_PADDING, np.uint8))
 
 
 def normal(source, n, dtype):
@@ -91,8 +91,8 @@ def test_every_bit_of_a_key_matters(bit):
 def test_the_stream_is_aes_256_in_counter_mode():
     """NIST SP 800-38D: block i of the stream is the cipher of i + 2, as a nonce of zeros leaves 0 and 1 to the tag."""
     key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
-    assert octets(RandomSource(key), 16).tobytes() == _encrypted(key, (2).to_bytes(16, "big"))
-    longer = octets(RandomSource(key), 2**19)
+    assert random_bytes(RandomSource(key), 16).tobytes() == _encrypted(key, (2).to_bytes(16, "big"))
+    longer = random_bytes(RandomSource(key), 2**19)
     assert longer[-16:].tobytes() == _encrypted(key, (2**15 + 1).to_bytes(16, "big"))
 
 
@@ -103,7 +103,9 @@ def _encrypted(key, block):
 def test_normals_are_those_of_box_and_muller():
     """Against the formula in float64, word by word."""
     for dtype, words_a_pair, tolerance in ((np.float32, 3, 2e-6), (np.float64, 4, 1e-14)):
-        w = np.frombuffer(octets(RandomSource(KEY), 4 * words_a_pair * UNIT // 2), "<i4").reshape(words_a_pair, -1)
+        w = np.frombuffer(random_bytes(RandomSource(KEY), 4 * words_a_pair * UNIT // 2), "<i4").reshape(
+            words_a_pair, -1
+        )
         magnitude = (w[:2] & 2**31 - 1).astype(np.float64)
         w = w.astype(np.float64)
         u = magnitude[0] * 2.0**-31 + (magnitude[1] + 0.5) * 2.0**-62
@@ -119,7 +121,9 @@ def test_normals_are_those_of_box_and_muller():
 @pytest.mark.parametrize("word", [0, -(2**31), 2**31 - 1, -1, -64])
 def test_normals_are_finite_whatever_the_bits_and_reach_far_into_the_tails(dtype, word, monkeypatch):
     monkeypatch.setattr(
-        RandomSource, "_octets", lambda _, room: np.full((len(room) - _ROOM) // 4, word, "<i4").view(np.uint8)
+        RandomSource,
+        "_fill",
+        lambda _, buffer: np.full((len(buffer) - _CIPHER_PADDING) // 4, word, "<i4").view(np.uint8),
     )
     drawn = normal(RandomSource(KEY), 1024, dtype)
     assert np.isfinite(drawn).all()
@@ -154,7 +158,9 @@ def test_a_source_is_uniform_and_normal():
 def test_uniform_never_is_zero_whatever_the_bits(monkeypatch):
     for octet in (0, 255):
         monkeypatch.setattr(
-            RandomSource, "_octets", lambda _, room, octet=octet: np.full(len(room) - _ROOM, octet, np.uint8)
+            RandomSource,
+            "_fill",
+            lambda _, buffer, octet=octet: np.full(len(buffer) - _CIPHER_PADDING, octet, np.uint8),
         )
         uniform = RandomSource(KEY).uniform(4)
         assert np.all((uniform > 0) & (uniform <= 1))

@@ -20,7 +20,7 @@ from dpshard.config import CLIPPING_MODES, check_choice
 from dpshard.errors import ConfigurationError
 
 BASELINE = "nonprivate"
-"""What the others are compared with."""
+"""The contender with which the others are compared."""
 DEFAULT = (
     "nonprivate",
     "dpshard:all-layer",
@@ -34,7 +34,7 @@ DEFAULT = (
     "jax:masked",
     "jax:nonprivate",
 )
-"""Of a run that names none."""
+"""The contenders of a run that names none."""
 
 _KINDS: dict[str, Callable[..., Contender]] = {
     "nonprivate": Ordinary,
@@ -47,9 +47,9 @@ _COMPILED = ("nonprivate", "dpshard", "vmap")
 
 
 def expand(names: list[str]) -> list[str]:
-    """The contenders to run, without repetition: `default`, `modes` and `compiled` stand for several.
+    """Return the contenders to run, without repetition: `default`, `modes` and `compiled` stand for several.
 
-    The baseline is always the first. Raises ConfigurationError for a name that cannot be read.
+    The baseline is always the first. Raises ConfigurationError for an unreadable name.
     """
     sets = {
         "default": list(DEFAULT),
@@ -63,7 +63,7 @@ def expand(names: list[str]) -> list[str]:
 
 
 def make(name: str, task: Task) -> Contender:
-    """The contender of that name; MissingExtraError if its library is missing."""
+    """Return the contender of that name. Raises MissingExtraError if its library is missing."""
     kind, arguments, compiled = _parse(name)
     return _KINDS[kind](task, *arguments, **({"compiled": compiled} if kind in _COMPILED else {}))
 
@@ -73,9 +73,9 @@ def _parse(name: str) -> tuple[str, list[str], bool]:
     kind, *arguments = core.split(":")
     check_choice("contender", kind, list(_KINDS))
     if plus and (flag != "compile" or kind not in _COMPILED):
-        raise ConfigurationError(f"contender={name!r}: +compile goes with {', '.join(_COMPILED)}, nothing else does.")
+        raise ConfigurationError(f"contender={name!r}: +compile goes only with {', '.join(_COMPILED)}.")
     if len(arguments) > {"dpshard": 2, "opacus": 1, "jax": 1}.get(kind, 0):
-        raise ConfigurationError(f"contender={name!r} says too much: {__doc__.splitlines()[2]}")
+        raise ConfigurationError(f"contender={name!r} has too many parts: {__doc__.splitlines()[2]}")
     if kind == "dpshard":
         for what, value, known in zip(("style", "mode"), arguments, (STYLES, CLIPPING_MODES), strict=False):
             check_choice(what, value, list(known))

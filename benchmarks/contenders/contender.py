@@ -1,4 +1,4 @@
-"""What a contender is, and what it is given."""
+"""The interface of a contender, and its task."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Task:
 
     @property
     def expected_batch(self) -> int:
-        """What the noisy sum is divided by."""
+        """Divisor of the noisy sum."""
         return expected_batch(self.workload.batch)
 
     @cached_property
     def data(self) -> tuple[Tensor, Tensor]:
-        """The data set: inputs and targets."""
+        """Return the data set: inputs and targets."""
         x, y = self.workload.data(POOL * self.workload.batch)
         return x.to(device=self.device, dtype=self.dtype if x.is_floating_point() else None), y.to(self.device)
 
     def subject(self) -> Subject:
-        """A new model, with the data set."""
+        """Return a new model, with the data set."""
         model = self.workload.build().to(device=self.device, dtype=self.dtype)
         return Subject(model.train(), *self.data, loss)
 
@@ -51,7 +51,7 @@ class Contender(ABC):
     """Names of the parameters of each clipping group; None: one group of all."""
     is_private = True
     in_torch = True
-    """Whether torch runs it, so that its operations can be counted."""
+    """True if torch runs it, so that its operations can be counted."""
 
     @abstractmethod
     def step(self) -> Batch:
@@ -59,9 +59,9 @@ class Contender(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
-        """Copies of the parameters, under the names of the workload's model."""
+        """Return copies of the parameters, under the names of the workload's model."""
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters of a torch model."""
+    """Return copies of the parameters of a torch model."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Libraries that only a contender needs, and what is said of one that cannot run."""
+"""Libraries that only a contender needs, and the message for one that cannot run."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def needed(library: str, *, extra: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a contender is not timed, on one line."""
+    """Return the reason why a contender is not timed, on one line."""
     return one_line(error if isinstance(error, MissingExtraError) else f"{type(error).__name__}: {error}")

@@ -15,14 +15,14 @@ Parameters = Mapping[str, Array]
 
 
 def scores(workload: Workload) -> Callable[[Parameters, Array], Array]:
-    """The model: from parameters and the input of one sample to its scores."""
+    """Return the model: a function of parameters and the input of one sample."""
     forwards = {"gpt": _gpt, "vit": _vit, "cnn": _cnn, "mlp": _mlp}
     forward, sizes = forwards[workload.family], workload.sizes
     return lambda p, x: forward(p, x, sizes)
 
 
 def loss(workload: Workload) -> Callable[[Parameters, Array, Array], Array]:
-    """Cross-entropy of one sample, a mean over its positions."""
+    """Return the cross-entropy of one sample, a mean over its positions, as a function."""
     model = scores(workload)
 
     def value(p: Parameters, x: Array, y: Array) -> Array:

@@ -1,7 +1,7 @@
 """Masked DP-SGD in JAX, after Algorithm 2 of Rodriguez Beltran et al. 2024, arXiv:2406.17298, and SGD in JAX.
 
-Physical batches are always full, and a mask takes the rows out that were not drawn, so that nothing is compiled twice.
-The logical batch is one physical batch here. The mask selects rather than multiplies: 0 times infinity is no number.
+Physical batches are always full, and a mask removes the rows that were not drawn, so that nothing is compiled twice.
+The logical batch is one physical batch here. The mask selects rather than multiplies: 0 times infinity is NaN.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _ordinary(task: Task) -> Any:
     gradient = jax.grad(lambda p, x, y: each(p, x, y).mean())
 
     def step(p: Any, x: Any, y: Any, is_sample_B: Any, key: Any) -> Any:
-        del is_sample_B, key  # rows that were not drawn are trained on as well: B of them, as in torch
+        del is_sample_B, key  # it trains also on rows that were not drawn: B rows, as in torch
         return jax.tree.map(lambda w, g: w - task.lr * g, p, gradient(p, x, y))
 
     return step

@@ -1,6 +1,6 @@
 """Opacus: per-sample gradients by hooks, and ghost clipping, as its documentation uses them.
 
-Padding has a loss of weight zero, so that batches are of a fixed number of rows here, too.
+Padding has a loss of weight zero, so that batches have a fixed number of rows here, too.
 """
 
 from __future__ import annotations

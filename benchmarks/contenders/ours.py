@@ -9,7 +9,7 @@ from dpshard.applications.benchmark import Batch, NonPrivate, Privacy, Private
 
 
 class Ordinary(Contender):
-    """PyTorch without privacy: what all others are compared with."""
+    """PyTorch without privacy: the baseline."""
 
     is_private = False
 

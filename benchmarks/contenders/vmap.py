@@ -1,4 +1,4 @@
-"""Per-sample gradients by torch.func: what PyTorch offers without any library."""
+"""Per-sample gradients by torch.func: PyTorch without any library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Vmap(Contender):
         batch = self._feed.draw()
         values = {name: p.detach() for name, p in self._trained.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # that is what is measured
+            warnings.filterwarnings("ignore", "There is a performance drop")  # the drop is measured here
             sums = self._sum(values, (batch.x, batch.y, batch.is_padding))
         std = self._task.noise_multiplier * self._task.threshold
         for name, p in self._trained.items():

@@ -2,6 +2,6 @@
 
     python -m benchmarks.finetuning --nproc 2 --shard fsdp2
 
-Both are trained on public inputs first, without privacy, and kept in --out. Then PrivateTrainer fine-tunes them on
-private ones, and Trainer does, by the same arguments, to compare. docs/integrations.md has the table.
+Both are first trained on public inputs, without privacy, and kept in --out. Then PrivateTrainer fine-tunes them on
+private ones, and Trainer does so with the same arguments, to compare. docs/integrations.md has the table.
 """

@@ -40,7 +40,7 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("dpshard").setLevel(logging.ERROR)  # both Trainers have the max_grad_norm that one of them uses
+    logging.getLogger("dpshard").setLevel(logging.ERROR)  # the max_grad_norm of one Trainer applies to both
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     scale = QUICK if options.quick else FULL

@@ -1,4 +1,4 @@
-"""What was measured, as docs/integrations.md shows it."""
+"""The results, as docs/integrations.md shows them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     lines = [
         "| model | trained | ε | held-out loss: before | private | without privacy | accuracy: before | private "
         "| without privacy | time of a step, to that without privacy |",

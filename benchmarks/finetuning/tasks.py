@@ -1,7 +1,7 @@
-"""What is learnt, at which scale.
+"""The tasks, and their scales.
 
-text: Python's language reference is public, a docstring of the standard library is a private sample, all in tokens of a
-vocabulary that was learnt on the public text. digits: 0 to 4 are public (and moved by a pixel), 5 to 9 are private.
+text: Python's language reference is public, a docstring of the standard library is a private sample, all in tokens of
+a vocabulary from the public text. digits: 0 to 4 are public (and moved by a pixel), 5 to 9 are private.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.utils.data import Dataset, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 IGNORED = -100
-"""The label of what is not predicted."""
+"""The label of positions that are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large models and runs are."""
+    """The sizes of models and runs."""
 
     width: int
     layers: int
     vocabulary: int
     length: int
     files: int | None
-    """How many files of the standard library are read; None: all."""
+    """Number of files of the standard library; None: all."""
     text: tuple[int, int, int, int]
-    """Steps on public inputs, by 64; steps on private ones; rows of a micro-batch, of all processes; how many of them
-    are an expected batch."""
+    """Steps on public inputs, by 64; steps on private ones; rows of a micro-batch, of all processes; number of these
+    in an expected batch."""
     digits: tuple[int, int, int, int]
     privacy: dict[str, float]
 
@@ -79,15 +79,15 @@ class Rows(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt, on what."""
+    """A model, its data, and one protected sample."""
 
     name: str
     sample: str
-    """What one protected sample is."""
+    """Description of one protected sample."""
     model: PreTrainedModel
     """The model before any training."""
     begin: Callable[[PreTrainedModel], None]
-    """What becomes of the model that was trained on public inputs, before it is fine-tuned."""
+    """Changes the model after training on public inputs, before fine-tuning."""
     public: Dataset
     private: Dataset
     held_out: Dataset
@@ -141,14 +141,14 @@ def text(scale: Scale) -> Task:
 
 
 def docstrings(files: int | None) -> list[str]:
-    """The docstrings of the standard library, of modules, classes and functions, each once."""
+    """Return the docstrings of the standard library, of modules, classes and functions, each once."""
     root, found = Path(sysconfig.get_path("stdlib")), dict[str, None]()
     others = {"test", "tests", "site-packages", "dist-packages", "pydoc_data"}
     paths = [path for path in sorted(root.rglob("*.py")) if not others & set(path.relative_to(root).parts)]
     for path in paths[:files]:
         try:
             tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # of another version of Python
+        except SyntaxError:  # a file for another version of Python
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -189,7 +189,7 @@ def digits(scale: Scale) -> Task:
 
 
 def divided(rows: Rows, fraction: float) -> tuple[Dataset, Dataset]:
-    """What is trained on, and what is held out: the same in every run, and a multiple of 4 samples."""
+    """Return training and held-out rows: the same in every run, each a multiple of 4 samples."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     count = round(len(rows) * fraction / 4) * 4
     return Subset(rows, order[count:]), Subset(rows, order[:count])

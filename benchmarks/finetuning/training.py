@@ -23,11 +23,11 @@ from dpshard.integrations.transformers import PrivateTrainer, ShardsOnCPU
 
 
 class OrdinaryTrainer(ShardsOnCPU, Trainer):
-    """A Trainer that shards where there is no GPU, too."""
+    """A Trainer that also shards without a GPU."""
 
 
 class Turns:
-    """Lets trainings in threads of their own go forward one at a time, a step each."""
+    """Lets trainings in threads of their own proceed one at a time, a step each."""
 
     def __init__(self, players: int) -> None:
         self.order = deque(range(players))
@@ -49,7 +49,7 @@ class Turns:
 
 
 class TakesTurns(TrainerCallback):
-    """Gives its turn away after every step, and notes how long each has taken, in seconds."""
+    """Passes its turn on after every step, and notes the seconds of each."""
 
     def __init__(self, turns: Turns, player: int) -> None:
         self.turns, self.player = turns, player
@@ -90,7 +90,7 @@ def arguments(
 
 
 def per_sample(logits: Any, labels: Tensor) -> Tensor:
-    """[B, 3]: the sum of the cross-entropies of a sample, how many predictions were right, and how many there were."""
+    """Return [B, 3]: the sum of the cross-entropies of a sample, the right predictions, and all predictions."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     if labels.dim() == 2:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -101,7 +101,7 @@ def per_sample(logits: Any, labels: Tensor) -> Tensor:
 
 
 def scores(evaluation: Any) -> dict[str, float]:
-    """Loss and accuracy over all predictions; Trainer's own loss weighs batches alike, however long they are."""
+    """Return loss and accuracy over all predictions; Trainer's own loss weighs batches of any length alike."""
     loss, right, count = evaluation.predictions.sum(0).tolist()
     return {"held_out_loss": loss / count, "held_out_accuracy": right / count, "samples": len(evaluation.predictions)}
 
@@ -121,7 +121,7 @@ def trainer_of(kind: type[Trainer], task: Task, model: Any, args: TrainingArgume
 
 
 def pretrained(task: Task, shard: str, out: Path) -> Path:
-    """The folder of the model that was trained on public inputs; trained now, if nobody has done so."""
+    """Return the folder of the model trained on public inputs; train it now if it is missing."""
     size = sum(p.numel() for p in task.model.parameters())
     folder = out / f"{type(task.model).__name__}-{size}-{task.public_steps}"
     args = arguments(
@@ -138,7 +138,7 @@ def pretrained(task: Task, shard: str, out: Path) -> Path:
 
 
 def fine_tune(task: Task, what: str, folder: Path, shard: str) -> dict[str, Any]:
-    """Fine-tune with privacy, and without, in turn; what came out."""
+    """Fine-tune with privacy, and without, in turn; return the results."""
 
     def begun() -> Any:
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def fine_tune(task: Task, what: str, folder: Path, shard: str) -> dict[str, Any]
 
     with ThreadPoolExecutor(2) as threads:
         (before, after), (_, without) = threads.map(train, range(2))
-    # The first steps also probe and verify, shard, and score the model as it was.
+    # The first steps also probe, verify and shard, and score the initial model.
     pairs = list(zip(*(clock.times[1:] for clock in clocks), strict=True))
     return {
         "model": task.name,

@@ -1,4 +1,8 @@
-"""Privacy accounting: releases, the ledger that counts them, their epsilon, and calibration; no torch in here."""
+"""Privacy accounting: releases, their ledger, their epsilon, and calibration.
+
+`releases.py` and `mechanism.py`: the facts. `composition.py`: the mathematics. `ledger.py` and `budget.py`: a run.
+Imports no torch, except through `noise`; dp-accounting is imported when needed. Begin with `releases.py`.
+"""
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of
 from dpshard.accounting.calibration import calibrate, steps_for_epsilon

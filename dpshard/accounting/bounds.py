@@ -1,4 +1,4 @@
-"""Epsilon of releases: what each accountant can analyse, and the figures, which `composition` computes."""
+"""Epsilon of releases: the limits of each accountant, and the figures that `composition` computes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dpshard.errors import AccountingError, ConfigurationError
 
 
 def check_accountant(name: str) -> None:
-    """ConfigurationError for an unknown accountant; "gdp" draws a warning, once."""
+    """Raise ConfigurationError for an unknown accountant; warn once of "gdp"."""
     check_choice("accountant", name, get_args(AccountantName))
     if name == "gdp":
         _warn_of_gdp()
 
 
 def check_supported(release: Release, accountant: str) -> None:
-    """AccountingError unless `accountant` can analyse `release`."""
+    """Raise AccountingError unless `accountant` can analyse `release`."""
     if release.discretized_elements is not None:
         _check_discrete(release, accountant)
     if release.max_batch_size is not None and not accountant.startswith("pld"):
@@ -31,14 +31,14 @@ def check_supported(release: Release, accountant: str) -> None:
             f"{release.max_batch_size}): take accountant='pld', or drop the cap."
         )
     if release.max_batch_size is not None:
-        _mathematics().require_truncation()
+        _mathematics().check_truncation()
 
 
 def _check_discrete(release: Release, accountant: str) -> None:
     if accountant != "rdp":
         raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'), of "
-            f"which Renyi divergences alone are proved under sampling. Take accountant='rdp', or noise='gaussian'."
+            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'): "
+            f"under sampling, only its Renyi divergences are proved. Take accountant='rdp', or noise='gaussian'."
         )
     if release.max_batch_size is not None:
         raise AccountingError(
@@ -48,12 +48,12 @@ def _check_discrete(release: Release, accountant: str) -> None:
     if release.quantile_counts:
         raise AccountingError(
             "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
-            "adaptive_clipping, whose noise is Gaussian: fix the thresholds, or take noise='gaussian'."
+            "adaptive_clipping, which get Gaussian noise: fix the thresholds, or take noise='gaussian'."
         )
 
 
 def check_search(accountant: str) -> None:
-    """AccountingError unless `accountant` can analyse the choice of the best of many runs."""
+    """Raise AccountingError unless `accountant` can analyse the choice of the best of many runs."""
     if accountant != "rdp":
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse a search over runs: its theorem is on Renyi divergences. "
@@ -71,11 +71,11 @@ def _warn_of_gdp() -> None:
 
 
 class Bound(NamedTuple):
-    """An epsilon, and who found it."""
+    """An epsilon, and the accountant that found it."""
 
     epsilon: float
     accountant: str
-    """The one that was asked, or "rdp", where "pld" was asked and "rdp" bounds more tightly."""
+    """The requested accountant, or "rdp" where that bounds more tightly than "pld"."""
 
 
 def compute_epsilon(
@@ -90,8 +90,8 @@ def compute_bound(
 ) -> Bound:
     """Return epsilon at `target_delta` of the `releases` of a run; inf without noise.
 
-    The figure is that of `accountant`, or with "pld" that of "rdp", where it is smaller. With `search`, it is epsilon
-    of the outcome of a search over such runs (accountant "rdp" only). Warns of a delta that is too large.
+    With "pld", the figure is that of "rdp" where it is smaller. With `search`, it is epsilon of the outcome of a
+    search over such runs (accountant "rdp" only). Warns of a delta that is too large.
     """
     check_accountant(accountant)
     check_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
@@ -105,10 +105,10 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
 
 @lru_cache(maxsize=512)
 def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
-    """Return epsilon at `delta` of all `counts` together: 0 of nothing, inf without noise.
+    """Return epsilon at `delta` of all `counts` together: 0 of no release, inf without noise.
 
-    Results are remembered. `accountant` is an AccountantName or a value of DRAFTS. With `search`, the counts are those
-    of one of its runs, and epsilon is that of its outcome. Raises ConfigurationError for an impossible delta,
+    Results are cached. `accountant` is an AccountantName or a value of DRAFTS. With `search`, `counts` are those of
+    one of its runs, and epsilon is that of its outcome. Raises ConfigurationError for an impossible delta,
     AccountingError for a release or a search that the accountant cannot analyse.
     """
     check_probability("delta", delta)
@@ -129,7 +129,7 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
 
 
 def _mathematics() -> ModuleType:
-    # Late: dp-accounting and scipy take longer to import than all of dpshard.
+    # Late: dp-accounting and scipy take longer to import than dpshard.
     from dpshard.accounting import composition
 
     return composition

@@ -1,4 +1,4 @@
-"""What a run may spend: the noise that its budget asks for, and the ledger, held against its plan at every step."""
+"""The budget of a run: the noise it requires, and the check of every step against it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
 class Budget:
-    """The releases of a planned run: those that were made, and whether the next one may be."""
+    """The releases of a planned run, and the permission for the next one."""
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool) -> None:
         self.mechanism = mechanism
         self.ledger = PrivacyLedger(mechanism.accountant)
         self._history = History()
         self.allow_overspend = allow_overspend
-        """Whether a step over the budget is warned of rather than refused."""
+        """True if a step over the budget gets a warning instead of an error."""
         self._warned = False
         self._warned_of_repeats = False
         self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
-        """The guarantee reached so far, in one sentence; `generator` names what the noise is drawn from."""
+        """Return the guarantee reached so far, in one sentence; `generator` names the source of the noise."""
         return self.ledger.statement(self.mechanism.target_delta, plan=self._plan, generator=generator)
 
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
-        """Count the release of the next step, of that identity; False if it was counted before, and costs nothing.
+        """Count the release of the next step, with this identity; return False if it was counted before.
 
-        See [Note: What a step that is taken again costs]. BudgetExceededError, or a warning, if it would pass
-        target_epsilon.
+        See [Note: What a step that is taken again costs]. If it would exceed target_epsilon, raise
+        BudgetExceededError, or warn.
         """
         step = self.ledger.steps
-        if self._history.knows(step, identity):
+        if self._history.contains(step, identity):
             self.ledger.repeat()
             return False
         release = self._affordable(step)
@@ -56,22 +56,21 @@ class Budget:
             return
         self._warned_of_repeats = True
         warnings.warn(
-            f"Step {step + 1} was released before, with other sums, or with sums that nobody remembers. So it gets "
-            f"independent noise, and counts as one more release, as every further step that is taken again does. To "
-            f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
-            f"docs/privacy-model.md.",
+            f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise and "
+            f"counts as one more release, and so does every further step that is repeated. To repeat steps at no "
+            f"cost, restore model, optimizer, data and random states: see Replay in docs/privacy-model.md.",
             stacklevel=5,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger and history, as plain JSON."""
+        """Return ledger and history, as plain JSON."""
         return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_run: bool) -> bool:
-        """Go to the place of a `state_dict()`; whether this process has been there.
+        """Go to the place of a `state_dict()`; return True if this process has been there.
 
-        What was released in this process stays counted. `same_run`: whether the state has the run secret of the
-        releases so far. CheckpointError, and no change, if it is damaged.
+        Releases of this process stay counted. `same_run`: the state has the run secret of the releases so far. Raises
+        CheckpointError, without any change, for a damaged state.
         """
         ledger, history = PrivacyLedger(self.mechanism.accountant), self._history if same_run else History()
         ledger.load_state_dict(state["ledger"])
@@ -81,41 +80,41 @@ class Budget:
         return visited
 
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
-        """Count what was released since the state that was loaded; how many releases are new.
+        """Count the releases since the loaded state; return the number of new ones.
 
-        `releases`: how many steps were released in all; or step and identity of each that may be missing.
+        `releases`: the number of steps released in all; or step and identity of each that may be missing.
         """
         before = self.ledger.releases
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
-            if identity is None or not self._history.knows(step, identity):
+            if identity is None or not self._history.contains(step, identity):
                 self.ledger.charge(self.mechanism.release(step))
                 self._history.add(step, identity)
         return self.ledger.releases - before
 
     def _affordable(self, step: int) -> Release:
-        """The release of a step; BudgetExceededError, or a warning, if it would pass target_epsilon."""
+        """Return the release of a step. If it would exceed target_epsilon, raise BudgetExceededError, or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
-        if target is None or self.ledger.affords(release, target_epsilon=target, target_delta=delta, plan=self._plan):
+        if target is None or self.ledger.allows(release, target_epsilon=target, target_delta=delta, plan=self._plan):
             return release
         message = (
             f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "
-            f"{rounded_up(self.ledger.epsilon(delta))} is spent by {self.ledger.releases} "
-            f"releases (planned: {mechanism.schedule.steps})."
+            f"{rounded_up(self.ledger.epsilon(delta))} is spent by {self.ledger.releases} releases (planned: "
+            f"{mechanism.schedule.steps})."
         )
         if not self.allow_overspend:
             raise BudgetExceededError(f"{message} Stop here, or plan more steps from the start of a run.")
         if not self._warned:
-            warnings.warn(f"{message} Going on, since on_budget='continue'.", stacklevel=3)
+            warnings.warn(f"{message} The run continues, because on_budget='continue'.", stacklevel=3)
             self._warned = True
         return release
 
 
 def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanism:
-    """Return `mechanism` with the noise that was given, or the least that keeps the run within its target_epsilon.
+    """Return `mechanism` with this noise, or with the least noise that keeps the run within its target_epsilon.
 
-    Raises ConfigurationError unless exactly one of the two is given, and sound.
+    Raises ConfigurationError unless exactly one of the two is given and valid.
     """
     target_epsilon, target_delta = mechanism.target_epsilon, mechanism.target_delta
     if (noise_multiplier is None) == (target_epsilon is None):

@@ -1,4 +1,4 @@
-"""Before a run: the noise that keeps it inside its budget, and the steps that fit one."""
+"""Before a run: the noise that keeps it within its budget, and the steps that fit a budget."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from dpshard.errors import AccountingError
 M = TypeVar("M", bound=SampledMechanism)
 
 DRAFTS: dict[str, str] = {"pld": "pld-draft"}
-"""By accountant, a quicker and less tight one with which calibration begins."""
+"""For an accountant, a quicker and looser one that begins the calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Noise multipliers among which calibration searches; below, epsilon of one step is in the hundreds."""
+"""Noise multipliers searched by calibration; below, epsilon of one step is in the hundreds."""
 SIGMA_TOLERANCE = 1e-5
-"""Relative distance of a calibrated noise multiplier from the smallest one that would do."""
+"""Relative distance between a calibrated noise multiplier and the smallest sufficient one."""
 MAX_STEPS = 2**24
 """Steps up to which `steps_for_epsilon` searches."""
 
 
 def _check_bounds(accountant: str) -> None:
-    """AccountingError for an accountant by which no budget may be planned."""
+    """Raise AccountingError for an accountant that may not plan a budget."""
     if accountant == "gdp":
         raise AccountingError(
-            "accountant='gdp' may under-state epsilon (0.85 where 'pld' finds 3.24, say), so no budget is planned by "
-            "it: the noise would be too weak. Take accountant='pld'. With noise_multiplier= 'gdp' can be reported."
+            "accountant='gdp' may under-state epsilon (0.85 where 'pld' finds 3.24, for example), so it plans no "
+            "budget: the noise would be too weak. Take accountant='pld'. With noise_multiplier= 'gdp' can be "
+            "reported."
         )
 
 
@@ -46,15 +47,15 @@ def calibrate(
 ) -> M:
     """Return `mechanism` with the smallest noise multiplier, to SIGMA_TOLERANCE, that stays within the budget.
 
-    With `search`, it is the search over such runs that stays within it (accountant "rdp" only).
-    Conservative: epsilon of the returned mechanism was computed and does not exceed `target_epsilon`. At least
-    MIN_SIGMA. Raises AccountingError if no amount of noise is enough, and for "gdp", which is no bound.
+    With `search`, the search over such runs stays within it (accountant "rdp" only). Conservative: epsilon of the
+    returned mechanism was computed and does not exceed `target_epsilon`. At least MIN_SIGMA. Raises AccountingError
+    if no amount of noise is enough, and for "gdp", which is not a bound.
     """
     check_accountant(accountant)
     check_positive("target_epsilon", target_epsilon)
     check_delta(target_delta, mechanism.sample_size)
-    # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and
-    # mu^2 = v (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
+    # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and mu^2 = v
+    # (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
     plan = replace(mechanism, noise_multiplier=1.0).releases()
     for release, _ in plan:
         check_supported(release, accountant)
@@ -73,12 +74,12 @@ def calibrate(
 
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
-    """The smallest sigma with epsilon_at(sigma) <= target_epsilon, to SIGMA_TOLERANCE; never one that is too small."""
-    from scipy import optimize  # late: it takes as long to import as all of dpshard
+    """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, to SIGMA_TOLERANCE; never a smaller one."""
+    from scipy import optimize  # late: it takes as long to import as dpshard
 
     @cache
     def excess(log_sigma: float) -> float:
-        # Nearly linear; bounded, since root finders take no infinities.
+        # Nearly linear; clamped, because root finders reject infinities.
         return math.log(min(max(epsilon_at(math.exp(log_sigma)) / target_epsilon, 1e-3), 1e3))
 
     least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
@@ -99,7 +100,7 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
         stride = max(2 * stride, -excess(lo))
         lo, hi = max(lo - stride, least), lo
     root = cast(float, optimize.brentq(excess, lo, hi, xtol=SIGMA_TOLERANCE))
-    while excess(root) > 0:  # a root is as often a little too small as too large
+    while excess(root) > 0:  # a root may be a little too small
         root = min(root + SIGMA_TOLERANCE, hi)
     return math.exp(root)
 
@@ -112,10 +113,10 @@ def steps_for_epsilon(
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> int:
-    """Return the largest number of steps of this `release` that stays within the budget; 0 if one is too much.
+    """Return the largest number of steps of this `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, of each of its runs (accountant "rdp" only).
-    Raises AccountingError if more than MAX_STEPS fit, and for "gdp", which is no bound.
+    With `search`, the number of steps of each of its runs (accountant "rdp" only). Raises AccountingError if more
+    than MAX_STEPS fit, and for "gdp", which is not a bound.
     """
     check_accountant(accountant)
     _check_bounds(accountant)
@@ -129,14 +130,15 @@ def steps_for_epsilon(
     while (steps := largest_that_fits(fits, limit)) == limit:
         if limit >= MAX_STEPS:
             raise AccountingError(
-                f"More than {MAX_STEPS} steps fit epsilon = {target_epsilon:g}: the noise is far more than needed."
+                f"More than {MAX_STEPS} steps fit epsilon = {target_epsilon:g}: the noise is far more than needed. "
+                f"Take a smaller noise_multiplier."
             )
         limit *= 2
     return steps
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n in [0, limit] with fits(n), which holds up to some n and not after; fits(0) is not asked."""
+    """Return the largest n in [0, limit] with fits(n); fits is true up to some n and false after. 0 always fits."""
     if fits(limit):
         return limit
     few, many = 0, limit

@@ -1,36 +1,36 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-The mathematics is that of `dp-accounting`: privacy loss distributions ("pld": tight) or Renyi divergences ("rdp":
-quick, looser). The central limit approximation ("gdp") is ours, and no upper bound.
+`dp-accounting` does the mathematics: privacy loss distributions ("pld": tight) or Renyi divergences ("rdp": quick,
+looser). The central limit approximation ("gdp") is computed here, and is not an upper bound.
 
 [Note: The rounding of a composition]
-dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, which errs either
-way. The transform of T steps is the T-th power of one, which multiplies the rounding of one step, some u = 2^-53 of
-it, by T. So deltas err by some multiple of T u. Against the same composition in long doubles, the error was at most
-1.9 T u, over 21 settings of sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (An error at epsilon is a mean of
-errors of tails of the loss, so the largest of these was taken.) "pld" therefore asks for epsilon at delta - 4 T u.
-It takes the epsilon of "rdp" where that is smaller: both bound. At delta = 4 T u and below, "rdp" is all that is left:
-4.4e-11 for 100,000 steps. A capped batch has no "rdp" bound, and its epsilon is infinite there.
+dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, which errs
+either way. The transform of T steps is the T-th power of one step. This multiplies the rounding of one step, about u
+= 2^-53 of it, by T. So deltas err by a multiple of T u. Against the same composition in long doubles, the error was
+at most 1.9 T u, over 21 settings of sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (An error at epsilon is a mean
+of errors of tails of the loss, so the largest of these was taken.) "pld" therefore computes epsilon at delta - 4 T u.
+It takes the epsilon of "rdp" where that is smaller: both are bounds. At delta = 4 T u and below (4.4e-11 for 100,000
+steps), only "rdp" is left. A capped batch has no "rdp" bound, and its epsilon is infinite there.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of which the length is at most
-1 / sigma standard deviations. A step that draws a sample with probability q releases M = (1 - q) Q + q P with the
-sample among the data, and Q without it. (All are shifted by the sum of the others, and mixed over which of these were
-drawn, on which v may depend; mixing increases no Renyi divergence.) Then, at every whole order a,
+Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of length at most 1 / sigma
+standard deviations. A step that draws a sample with probability q releases M = (1 - q) Q + q P with the sample among
+the data, and Q without it. (Both are shifted by the sum of the other samples, and mixed over the drawn ones, on which
+v may depend; mixing increases no Renyi divergence.) Then, at every whole order a,
 - E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l], where E_Q[(P/Q)^l] is exp(l (l - 1)
-  |v|^2 / (2 s^2)), exactly as for Gaussian noise: what remains is the sum of exp(-|y - l v|^2 / (2 s^2)) over Z^d, and
-  l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
-- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, have it for densities. The
-  map y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over the pairs that it makes: with u = 1 - q + q r and
-  w = 1 - q + q / r, what is to be shown is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and
-  K(x, y) = (y^b - x^b) (x y)^((1 - b) / 2). Since r w = 1 + r - u, that is K(1, u) >= K(r w, r), of two intervals of
-  one length D = u - 1 = r - r w, of which the first lies lower: 1 <= r w. With y / x = e^(2 t), K is
-  D sinh(b t) / sinh(t), which does not fall with t, as b >= 1; and t is larger for the lower interval.
-So at whole orders its Renyi divergences are at most those of the sampled Gaussian, which dp-accounting has. Of other
-orders nothing is claimed ((a - 1) D_a is convex in a, but the chords between whole orders never give a lower epsilon),
-nor of privacy loss distributions: discrete noise looks different in every direction.
-(Zhu and Wang 2019, "Poisson subsampled Renyi differential privacy", Thm. 5, bounds any mechanism so, but with the terms
-of l >= 3 three times.)
+  |v|^2 / (2 s^2)), exactly as for Gaussian noise: the remaining factor is the sum of exp(-|y - l v|^2 / (2 s^2)) over
+  Z^d, and l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
+- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, prove it for densities. The
+  map y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs: with u = 1 - q + q r and w = 1 - q + q
+  / r, the claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x
+  y)^((1 - b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r), for two intervals of one length D = u -
+  1 = r - r w. The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t), which does not fall
+  with t, as b >= 1; and t is larger for the lower interval.
+So at whole orders its Renyi divergences are at most those of the sampled Gaussian, which dp-accounting has. Nothing
+is claimed of other orders ((a - 1) D_a is convex in a, but the chords between whole orders never give a lower
+epsilon), nor of privacy loss distributions: discrete noise looks different in every direction. (Zhu and Wang 2019,
+"Poisson subsampled Renyi differential privacy", Thm. 5, bounds any mechanism in this way, but with the terms of l >=
+3 three times.)
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from dpshard.config import check_probability
 from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
-"""Distinct sampling probabilities that are analysed one by one; of more, neighbours are merged."""
+"""Distinct sampling probabilities that are analysed one by one; beyond, neighbours are merged."""
 MERGE_RATIO = 1.05
-"""Ratio of neighbouring probabilities on the grid to which they are merged."""
+"""Ratio of neighbouring probabilities on the grid of merged ones."""
 GRID_POINTS = 2_000_000
-"""Length of the longest grid of privacy losses, roughly: a composition on it takes seconds and some 100 MB."""
+"""Length of the longest grid of privacy losses, roughly: its composition takes seconds and some 100 MB."""
 LARGEST_LOSS = 2000.0
-"""Epsilon by "pld", and mu by "gdp", above which epsilon is reported as infinite, which is an upper bound still."""
+"""Epsilon by "pld", and mu by "gdp", above which epsilon is reported as infinite: still an upper bound."""
 PLD_ERROR = 2.0**-51
-"""Error of delta by "pld" for each step that is composed, at most; see [Note: The rounding of a composition]."""
+"""Bound on the error of delta by "pld" for each composed step; see [Note: The rounding of a composition]."""
 
 
 def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
@@ -85,8 +85,8 @@ def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     return epsilon, method
 
 
-def require_truncation() -> None:
-    """Raise AccountingError where the installed dp-accounting cannot analyse a capped batch."""
+def check_truncation() -> None:
+    """Raise AccountingError if the installed dp-accounting cannot analyse a capped batch."""
     _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
     _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
 
@@ -98,7 +98,7 @@ def _feature(module: Any, name: str) -> Any:
 
 
 def event(release: Release) -> dp_accounting.DpEvent:
-    """Return `release` as dp-accounting describes it; discrete noise equals it at whole Renyi orders only."""
+    """Return `release` as an event of dp-accounting; discrete noise equals it only at whole Renyi orders."""
     if release.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     if release.max_batch_size is None:
@@ -108,7 +108,7 @@ def event(release: Release) -> dp_accounting.DpEvent:
 
 
 def _truncated(release: Release) -> dict[str, Any]:
-    """Return what dp-accounting asks of a capped release."""
+    """Return dp-accounting's arguments for a capped release."""
     return {
         "dataset_size": release.sample_size,
         "sampling_probability": release.sampling_probability,
@@ -141,7 +141,6 @@ def gdp_epsilon(mu: float, delta: float) -> float:
 
 
 def _gdp_epsilon(counts: Counts, delta: float) -> float:
-    """Return epsilon by the central limit."""
     mu = math.hypot(*(math.sqrt(count) * release.loss_deviation for release, count in counts))
     return math.inf if mu > LARGEST_LOSS else gdp_epsilon(mu, delta)
 
@@ -152,12 +151,12 @@ def _rdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
-    """Renyi divergences of all `counts` together at `orders`."""
+    """Return Renyi divergences of all `counts` together at `orders`."""
     return sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
 
 
 def searched(counts: Counts, delta: float, search: Search) -> float:
-    """Return epsilon of the outcome of `search`, of which a run releases `counts`, or any of `search.others`."""
+    """Return epsilon of the outcome of `search`; a run releases `counts`, or any of `search.others`."""
     candidates = (counts, *search.others)
     orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
     worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)
@@ -165,7 +164,7 @@ def searched(counts: Counts, delta: float, search: Search) -> float:
 
 
 def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Renyi divergences of the outcome at rising `orders` above 1, where those of one run are `run`.
+    """Return Renyi divergences of the outcome at rising `orders` above 1; `run` are those of one run.
 
     Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
     """
@@ -183,12 +182,11 @@ def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) 
 
 
 def _logarithmic_stop(mean: float) -> float:
-    """The parameter of the logarithmic distribution of this mean."""
     return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))
 
 
 def _orders(counts: Counts) -> tuple[float, ...]:
-    """The default orders of dp-accounting; with discrete noise, those of them that are whole numbers."""
+    """Return the default orders of dp-accounting; with discrete noise, only whole numbers."""
     orders: Any = RdpAccountant().orders
     discrete = any(release.discretized_elements is not None for release, _ in counts)
     return tuple(order for order in orders if order == int(order) or not discrete)
@@ -196,14 +194,13 @@ def _orders(counts: Counts) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
-    """Renyi divergences of a plain Poisson release at `orders`."""
     with _quiet_about_orders():
         return RdpAccountant(orders).compose(event(replace(release, max_batch_size=None))).rdp
 
 
 @contextmanager
 def _quiet_about_orders() -> Iterator[None]:
-    # dp-accounting warns of every order that it leaves out; leaving one out is sound, and others are left.
+    # dp-accounting warns of every order that it leaves out. To leave one out is sound.
     logger, drop = logging.getLogger("absl"), _DropWarnings()
     logger.addFilter(drop)
     try:
@@ -230,10 +227,10 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
 
 
 def _merged(counts: Counts) -> Counts:
-    """The same, or if there are more than MAX_DISTINCT plain releases, their probabilities rounded up to a grid.
+    """Return `counts`, or for more than MAX_DISTINCT plain releases, their probabilities rounded up to a grid.
 
-    This over-states epsilon a little and never under-states it: sampling at q is sampling at q' > q with a part of the
-    batch dropped, so by joint convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
+    This over-states epsilon a little and never under-states it: sampling at q is sampling at q' > q with a part of
+    the batch dropped, so by joint convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
     """
     if sum(release.max_batch_size is None for release, _ in counts) <= MAX_DISTINCT:
         return counts
@@ -247,7 +244,7 @@ def _merged(counts: Counts) -> Counts:
 
 
 def _interval(counts: Counts, delta: float) -> float | None:
-    """Grid of the privacy losses; None where epsilon is beyond LARGEST_LOSS.
+    """Return the grid of the privacy losses; None where epsilon is beyond LARGEST_LOSS.
 
     Any grid gives an upper bound; measured against a ten times finer one, epsilon is within 1% if the interval is at
     most a fifth of the deviation of the loss of one step. Below 1e-5 the rounding of floats undoes the gain.
@@ -262,7 +259,7 @@ def _interval(counts: Counts, delta: float) -> float | None:
     return max(finest, 10.0 ** math.ceil(math.log10(extent / GRID_POINTS)))
 
 
-# The last entry is the one that grows while a run goes on, so what comes before it is found in the cache.
+# Only the last entry grows during a run, so the cache holds the composition of the others.
 @lru_cache(maxsize=8)
 def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLossDistribution:
     *before, (release, count) = counts
@@ -272,7 +269,6 @@ def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLos
 
 @lru_cache(maxsize=MAX_DISTINCT)
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """Privacy loss distribution of one release."""
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
     grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
     if release.max_batch_size is None:
@@ -284,12 +280,10 @@ def _single(release: Release, relation: Relation, interval: float) -> PrivacyLos
 
 
 def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:
-    """`count` times `single`."""
     chunk = 100_000
     if count <= chunk:
         return single.self_compose(count)
-    # In two stages: dp-accounting asks whether a small distribution stays sparse by computing size**count, an integer
-    # that takes minutes for ten million steps.
+    # In two stages: dp-accounting tests sparsity by size**count, an integer that takes minutes for ten million steps.
     chunks, rest = divmod(count, chunk)
     power = single.self_compose(chunk, 1e-15 / chunks).self_compose(chunks)
     return power.compose(single.self_compose(rest)) if rest else power

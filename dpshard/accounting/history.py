@@ -1,10 +1,10 @@
-"""Which sums were released at which step of a run, so that a step that is taken again is counted as what it is.
+"""The sums released at each step, so that a repeated step is counted correctly.
 
 [Note: What a step that is taken again costs]
-Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). So a release has an identity,
-a keyed digest of both. Taken again with the same identity, a step publishes the same value: it costs nothing. With
-another one it is a second release, with independent noise: it is counted. So is a step of which nobody remembers what
-was released. A history remembers the last MEMORY steps.
+Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). So a release has an
+identity, a keyed digest of both. A step repeated with the same identity publishes the same value: it costs nothing.
+With another identity it is a second release, with independent noise: it is counted. So is a step whose sums are not
+remembered. A history remembers the last MEMORY steps.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from dpshard.errors import CheckpointError
 
 MEMORY = 2**16
-"""Steps that are remembered, some 20 MiB of them."""
+"""Remembered steps, some 20 MiB of them."""
 
 
 class History:
-    """The releases of a run that this process knows of."""
+    """The releases of a run that this process knows."""
 
     def __init__(self) -> None:
         self.end = 0
         """The first step that was never released."""
         self._known: dict[int, set[bytes]] = {}
-        self._place = b""  # digest of all that was ever counted here, in its order
-        self._visited: dict[bytes, None] = {b"": None}  # places at which all that was counted is counted here, too
+        self._place = b""  # digest of everything counted here, in order
+        self._visited: dict[bytes, None] = {b"": None}  # places with all their releases counted here
 
-    def knows(self, step: int, identity: bytes) -> bool:
-        """Whether the release was made before."""
+    def contains(self, step: int, identity: bytes) -> bool:
+        """Return True if the release was made before."""
         return identity in self._known.get(step, ())
 
     def add(self, step: int, identity: bytes | None) -> None:
-        """A release was made; None for one of unknown sums."""
+        """Remember a release; `identity` is None for unknown sums."""
         self.end = max(self.end, step + 1)
         known = self._known.setdefault(step, set())
         if identity is not None:
@@ -44,14 +44,14 @@ class History:
         self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """As plain JSON: the place of a run that stands before `step`, and what was released from there on."""
+        """Return, as plain JSON, the place of a run before `step`, and the releases from there on."""
         ahead = {str(n): sorted(x.hex() for x in self._known.get(n, ())) for n in range(step, self.end)}
         return {"place": self._place.hex(), "ahead": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
-        """Go to the place of a state before `step`; whether this process has been there.
+        """Go to the place of a state before `step`; return True if this process has been there.
 
-        CheckpointError, and no change, if the state is damaged.
+        Raises CheckpointError, without any change, for a damaged state.
         """
         try:
             place = bytes.fromhex(state["place"])
@@ -64,7 +64,7 @@ class History:
         if not (visited := place in self._visited):
             before = self._place
             self._go_to(place)
-            if before:  # more is counted here than the state knows
+            if before:  # this process counted more than the state knows
                 self._go_to(hashlib.sha256(before + place).digest())
         self.end = max(self.end, step)
         for n, known in ahead.items():

@@ -1,4 +1,4 @@
-"""What a run has released so far, what it costs, and whether one more release is within the budget."""
+"""The releases of a run so far, their epsilon, and whether one more release fits the budget."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dpshard.errors import CheckpointError
 
 
 class PrivacyLedger:
-    """What was released so far, and what it costs."""
+    """The releases so far, and their epsilon."""
 
     def __init__(self, accountant: AccountantName = "pld"):
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
         self.steps = 0
-        """The next step of the run. Steps may have been released several times, or beyond it: see `releases`."""
+        """The next step of the run. A step may have several releases, or one may lie beyond: see `releases`."""
         self._counts: Counter[Release] = Counter()
         self._unverified_sampling = 0  # releases of batches that the script drew itself
-        self._own: Counter[Release] = Counter()  # those that were not loaded
+        self._own: Counter[Release] = Counter()  # releases that were not loaded
         self._own_unverified_sampling = 0
-        # Per budget (epsilon, delta): further releases that are known to fit it, all of them together.
+        # Per budget (epsilon, delta): further releases that fit it, all of them together.
         self._allowances: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
     def releases(self) -> int:
-        """Number of releases, of all that was ever released."""
+        """Number of all releases."""
         return self._counts.total()
 
     @property
@@ -40,20 +40,20 @@ class PrivacyLedger:
         return relation_of(self._counts)
 
     def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count the release of the next step; to be called by the code that releases it.
+        """Count the release of the next step; only the code that releases it calls this.
 
-        `unverified_sampling`: whether the script drew the batch, so that the ledger does not know how. Raises
+        `unverified_sampling`: the script drew the batch, so the ledger cannot vouch for the sampling. Raises
         AccountingError if the release cannot be analysed.
         """
         self.charge(release, unverified_sampling=unverified_sampling)
         self.steps += 1
 
     def repeat(self) -> None:
-        """Take the next step, of which the very same release was counted already."""
+        """Take the next step; the very same release was counted already."""
         self.steps += 1
 
     def charge(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count a release that is not that of the next step; see `record`."""
+        """Count a release of another step than the next; see `record`."""
         check_supported(release, self.accountant)
         self._counts[release] += 1
         self._own[release] += 1
@@ -65,16 +65,16 @@ class PrivacyLedger:
                 del self._allowances[budget]
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon at `delta` of everything released so far; pure, and remembered per content."""
+        """Return epsilon at `delta` of all releases so far; pure, and cached."""
         return epsilon_of(tuple(self._counts.items()), delta, self.accountant)
 
-    def affords(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
-        """Whether epsilon stays within `target_epsilon` after one more `release`; cheap enough to ask at every step.
+    def allows(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
+        """Return True if epsilon stays within `target_epsilon` after one more `release`; cheap at every step.
 
-        What remains of `plan`, the releases of the whole run, is tried first: a run that keeps to an affordable plan
-        costs one evaluation of epsilon. Else further releases of this kind are tried, twice as many each time, and
-        at the end the largest number that fits: some log2(steps) evaluations. What fits together fits in part, so
-        until all of that is used up the answer is one look at a counter.
+        The remainder of `plan`, the releases of the whole run, is tried first: a run that follows an affordable plan
+        costs one evaluation of epsilon. Otherwise further releases of this kind are tried, twice as many each time,
+        and at the end the largest number that fits: some log2(steps) evaluations. If n further releases fit the
+        budget, any subset fits too. So later calls are a counter lookup until those n are used.
         """
         check_supported(release, self.accountant)
         budget = (target_epsilon, target_delta)
@@ -93,9 +93,9 @@ class PrivacyLedger:
         return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.releases, 1024)) > 0
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "") -> str:
-        """The guarantee in one sentence, epsilon rounded up; before any release, the relation is that of `plan`.
+        """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
 
-        `generator` names what the noise is drawn from.
+        `generator` names the source of the noise.
         """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
         bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
@@ -125,7 +125,7 @@ class PrivacyLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain JSON; the accountant is not part of it, for it changes no fact."""
+        """Return everything as plain JSON, except the accountant, which changes no fact."""
         releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
         again = self.releases - self.steps
         return {
@@ -136,10 +136,10 @@ class PrivacyLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
-        """Go to the step of a `state_dict()`; CheckpointError, and no change, if it is damaged.
+        """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
 
-        What was recorded here stays counted, beside what the state holds. `visited`: whether the state is one that this
-        ledger was in before, so that it holds nothing else.
+        Releases recorded here stay counted, beside those of the state. `visited`: this ledger was in that state
+        before, so the state holds nothing else.
         """
         try:
             counts: Counter[Release] = Counter()
@@ -153,11 +153,11 @@ class PrivacyLedger:
             if not all(type(n) is int and n >= 0 for n in (steps, again)) or counts.total() != steps + again:
                 raise ValueError(f"{counts.total()} releases, but {steps!r} steps, and {again!r} again")
             if not (type(unverified_sampling) is int and 0 <= unverified_sampling <= counts.total()):
-                raise ValueError(f"{unverified_sampling!r} releases on trust")
+                raise ValueError(f"{unverified_sampling!r} releases with unverified sampling")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. "
-                f"Resume from an older checkpoint."
+                f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. Resume "
+                f"from an older checkpoint."
             ) from error
         self.steps = steps
         if not visited:

@@ -1,4 +1,4 @@
-"""What a run does to protect its samples: the facts that accounting reads, and those that a checkpoint must match."""
+"""The mechanism of a run: the facts that accounting reads and that a checkpoint must match."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledMechanism:
-    """Noisy sums over Poisson batches of a schedule: the six facts on which epsilon depends."""
+    """Noisy sums over Poisson batches of a schedule: the six facts that determine epsilon."""
 
     noise_multiplier: float = math.nan
     """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before `calibrate` finds it."""
@@ -24,9 +24,9 @@ class SampledMechanism:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
     quantile_counts: int = 0
-    """Number of groups whose count of unclipped samples is part of every release."""
+    """Number of groups with a count of unclipped samples in every release."""
     discretized_elements: int | None = None
-    """Number of trainable elements that are rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
+    """Number of trainable elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
     noise/keyed.py); None if the noise is Gaussian."""
 
     @property
@@ -42,7 +42,7 @@ class SampledMechanism:
         """Return the releases of the first `steps` steps, or of the whole run."""
         sizes = Counter(self.schedule.sizes[:steps])
         if not sizes:
-            raise ConfigurationError("A run without steps: give the schedule at least one phase (batch_size, steps).")
+            raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
         return tuple((self._release(size), count) for size, count in sizes.items())
 
     def _release(self, batch_size: int) -> Release:
@@ -58,24 +58,23 @@ class SampledMechanism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism(SampledMechanism):
-    """Everything on which the privacy guarantee, and its report, depend; equal mechanisms have equal epsilon."""
+    """Everything that determines the privacy guarantee and its report; equal mechanisms have equal epsilon."""
 
     max_grad_norm: float
-    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; at the
-    first step, if thresholds are adaptive."""
+    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; with
+    adaptive thresholds, at the first step."""
     clipping_fn: str
     """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
     clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups; every group has the threshold max_grad_norm / sqrt(M), or begins with
-    it."""
+    """Parameter names of the M clipping groups; each begins with the threshold max_grad_norm / sqrt(M)."""
     adaptive_clipping: str | None
-    """`repr` of how thresholds follow the gradients; None if they are fixed."""
+    """`repr` of the rule by which thresholds follow the gradients; None if they are fixed."""
     loss_reduction: LossReduction
-    """What the loss does over the rows of a micro-batch; it fixes the unit of per-sample gradients."""
+    """How the loss reduces the rows of a micro-batch; it fixes the unit of per-sample gradients."""
     secure: bool
-    """Whether the noise is drawn as [Note: Secure noise] in noise/keyed.py says; a replay must draw it likewise."""
+    """True if the noise follows [Note: Secure noise] in noise/keyed.py; a replay must draw it likewise."""
     accountant: AccountantName
-    """Who turns the ledger into epsilon."""
+    """The accountant that turns the ledger into epsilon."""
     target_delta: float
     """The delta at which epsilon is reported."""
     target_epsilon: float | None

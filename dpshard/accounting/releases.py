@@ -1,21 +1,20 @@
-"""What a step releases: all that its privacy depends on.
+"""The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch. `Release` holds all that its privacy depends on, and nothing else.
-Composition does not ask for order, so a ledger is a multiset of releases. In the engine two data sets are neighbours if
-they have the same N samples, but for one that contributes zero in the other (zero-out at fixed N). The figures are
-those of two relations of dp-accounting.
-- Without a cap: add-or-remove-one, under which one data set has one sample more. A sample that contributes zero and one
-  that is missing release the same at one q, so the figures agree. (The engine refuses a data set of another length.)
+A step releases one noisy sum over a Poisson batch. Composition ignores order, so a ledger is a multiset of releases.
+In the engine two data sets are neighbours if they have the same N samples, except for one that contributes zero in
+the other (zero-out at fixed N). The figures belong to two relations of dp-accounting.
+- Without a cap: add-or-remove-one, under which one data set has one sample more. At one q, a missing sample and one
+  that contributes zero release the same, so the figures agree. (The engine refuses a data set of another length.)
 - With a cap: replace-special. The sample that contributes zero keeps its slot, which moves the sum by R. If it leaves
   its slot to another sample, as a removed one does, the sum moves by 2 R. The bound covers both.
 
 [Note: The price of a grid]
-Discrete Gaussian noise of standard deviation s = 2^24 steps of its grid is added to sums that were rounded to the
-grid, which moves two of them apart by ROUNDING sqrt(d) steps at most, d elements in all ([Note: Noise on a grid] in
-noise.py). A step is sigma R / s long, so sums at a distance R come to be at most s / sigma + ROUNDING sqrt(d) steps
-apart. The noise over that is the noise multiplier that is accounted: sigma / (1 + ROUNDING sqrt(d) sigma / s). For
-sigma = 1 and a billion elements it is 0.2% below sigma.
+Discrete Gaussian noise has standard deviation s = 2^24 steps of its grid. The sums are rounded to the grid first,
+which moves two sums of d elements apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in
+noise/keyed.py). A step is sigma R / s long, so sums at a distance R are then at most s / sigma + ROUNDING sqrt(d)
+steps apart. The noise over that distance is the accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s).
+For sigma = 1 and a billion elements it is 0.2% below sigma.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from dpshard.errors import ConfigurationError
 from dpshard.noise import LOG2_STD
 
 Counts = tuple[tuple["Release", int], ...]
-"""Distinct releases, each with its positive number of times."""
+"""Distinct releases, each with its positive count."""
 Relation = Literal["add-or-remove-one", "replace-special"]
 """The neighbouring relations; see [Note: Releases and relations]."""
 
 ROUNDING = 1 + 2.0**-5
-"""Steps by which rounding to the grid moves one element of two sums apart, at most; see [Note: Noise on a grid]."""
+"""Bound on the steps by which rounding to the grid moves one element of two sums apart; see [Note: Noise on a grid]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One noisy sum over one Poisson batch: all that its privacy depends on."""
+    """One noisy sum over one Poisson batch: all facts that determine its privacy."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
@@ -52,8 +51,9 @@ class Release:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
     quantile_counts: int = 0
-    """Groups whose counts of unclipped samples, which thresholds follow, are released with the sum, as one Gaussian
-    mechanism of this noise multiplier: they take a part of its budget, and cost nothing on top."""
+    """Groups that release their count of unclipped samples with the sum, for adaptive thresholds. Sum and counts
+    form one Gaussian mechanism of this noise multiplier, so the counts take a part of its budget and cost nothing
+    on top."""
     discretized_elements: int | None = None
     """Elements of the sum, each rounded to the grid of discrete Gaussian noise; None if the noise is Gaussian."""
 
@@ -73,7 +73,7 @@ class Release:
 
     @property
     def accounted_noise_multiplier(self) -> float:
-        """Standard deviation of the noise over all that one sample changes; see [Note: The price of a grid]."""
+        """Standard deviation of the noise over the whole change by one sample; see [Note: The price of a grid]."""
         if self.discretized_elements is None:
             return self.noise_multiplier
         moved = ROUNDING * math.sqrt(self.discretized_elements) / 2**LOG2_STD  # in standard deviations
@@ -91,13 +91,13 @@ class Release:
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:
-    """Return the relation under which `releases` compose: that of a capped one, if there is any."""
+    """Return the relation under which `releases` compose: that of a capped release, if there is any."""
     capped = any(release.max_batch_size is not None for release in releases)
     return "replace-special" if capped else "add-or-remove-one"
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """`value` rounded up: a printed epsilon or sigma must not promise more than the real one.
+    """Return `value` rounded up, because a printed epsilon or sigma must not promise more than the real one.
 
     To `digits` decimals, or to as many figures if it is too small for decimals: 3e-11 is "3.000e-11".
     """
@@ -105,7 +105,7 @@ def rounded_up(value: float, digits: int = 4) -> str:
         return "infinity (not private)"
     if value <= 0:
         return f"{0:.{digits}f}"
-    # A few units in the last place are the error of writing it in binary: 1.1 is to stay 1.1.
+    # A few units in the last place are the error of the binary format: 1.1 stays 1.1.
     exact = Decimal(value) - 4 * Decimal(math.ulp(value))
     if value < 10.0 ** (1 - digits):
         return f"{Context(prec=digits, rounding=ROUND_CEILING).plus(exact):.{digits - 1}e}"

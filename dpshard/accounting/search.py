@@ -1,12 +1,12 @@
-"""Private choice among runs: of a secret random number of runs the best one is published, the others are not.
+"""Private choice among runs: a secret random number of runs, and only the best is published.
 
-Choosing hyper-parameters by looking at many private runs costs privacy even if all but one are thrown away. If the
-number of runs is drawn from one of the distributions below, each with settings drawn at random, the outcome costs a
-few times one run, however many there were; Papernot & Steinke 2022, arXiv:2110.03620.
+To choose hyper-parameters by the results of many private runs costs privacy, even if the other runs are thrown away.
+If one of the distributions below gives the number of runs, and each run draws its settings at random, the outcome
+costs a few times one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
 
-Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ from run to
-run, one run is a mixture over settings, which are public: its Renyi divergence is at most the largest of theirs, order
-by order. So a search costs what its worst candidate costs, and `others` has to name the candidates.
+Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ, one run
+is a mixture over public settings: its Renyi divergence is at most the largest of theirs, order by order. So a search
+costs as much as its worst candidate, and `others` has to name the candidates.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RunsDistribution = Literal["poisson", "geometric", "logarithmic"]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How many runs there are, of which the best is published."""
+    """The number of runs of which the best is published."""
 
     mean_runs: float
-    """Expected number of runs, >= 1 (above 1, but for "poisson")."""
+    """Expected number of runs, >= 1 (above 1, except for "poisson")."""
     distribution: RunsDistribution = "geometric"
-    """Of the number of runs. A Poisson one may be 0, and then nothing may be published."""
+    """Distribution of the number of runs. A Poisson number may be 0, and then nothing is published."""
     others: tuple[Counts, ...] = ()
-    """What a run with other settings releases, as of `SampledMechanism.releases`: a run may draw these as well."""
+    """The releases of a run with other settings, as of `SampledMechanism.releases`: a run may draw these as well."""
 
     def __post_init__(self) -> None:
         check_choice("search distribution", self.distribution, get_args(RunsDistribution))

@@ -1,4 +1,4 @@
-"""Checkpointer: a training that can be killed at any moment, and goes on, on as many ranks as there are then."""
+"""Checkpointer: a training that can be killed at any moment, and resumed on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """Whatever has a state: a learning-rate scheduler, a counter, an average of the weights."""
+    """An object with a state: a learning-rate scheduler, a counter, an average of the weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain values."""
+        """Return the state as tensors and plain values."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
@@ -62,33 +62,33 @@ class _Engine(Protocol):
 
 
 class Checkpointer:
-    """Saves and resumes a private training: model, optimizer, account, run secret and place in the sampling.
+    """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
-    Written by torch.distributed.checkpoint, every rank its own shards: what 4 ranks of FSDP2 have saved goes on with 2,
-    in DistributedDataParallel, with DeepSpeed, or in one process. A checkpoint counts once it is complete; a damaged
-    one is passed over. It holds the run secret, so its folder is for its owner alone: keep it as you keep the data.
-    Beside the checkpoints lies a journal of all releases, so that a resumed run counts those that a crash forgets.
+    torch.distributed.checkpoint writes each rank's own shards: a state saved by 4 ranks of FSDP2 resumes on 2, in
+    DistributedDataParallel, with DeepSpeed, or in one process. A checkpoint counts once it is complete; a damaged one
+    is skipped. It holds the run secret, so only its owner can read the folder: keep it as you keep the data. A
+    journal beside the checkpoints lists all releases, so a resumed run counts those that a crash forgets.
 
-    With several ranks each makes one, and calls its methods at the same time as the others.
+    Every rank makes its own Checkpointer, and calls its methods at the same time as the others.
 
     Args:
-        folder: Where checkpoints are, on a disk that all ranks share; made if need be.
+        folder: Folder of the checkpoints, on a disk that all ranks share; made if need be.
         engine: The engine of the training; its model is saved with it.
-        optimizer: The optimizer that the engine privatizes; with DeepSpeed, what deepspeed.initialize() returns.
-        keep: How many of the newest checkpoints stay.
-        others: What else has a state, by name: `scheduler=scheduler`. The state is the same on all ranks, or sharded in
-            DTensors.
+        optimizer: The optimizer that the engine privatizes; with DeepSpeed, the result of deepspeed.initialize().
+        keep: Number of the newest checkpoints that stay.
+        others: Other objects with a state, by name: `scheduler=scheduler`. The state is the same on all ranks, or
+            sharded in DTensors.
 
     Raises:
-        ConfigurationError: if `keep` is below 1, a named object has no state, or DeepSpeed steps with another optimizer
-            or offloads a part of it.
+        ConfigurationError: if `keep` is below 1, a named object has no state, or DeepSpeed steps with another
+            optimizer or offloads a part of it.
     """
 
     def __init__(
         self, folder: str | Path, engine: _Engine, optimizer: Optimizer, *, keep: int = 2, **others: Stateful
     ) -> None:
         if keep < 1:
-            raise ConfigurationError(f"keep={keep}: at least one checkpoint must stay.")
+            raise ConfigurationError(f"keep={keep}: at least one checkpoint must stay. Pass keep=1 or more.")
         for name, thing in others.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigurationError(f"{name}={thing!r} has no state_dict() and load_state_dict(): leave it out.")
@@ -103,10 +103,10 @@ class Checkpointer:
             engine.internals.note_releases(self._note)
 
     def save(self, *, wait: bool = True) -> Path:
-        """Save the state between two steps; where the checkpoint is, or will be.
+        """Save the state between two steps; return the path of the checkpoint, also before it is complete.
 
-        With `wait=False` only copies are made now, and written while the training goes on; an error is raised by the
-        next call. Raises CheckpointError if it cannot be written.
+        With `wait=False` only copies are made now, and written while the training continues; the next call raises an
+        error of this one. Raises CheckpointError if it cannot be written.
         """
         self.wait()
         step, noted = self._engine.step, len(self._journal)
@@ -125,19 +125,19 @@ class Checkpointer:
         return self._folder.of(step)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete; CheckpointError if it could not be written."""
+        """Wait until the last checkpoint is complete. Raises CheckpointError if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def load(self, *, released: int | None = None) -> bool:
-        """Go back to the newest checkpoint; False if there is none.
+        """Go back to the newest checkpoint; return False if there is none.
 
-        One that is damaged draws a warning, and the one before is taken. Releases of later steps are counted, as the
-        journal has them: a step that is taken again with the same sums costs nothing more, with other sums it counts
-        once more. `released` says how many steps were released in all where the journal is lost. Raises
-        CheckpointError, before anything changes, if no checkpoint is sound, or if it belongs to another mechanism,
-        model or optimizer; LogicalBatchError in the middle of a logical batch.
+        A damaged one draws a warning, and the one before is taken. The journal counts the releases of later steps: a
+        step repeated with the same sums costs nothing more, with other sums it counts once more. Without the journal,
+        pass `released`, the number of steps released in all. Raises CheckpointError, before anything changes, if no
+        checkpoint is sound, or if it belongs to another mechanism, model or optimizer; LogicalBatchError in the
+        middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()
@@ -159,7 +159,7 @@ class Checkpointer:
         return True
 
     def _releases_since(self, step: int) -> list[Release] | None:
-        """What was released since a checkpoint was saved; None, with a warning, if nobody knows."""
+        """Return the releases since a checkpoint was saved; None, with a warning, if they are unknown."""
 
         def read() -> list[Release] | None:
             return self._journal.since(self._folder.manifest(step)["releases"])
@@ -167,9 +167,8 @@ class Checkpointer:
         releases = self._ranks.on_first(self._explained(read))
         if releases is None:
             warnings.warn(
-                f"{self._journal.path} is missing or damaged: it is not known which steps were released after "
-                f"{self._folder.of(step).name} was saved. If there are any, count them by load(released=n), n steps in "
-                f"all; or restore the file.",
+                f"{self._journal.path} is missing or damaged: the releases after {self._folder.of(step).name} are "
+                f"unknown. If there are any, count them by load(released=n), n steps in all; or restore the file.",
                 stacklevel=3,
             )
         return releases
@@ -178,13 +177,13 @@ class Checkpointer:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
 
     def _newest(self) -> int | None:
-        """The newest sound checkpoint: ranks share the work of checking."""
+        """Return the step of the newest sound checkpoint; ranks share the work of checking."""
         complaints: list[str] = []
         for step in self._ranks.on_first(self._folder.complete):
             complaint = self._complaint(step)
             if complaint is None:
                 if complaints:
-                    warnings.warn(f"{complaints[0]} Going on from {self._folder.of(step).name}.", stacklevel=3)
+                    warnings.warn(f"{complaints[0]} Resuming from {self._folder.of(step).name}.", stacklevel=3)
                 return step
             complaints.append(complaint)
         if complaints:
@@ -227,7 +226,7 @@ class Checkpointer:
 
 
 def _own_digests(partial: Path, rank: int) -> Digests:
-    """Of the files that this rank has written; rank 0 has written the table of contents, too."""
+    """Return the digests of the files of this rank; rank 0 wrote the table of contents, too."""
     files = [*partial.glob(f"__{rank}_*"), *([partial / ".metadata"] if rank == 0 else [])]
     for path in files:
         path.chmod(0o600)
@@ -240,7 +239,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """A state with tensors as it is: they may be sharded. Else packed, since nested keys need not be strings."""
+    """Return a state with tensors as it is, because they may be sharded; pack others: their keys may be of any type."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

@@ -1,4 +1,4 @@
-"""Why something could not be written, in words that tell a full disk from a missing right."""
+"""Reasons of failed writes, in words that tell a full disk from a missing permission."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def why(error: BaseException, path: Path) -> str:
-    """What went wrong at `path`; of a full disk, with the bytes that are free."""
-    # What torch says of a file that was cut short: its writer counts bytes, and does not look at the error.
+    """Return the reason of `error` at `path`; for a full disk, with its free bytes."""
+    # torch's message for a file that was cut short: its writer counts bytes, and ignores the error.
     cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
     if not cut_short and getattr(error, "errno", None) not in _FULL:
         return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
@@ -23,4 +23,4 @@ def _free(path: Path) -> str:
     try:
         return f"{shutil.disk_usage(place).free:,} bytes are free there"
     except OSError:
-        return "nobody knows how many bytes are free there"
+        return "the number of free bytes is unknown"

@@ -1,4 +1,4 @@
-"""The state of an engine as plain values, sealed so that damage and foreign states are noticed."""
+"""The state of an engine as plain values, with a digest that reveals damage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dpshard.errors import CheckpointError
 
 FORMAT = 2
 SECURE_NOISE = "sums of 4 normals"
-"""How secure noise is made: a run that was begun with another kind would release its steps again with other noise."""
+"""Kind of secure noise: with another kind, a resumed run would repeat its steps with other noise."""
 
 
 class Unpacked(NamedTuple):
-    """What a state holds, beside the mechanism that it belongs to."""
+    """The content of a state, beside its mechanism."""
 
     secret: bytes
     """Run secret."""
@@ -25,7 +25,7 @@ class Unpacked(NamedTuple):
     facts: dict[str, Any]
     """See facts.py."""
     thresholds: Any
-    """Adaptive ones; None if there are none."""
+    """Adaptive thresholds, or None."""
 
 
 def pack(
@@ -36,7 +36,7 @@ def pack(
     facts: dict[str, Any] | None = None,
     thresholds: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A JSON-able state of all that `Unpacked` names, the run secret in hex, with a digest over all."""
+    """Return a JSON-able state of all fields of `Unpacked`, with the run secret in hex and a digest over all."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
@@ -44,22 +44,26 @@ def pack(
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
-    """The content of a packed state; CheckpointError if it is damaged or of another mechanism."""
+    """Return the content of a packed state. Raises CheckpointError if it is damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:
             raise CheckpointError(
-                f"The checkpoint has format {state['format']!r}, this version of dpshard reads format {FORMAT}."
+                f"The checkpoint has format {state['format']!r}, this version of dpshard reads format {FORMAT}. Use "
+                f"the version that wrote it."
             )
         sound = state["digest"] == _digest(body)
         secret, saved, facts = bytes.fromhex(state["secret"]), dict(state["mechanism"]), dict(state["facts"])
         account = {"ledger": state["ledger"], "history": state["history"]}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"This is no state of a PrivacyEngine ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(
+            f"This is not the state of a PrivacyEngine ({type(error).__name__}: {error}). Pass a result of "
+            f"engine.state_dict()."
+        ) from error
     if not sound or len(secret) != 32:
         raise CheckpointError(
-            "The state of the privacy engine was damaged or altered: its digest does not match. Resume from an older "
-            "checkpoint; going on would forget spent budget or release a step twice."
+            "The state of the privacy engine was damaged or altered: its digest does not match. It would forget "
+            "spent budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
     saved = json.loads(json.dumps(saved))

@@ -1,12 +1,12 @@
-"""Facts that decide whether a step that is taken again has the same sums, bit for bit; no part of the mechanism.
+"""Facts that decide whether a repeated step has the same sums, bit for bit; not part of the mechanism.
 
 [Note: Facts of a run]
-Where sums are added up in another order they differ by their rounding: on other ranks or shards, in micro-batches of
-another size, in another clipping mode, by other kernels. Other data have other sums. A state holds these facts, and who
-loads it elsewhere is told that steps may count twice. The digest of the sums decides, not the facts.
-Data are known by their length, which is part of the mechanism, and, if they are tensors in memory, by a keyed digest of
-a few rows: so another data set is noticed, one changed row is not. Rows of other data sets are left alone. Reading them
-here may open files before workers start, or draw random numbers.
+Sums differ by their rounding on other ranks or shards, in micro-batches of another size, in another clipping mode, by
+other kernels. Other data have other sums. A state holds these facts, and loading it under other facts warns that
+steps may count twice. The digest of the sums decides, not the facts. Data are identified by their length, which is
+part of the mechanism, and, if they are tensors in memory, by a keyed digest of a few rows. It reveals another data
+set, but not one changed row. Rows of other data sets are not read: that could open files before workers start, or
+draw random numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
 
 ROWS = 64
-"""Rows that the digest of the data is made of, at most."""
+"""Rows in the digest of the data, at most."""
 
 
 class Facts:
-    """Those of one engine, beside those of the state that it has loaded; see [Note: Facts of a run]."""
+    """The facts of one engine, beside those of the state that it has loaded; see [Note: Facts of a run]."""
 
     def __init__(self, backend: LocalBackend, clipping_mode: str) -> None:
         self._backend, self._clipping_mode = backend, clipping_mode
@@ -36,7 +36,7 @@ class Facts:
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that are known, as plain values."""
+        """Return all known facts, as plain values."""
         backend = self._backend
         device = _described(next(iter(backend.parameters.values())).device)
         return {
@@ -49,16 +49,16 @@ class Facts:
         }
 
     def load_state_dict(self, saved: dict[str, Any], step: int) -> None:
-        """A state before `step` was loaded; a warning if its facts are others."""
+        """Remember the facts of a loaded state before `step`; warn if they differ."""
         self._saved, self._of_batches = saved, {}
         self._compare(step)
 
     def forget(self) -> None:
-        """Another state was loaded, and what was released is known."""
+        """Forget the loaded facts: another state was loaded, and its releases are known."""
         self._saved = {}
 
     def begin_batches(self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int) -> None:
-        """The batches from `step` on are of these; a warning if they were others in the state that was loaded."""
+        """Set the facts of the batches from `step` on; warn if they differ from the loaded state."""
         self._of_batches = {"micro_batch_size": micro_batch_size or "all", "data": of_rows(dataset, secret)}
         self._compare(step)
 
@@ -66,18 +66,18 @@ class Facts:
         changed = list(_differences(self._saved, self.state_dict()))
         if not changed:
             return
-        self._saved = {}  # told once
+        self._saved = {}  # warn once
         warnings.warn(
-            f"The state that was loaded is of a run with other facts: {'; '.join(changed)}. So the sums of a step that "
-            f"is taken again may differ, by rounding at least: then it has independent noise, and is a second release. "
-            f"The ledger does not know of steps that were released after the state was saved. If there are any, count "
-            f"them by load_state_dict(state, released=n), n of them in all. If there are none, n={step}.",
+            f"The loaded state is of a run with other facts: {'; '.join(changed)}. So the sums of a repeated step "
+            f"may differ, at least by rounding: then it has independent noise, and is a second release. The ledger "
+            f"does not know the releases after the state was saved. If there are any, count them by "
+            f"load_state_dict(state, released=n), n of them in all. If there are none, n={step}.",
             stacklevel=5,
         )
 
 
 def _described(device: torch.device) -> str:
-    """What computes on `device`: its kind, and which of our kernels run there."""
+    """Return the kind of `device`, and the kernels of dpshard that run there."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}{' with Triton' if triton.run_on(device) else ''}"
     compiled = device.type == "cpu" and native.is_built()
@@ -85,7 +85,7 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """A keyed digest of some rows of tensors in memory, and of their shapes; None for other data sets."""
+    """Return a keyed digest of some rows of tensors in memory, and of their shapes; None for other data sets."""
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     chosen = sorted({int(word) % len(dataset) for word in words})
     while type(dataset) is Subset:
@@ -100,7 +100,7 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What has changed, of the facts that are known on both sides, in words."""
+    """Yield the changed facts among those known on both sides, in words."""
     for name in sorted(saved.keys() & now.keys()):
         if None not in (saved[name], now[name]) and saved[name] != now[name]:
             yield "other rows of data" if name == "data" else f"{name} {now[name]} (saved: {saved[name]})"

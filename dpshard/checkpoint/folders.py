@@ -1,10 +1,10 @@
-"""Checkpoints on disk: folders that count only when they are complete, with digests of every file in them.
+"""Checkpoints on disk: folders that count only when complete, with a digest of every file.
 
 [Note: Complete or not there]
 A checkpoint is written into `.step-N.partial`. When every rank has flushed its files, rank 0 adds `manifest.json`
-(the size and SHA-256 of each file) and renames the folder to `step-N`, which file systems do at once or not at all.
-What was killed in between stays partial, is never read, and is removed by the next save. A folder that is to go is
-renamed back to partial first. Damage that comes later (a disk, a copy that was cut short) shows in the digests.
+(the size and SHA-256 of each file) and renames the folder to `step-N`, which file systems do at once or not at all. A
+folder of a killed save stays partial, is never read, and is removed by the next save. A folder to remove is
+renamed back to partial first. The digests reveal later damage (a disk, a copy that was cut short).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class CheckpointFolder:
     path: Path
 
     def complete(self) -> list[int]:
-        """Steps that have a complete checkpoint, newest first."""
+        """Return the steps with a complete checkpoint, newest first."""
         found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.path.glob("step-*")]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def of(self, step: int) -> Path:
-        """Where the complete checkpoint of a step is."""
+        """Return the path of a step's complete checkpoint."""
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into, for its owner alone; what killed saves have left is removed."""
+        """Make an empty folder that only its owner can read; remove the remains of killed saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
@@ -58,11 +58,11 @@ class CheckpointFolder:
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
         descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({**body, "digest": _seal(body)}, file, indent=1)
+            json.dump({**body, "digest": _manifest_digest(body)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _flush(partial)
-        if place.exists():  # an older run through the same step, or a damaged one
+        if place.exists():  # an older run through the same step, or a damaged checkpoint
             aside = self.path / f".step-{step:08d}.old.partial"
             place.rename(aside)
             partial.rename(place)
@@ -70,24 +70,25 @@ class CheckpointFolder:
         else:
             partial.rename(place)
         _flush(self.path)
-        # A later one is damaged, or this one would not have been written: it must not push out a sound one.
+        # A later checkpoint is damaged, because this one was written: it must not push out a sound one.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
             shutil.rmtree(self._partial(old))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What was noted of a complete checkpoint; CheckpointError if it is damaged, or something else."""
+        """Return the manifest of a complete checkpoint. Raises CheckpointError if it is damaged, or not a manifest."""
         path = self.of(step) / MANIFEST
         try:
             manifest = json.loads(path.read_text("utf-8"))
             body = {key: value for key, value in manifest.items() if key != "digest"}
-            if manifest["digest"] != _seal(body) or manifest["step"] != step:
+            if manifest["digest"] != _manifest_digest(body) or manifest["step"] != step:
                 raise CheckpointError(f"{path} is damaged: its digest does not match.")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path.parent} is no checkpoint of dpshard, or damaged: {error!r}.") from error
+            raise CheckpointError(f"{path.parent} is not a checkpoint of dpshard, or is damaged: {error!r}.") from error
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{path.parent} has format {manifest['format']!r}, this version of dpshard reads format {FORMAT}."
+                f"{path.parent} has format {manifest['format']!r}, this version of dpshard reads format {FORMAT}. "
+                f"Use the version that wrote it."
             )
         missing = [name for name in manifest["files"] if not (path.parent / name).is_file()]
         if missing:
@@ -95,7 +96,7 @@ class CheckpointFolder:
         return manifest
 
     def check(self, step: int, files: Iterable[tuple[str, tuple[int, str]]]) -> None:
-        """Raise CheckpointError unless the files are those that were written."""
+        """Raise CheckpointError unless the files have their noted sizes and digests."""
         for name, noted in files:
             path = self.of(step) / name
             if digest(path) != tuple(noted):
@@ -106,17 +107,17 @@ class CheckpointFolder:
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a file."""
+    """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _seal(body: dict[str, Any]) -> str:
+def _manifest_digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(folder: Path) -> None:
-    """Have the operating system write down which files a folder holds."""
+    """Flush the folder's list of files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Reading and writing with torch.distributed.checkpoint, without executing anything that a file says.
+"""Reading and writing with torch.distributed.checkpoint, without executing anything in a file.
 
-torch.distributed.checkpoint keeps tensors, each rank its shards, and pickles whatever is no tensor, and a table of
-contents. A pickle can run code when it is read, so these are first read by unpicklers that know plain values alone.
+torch.distributed.checkpoint writes tensors, each rank its shards, and pickles other values and a table of contents.
+Reading a pickle can run code, so unpicklers that allow only plain values read these first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def pack(value: Any) -> bytes:
-    """Plain values and ordinary tensors as bytes; CheckpointError for what could not be read back safely."""
+    """Return plain values and ordinary tensors as bytes. Raises CheckpointError for anything unsafe to read back."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream.getvalue())
@@ -38,16 +38,18 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What was packed; tensors on the CPU."""
+    """Return the packed value; its tensors are on the CPU."""
     try:
         return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"A checkpoint holds tensors and plain values alone: {reason}") from error
+        raise CheckpointError(
+            f"A checkpoint holds only tensors and plain values: {reason}. Convert the state to these."
+        ) from error
 
 
 def write(state: State, folder: Path, ranks: Ranks) -> None:
-    """Have every rank write its part of `state`."""
+    """Write this rank's part of `state`; all ranks call it."""
     _know_that_one_process_suffices(ranks)
     with _explained(folder, "written"):
         dcp.save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
@@ -56,28 +58,28 @@ def write(state: State, folder: Path, ranks: Ranks) -> None:
 def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
     """Copy `state` now, and write it in a thread; `finished` waits for the future."""
     _know_that_one_process_suffices(ranks)
-    # Not a writer of our own: the stager that comes with it would alias tensors that are on the CPU already.
+    # Not with a writer of our own: its stager would alias tensors that are on the CPU already.
     future = dcp.async_save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
     assert isinstance(future, Future)
     return future
 
 
 def finished(future: Future[Any], folder: Path) -> None:
-    """Wait until a checkpoint is written; CheckpointError if it could not be."""
+    """Wait until a checkpoint is written. Raises CheckpointError if it could not be."""
     with _explained(folder, "written"):
         future.result()
 
 
 def contents(folder: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, by name: descriptions of tensors, and of bytes."""
+    """Return the contents of a checkpoint, by name: descriptions of tensors, and of bytes."""
     with _explained(folder, "read"):
         return _Reader(folder).read_metadata().state_dict_metadata
 
 
 def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
-    """Read what `state` names into its tensors, and in the place of other values.
+    """Read the values that `state` names: tensors in place, other values replaced.
 
-    Raises CheckpointError, before a tensor is touched, if a name is missing, a shape differs, or, unless `partly`, the
+    Raises CheckpointError, before a tensor changes, if a name is missing, a shape differs, or, unless `partly`, the
     checkpoint holds more.
     """
     _know_that_one_process_suffices(ranks)
@@ -110,13 +112,16 @@ class _TableOfContents(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one of a table of contents."""
+        """Return the class, if a table of contents may contain it."""
         found = super().find_class(module, name)
         dtype = module == "torch" and isinstance(found, torch.dtype)
         described = module == "torch.distributed.checkpoint.metadata" and isinstance(found, type)
         if dtype or described or f"{module}.{name}" in self.ALLOWED:
             return found
-        raise CheckpointError(f"The table of contents of the checkpoint asks for {module}.{name}: it is not read.")
+        raise CheckpointError(
+            f"The table of contents of the checkpoint asks for {module}.{name}, which may run code, so it is not "
+            f"read. Resume from a checkpoint that dpshard wrote."
+        )
 
 
 class _Planner(DefaultLoadPlanner):
@@ -125,24 +130,25 @@ class _Planner(DefaultLoadPlanner):
         self.partly = partly
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Read a value that is no tensor."""
+        """Read a value that is not a tensor."""
         unpack(value.getvalue())
         super().load_bytes(read_item, value)
 
     def create_local_plan(self) -> Any:
-        """Compare with what was saved."""
+        """Compare `state` with the saved one."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         more = [] if self.partly else sorted(saved.keys() - self.state_dict.keys())
         if more:
             raise CheckpointError(
-                f"{more[0]} is in the checkpoint, but not here: it belongs to another model, optimizer or set of named "
-                f"objects."
+                f"{more[0]} is in the checkpoint, but not here: it belongs to another model, optimizer or set of "
+                f"named objects. Resume with those that were saved."
             )
         for name, own in self.state_dict.items():
             if name not in saved:
                 raise CheckpointError(
-                    f"{name} is not in the checkpoint: it belongs to another model, optimizer or set of named objects."
+                    f"{name} is not in the checkpoint: it belongs to another model, optimizer or set of named "
+                    f"objects. Resume with those that were saved."
                 )
             described = saved[name]
             if isinstance(own, torch.Tensor) != isinstance(described, TensorStorageMetadata) or (
@@ -159,7 +165,7 @@ class _Planner(DefaultLoadPlanner):
 def _spoken(described: Any) -> str:
     if isinstance(described, TensorStorageMetadata):
         return f"{tuple(described.size)} {described.properties.dtype}"
-    return "no tensor"
+    return "not a tensor"
 
 
 @contextmanager
@@ -167,7 +173,7 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
     what = f"The checkpoint {folder} cannot be {verb}"
     try:
         yield
-    except CheckpointException as error:  # no Exception, but a BaseException: one error for each rank that failed
+    except CheckpointException as error:  # a BaseException, not an Exception: one error for each failed rank
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, DpshardError):
             raise cause from None
@@ -177,5 +183,5 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
 
 
 def _know_that_one_process_suffices(ranks: Ranks) -> None:
-    if ranks.alone:  # no block around the call: filters are those of the whole process, and a thread may be writing
+    if ranks.alone:  # no `with` block: filters are global to the process, and a thread may be writing
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -37,13 +37,13 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
     `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches` gives each process its
     share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
-    refuse_unsupported(accelerator)
+    check_supported(accelerator)
     engine = PrivacyEngine(model, **settings)
     accelerator.register_for_checkpointing(engine)
     return engine
 
 
-def refuse_unsupported(accelerator: Accelerator) -> None:
+def check_supported(accelerator: Accelerator) -> None:
     """Raise ConfigurationError if `accelerator` would change or hide gradients or split samples."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(

@@ -69,7 +69,7 @@ class PrivateTraining(L.Callback):
 
         Make the module loop over micro-batches.
         """
-        _refuse(trainer, pl_module)
+        _check(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
                 "This callback has seen a fit before, and another fit spends more privacy: fit with ckpt_path=, or "
@@ -195,7 +195,7 @@ class _LogicalBatches:
             )
 
 
-def _refuse(trainer: L.Trainer, module: L.LightningModule) -> None:
+def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise ConfigurationError for settings that would not be private as accounted."""
     if not module.automatic_optimization:
         raise ConfigurationError(

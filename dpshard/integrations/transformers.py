@@ -25,7 +25,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArgum
 
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.integrations.accelerate import refuse_unsupported, shard_on_cpu
+from dpshard.integrations.accelerate import check_supported, shard_on_cpu
 from dpshard.losses import sample_losses
 from dpshard.sampling import check_dataset
 
@@ -92,7 +92,7 @@ class _Private(ShardsOnCPU):
                 f"mean over the tokens of a batch would pass. {_OWN_LOSS}"
             )
         args = TrainingArguments() if args is None else args
-        _refuse(args)
+        _check(args)
         self.engine: PrivacyEngine | None = None
         self._privacy = dict(privacy)
         self._expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -109,7 +109,7 @@ class _Private(ShardsOnCPU):
         Raises ConfigurationError if it would change gradients or split samples.
         """
         super().create_accelerator_and_postprocess()
-        refuse_unsupported(self.accelerator)  # type: ignore[attr-defined]
+        check_supported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -290,8 +290,6 @@ class _LogicalBatches:
 
 
 class _Begin(TrainerCallback):
-    """A callback that calls `begin` with the Trainer's steps when training begins."""
-
     def __init__(self, begin: Callable[[int, int], None]) -> None:
         self._call = begin
 
@@ -374,7 +372,7 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
     return (outputs["loss"], outputs) if isinstance(outputs, Mapping) else (outputs[0], outputs[1:])
 
 
-def _refuse(args: TrainingArguments) -> None:
+def _check(args: TrainingArguments) -> None:
     """Raise ConfigurationError for arguments that would break the accounting."""
     refused = {
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,

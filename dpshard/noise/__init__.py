@@ -6,5 +6,5 @@ May import `randomness`, `kernels` and below. Not for users. Begin with `keyed.p
 """
 
 LOG2_STD = 24
-"""Log2 of s, the standard deviation of discrete Gaussian noise in steps of its grid. Part of the meaning of a run
-secret, and of what accounting charges."""
+"""Log2 of s, the standard deviation of discrete Gaussian noise in steps of its grid. Accounting charges for it. Part
+of the meaning of a run secret."""

@@ -1,26 +1,26 @@
-"""A digest of the sums that are about to be noised; their noise is a function of it.
+"""A keyed digest of the clipped sums; their noise is a function of it.
 
 [Note: Equal sums, equal noise]
-A step may be computed twice: after a crash, or after load_state_dict(). Say its noise were a function of the step
-alone. If the second sum differs, if only by its rounding, the noise cancels in the difference of the two releases. So
-the noise is a function of the sums, too. Equal sums have equal noise: the value is published a second time, and costs
-nothing. Other sums have independent noise: they are a second release, and are counted as one (accounting/history.py).
-What no noise covers is whether the two are equal. It depends on the data, unless everything else is equal as well.
+A step may be computed twice: after a crash, or after load_state_dict(). If its noise depended only on the step, and
+the second sum differed by its rounding, the noise would cancel in the difference of the two releases. So the noise is
+a function of the sums, too. Equal sums have equal noise: a second publication of one value, which costs nothing.
+Other sums have independent noise: a second release, which is counted (accounting/history.py). No noise covers whether
+the two are equal. That depends on the data, unless everything else is equal as well.
 
 [Note: A digest of the sums]
-The bits of all sums are words w of 32 bits. A parameter, flattened as if it were whole, lies in rows of WIDTH words.
-The digest has two lanes of 64 bits, each
+The bits of all sums are words w of 32 bits. A whole flattened parameter lies in rows of WIDTH words. The digest has
+two lanes of 64 bits, each
 
     sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
 
-with secret random weights, 32 bits for a column, 64 bits for a row. Sums wrap around, so their order does not matter,
-and the shards of several ranks add up: the digest is a function of the sums, not of who holds what.
+with secret random weights, 32 bits for a column, 64 bits for a row. The sum ignores the order and the layout over
+ranks.
 
-Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is
-d * column[c] + ..., 0 < |d| < 2^32. One value of the weight at most makes it 0, so it is 0 in a lane with probability
+Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
+column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability
 2^-32; and 2^(31 + t) divides it with probability 2^-t. Where 2^k is the largest power of 2 that divides all rows'
-differences, the weights of the rows make the whole 0 with probability 2^(k - 64). The mean of that over k is below
-33 * 2^-33. Lanes are independent.
+differences, the weights of the rows make the whole 0 with probability 2^(k - 64). The mean of that over k is below 33
+* 2^-33. Lanes are independent.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from dpshard.randomness import RandomSource, derive_key
 
 LANES = 2
 BLOCK = 2**8
-"""Rows whose weights come from one key."""
+"""Rows of weights from one key."""
 
 _TOGETHER = 2**9
-"""Rows that torch digests at once: what it writes of them, twice 64 bits a word, is 32 MiB."""
+"""Rows that torch digests at once: it writes 32 MiB for them, twice 64 bits a word."""
 
 
 class SumDigest:
@@ -53,13 +53,14 @@ class SumDigest:
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
         self._wide_columns: dict[torch.device, Tensor] = {}
-        # The same parameters come every step: 16 bytes for WIDTH words.
+        # Parameters repeat every step, and the weights of a row take 16 bytes for WIDTH words.
         self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[Shard]) -> Tensor:
-        """What these shards contribute [2], int64, on the device of the first: over all shards it sums to the digest.
+        """Return the contribution of these shards to the digest [2], int64, on the device of the first.
 
-        Raises ConfigurationError for a shard that no noise can be added to.
+        The digest is the sum of the contributions of all shards. Raises ConfigurationError for a shard that can get
+        no noise.
         """
         for shard in shards:
             shard.check()
@@ -79,13 +80,13 @@ class SumDigest:
         return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
 
     def _columns_on(self, device: torch.device) -> Tensor:
-        """The weights of the columns [LANES, WIDTH], int64, on a device."""
+        """Return the weights of the columns [LANES, WIDTH], int64, on `device`."""
         if device not in self._wide_columns:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
     def _weights(self, stretch: _Stretch) -> Tensor:
-        """Of the rows [n, 2] that it meets, int64, on its device."""
+        """Return the weights of the rows of `stretch` [n, 2], int64, on its device."""
         first, end, device = stretch.row, stretch.row + stretch.rows, _device(stretch)
         key = (stretch.name, first, end, device)
         if key not in self._rows:
@@ -98,27 +99,27 @@ class SumDigest:
 
 
 class _Stretch(NamedTuple):
-    """Some of the words of a parameter, one after another."""
+    """Consecutive words of a parameter."""
 
     name: str
     start: int
-    """Number of the first of them among the words of the parameter."""
+    """Number of the first word within the parameter."""
     words: Tensor
     """[n], int32, at least one."""
 
     @property
     def row(self) -> int:
-        """The first row that it meets."""
+        """Number of its first row."""
         return self.start // WIDTH
 
     @property
     def at(self) -> int:
-        """Where in that row it begins."""
+        """Column of its first word."""
         return self.start % WIDTH
 
     @property
     def rows(self) -> int:
-        """How many rows it meets."""
+        """Number of rows that it touches."""
         return -(-(self.at + len(self.words)) // WIDTH)
 
 
@@ -132,7 +133,7 @@ def _device(stretch: _Stretch) -> torch.device:
 
 
 def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
-    """The same, cut between rows into pieces of _TOGETHER rows at most."""
+    """Yield `stretch` cut between rows into pieces of at most _TOGETHER rows."""
     done, n = 0, len(stretch.words)
     while done < n:
         start = stretch.start + done
@@ -142,7 +143,7 @@ def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
 
 
 def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Pieces that are digested together: each alone would be mostly overhead."""
+    """Yield pieces to digest together, because one call a piece is mostly overhead."""
     batch: list[_Stretch] = []
     rows = 0
     for piece in (piece for stretch in stretches for piece in _pieces(stretch)):
@@ -156,7 +157,7 @@ def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
 
 
 def _rows_of(pieces: Sequence[_Stretch]) -> Tensor:
-    """Their words in rows [n, WIDTH], with zeros where a row belongs to others."""
+    """Return the words in rows [n, WIDTH], with zeros where a row belongs to other stretches."""
     parts: list[Tensor] = []
     for piece in pieces:
         after = piece.rows * WIDTH - piece.at - len(piece.words)

@@ -1,32 +1,33 @@
-"""Integers from the discrete Gaussian distribution, exactly: of random bits, by integer arithmetic alone.
+"""Exact integers from the discrete Gaussian distribution, from random bits and only integer arithmetic.
 
 [Note: The discrete Gaussian]
 It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
 Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise whose values do
-not tell what they were added to, and sample it by rejection with integers alone. So does this module, in an order that
+not reveal the sum under it, and sample it by rejection with only integers. So does this module, in an order that
 suits arrays (that of Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
-1. |y| = k h + j is made of the number k of a cell of width h = s / 16, and a place j < h in it. Cells are drawn with
+1. |y| = k h + j has the number k of a cell of width h = s / 16, and a place j < h in it. Cells are drawn with
    probabilities in proportion to exp(-(k h)^2 / (2 s^2)), by inversion.
-2. j is uniform: the lowest bits of a word, of which the highest bit is the sign.
-3. A candidate is accepted with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2), so that
-   all three steps together weigh y as they should. Negative zeros are refused, else 0 would come twice as often.
-Some 97% of the candidates are accepted. They are independent, so the first n that are accepted are the sample.
+2. j is uniform: the lowest bits of a word; its highest bit is the sign.
+3. A candidate is accepted with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2), so
+   that the three steps together give y its probability. Negative zeros are refused, because 0 would come twice as
+   often.
+Some 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
 
-A coin of probability exp(-a), 0 <= a < 1, is made of others: one of probability a, after a success one of probability
-a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et
-al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a; a coin of probability a / i
-asks for a certain one of i equal chances, too. Nothing is rounded.
+A coin of probability exp(-a), 0 <= a < 1, is made of other coins: one of probability a, after a success one of
+probability a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a)
+(Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a; a coin of
+probability a / i needs one of i equal chances, too. Nothing is rounded.
 
 [Note: Cells by inversion]
-Cell k is drawn where a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of
-the cells. These are irrational numbers, of which `decimal`, whose exponential is correctly rounded at any precision,
-gives as many bits as one asks for. The first 64 bits of U decide, unless they are those of a C(k); then more bits of
-both are compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
+Cell k is drawn where a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function
+of the cells. These are irrational numbers; `decimal`, whose exponential is correctly rounded at any precision, gives
+any number of their bits. The first 64 bits of U decide, unless they equal those of a C(k); then more bits of both are
+compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
 
 [Note: Overflow]
-Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) / 512
-< 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. A cell that takes more bits may be any, so its candidate is
-accepted or refused in Python's integers, which do not overflow.
+Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) /
+512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. A cell that takes more bits may be any, so its
+candidate is accepted or refused in Python's integers, which do not overflow.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WORD = 64
 """Bits of U that are drawn at once."""
 
 _LOOKUP = 12
-"""Bits of U by which most cells are found."""
+"""Bits of U that determine most cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,16 @@ class DiscreteGaussian:
     log2_cells: int = 4
     """Log2 of the number of cells to one s, at least 4 ([Note: Overflow]), at most log2_std."""
     word: int = WORD
-    """How many bits of U decide in arrays, at most WORD."""
+    """Number of bits of U that decide in arrays, at most WORD."""
 
     def sample(self, n: int, source: RandomSource) -> NDArray[np.int64]:
-        """`n` independent integers, a function of the key of `source` and of `n`."""
+        """Return `n` independent integers, a function of the key of `source` and of `n`."""
         found = [np.empty(0, np.int64)]
         while (missing := n - sum(map(len, found))) > 0:
             found.append(self._accepted(missing + missing // 32 + 64, source))
         return np.concatenate(found)[:n]
 
     def _accepted(self, n: int, source: RandomSource) -> NDArray[np.int64]:
-        """Those of `n` candidates that are accepted."""
         uniform, word = source.words(2 * n).reshape(2, n)
         uniform >>= np.uint64(WORD - self.word)
         cell = _cells(uniform, self.log2_cells, self.word)
@@ -85,7 +85,7 @@ class DiscreteGaussian:
         return y[accepted]
 
     def _candidate(self, uniform: int, place: int, source: RandomSource) -> tuple[int, bool]:
-        """Magnitude of a candidate whose cell the first bits of U, `uniform`, do not tell; and whether it is taken."""
+        """Return a candidate's magnitude and acceptance, if `uniform`, the first bits of U, leave its cell open."""
         bits = self.word
         while True:
             uniform, bits = uniform << WORD | int(source.words(1)[0]), bits + WORD
@@ -102,7 +102,7 @@ class DiscreteGaussian:
 
 
 def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) -> NDArray[np.bool_]:
-    """Coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, and bits at most 62."""
+    """Return coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, bits <= 62."""
     shift = np.uint64(WORD - bits)
 
     def successes(numerators: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -118,7 +118,7 @@ def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) ->
 
 
 def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
-    """One coin of probability exp(-numerator / 2^bits), of any numbers that are not negative."""
+    """Toss one coin of probability exp(-numerator / 2^bits), for any non-negative numbers."""
     while numerator >> bits:  # exp(-a) is exp(-a / 2) twice
         if not exp_coin(numerator, bits + 1, source):
             return False
@@ -132,7 +132,6 @@ def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
 
 
 def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
-    """Coins [n] of probability 1 / i."""
     mask = np.uint64((1 << (i - 1).bit_length()) - 1)
     chance = source.words(n) & mask
     while len(again := np.flatnonzero(chance >= i)):
@@ -141,7 +140,7 @@ def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
 
 
 def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
-    """The cells [n] of the numbers whose first `word` bits are `uniform` [n]; -1 where those do not tell."""
+    """Return the cells [n] of numbers that begin with the `word` bits `uniform` [n]; -1 where those leave it open."""
     lookup, thresholds = _lookup(log2_cells, word)
     cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
     unknown = np.flatnonzero(cells < 0)
@@ -153,7 +152,7 @@ def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[n
 
 @cache
 def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Cells by the first _LOOKUP bits of U, -1 where those do not tell; and the thresholds."""
+    """Return the cells by the first _LOOKUP bits of U, -1 where those leave it open, and the thresholds."""
     thresholds = _thresholds(word, log2_cells)
     shift = max(0, word - _LOOKUP)
     cells = []
@@ -166,9 +165,9 @@ def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.u
 
 @cache
 def _thresholds(bits: int, log2_cells: int) -> list[int]:
-    """The first `bits` bits of C(0), C(1), ... up to the first of which all are ones; see [Note: Cells by inversion].
+    """Return the first `bits` bits of C(0), C(1), ..., up to the first that are all ones.
 
-    So U lies in cell k if k thresholds are below its first bits, and none is equal to them.
+    U lies in cell k if k thresholds are below its first bits, and none equals them. See [Note: Cells by inversion].
     """
     digits = bits // 3 + 30
     while (thresholds := _certain_thresholds(bits, log2_cells, digits)) is None:
@@ -177,12 +176,12 @@ def _thresholds(bits: int, log2_cells: int) -> list[int]:
 
 
 def _certain_thresholds(bits: int, log2_cells: int, digits: int) -> list[int] | None:
-    """The same by decimals of `digits` digits; None where the error of their sums may change a bit."""
+    """Return `_thresholds` by decimals of `digits` digits; None where the error of their sums may change a bit."""
     with localcontext(prec=digits):
         weights = [Decimal(1)]
         while weights[-1] > Decimal(10) ** -digits:
             weights.append((Decimal(-(len(weights) ** 2)) / 2 / 4**log2_cells).exp())
-        # Each weight, sum and quotient is off by one in its last digit at most; what is left out is less than that.
+        # Each weight, sum and quotient is off by at most one in its last digit; the terms left out are less than that.
         total, error = sum(weights), len(weights) * Decimal(10) ** (2 - digits)
         thresholds, below = [], Decimal(0)
         for weight in weights:

@@ -1,44 +1,39 @@
-"""Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element, whoever holds it.
+"""Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
 [Note: Noise by the global element]
-A parameter, flattened as if it were whole, is cut into blocks of BLOCK elements, and block k has a key of its own:
-derive_key(secret, "noise", step, name, k). A rank adds the range of elements that it holds and draws the blocks that
-meet it, no others. By construction then
-- shards of one parameter are independent, and replicas of one shard equal, whatever the mesh;
+A whole flattened parameter is cut into blocks of BLOCK elements, and block k has its own key: derive_key(secret,
+"noise", step, name, k). A rank draws only the blocks that meet its range of elements. So
+- shards of one parameter are independent, and replicas of one shard equal, on any mesh;
 - under one secret, the noise is the same on 1, 2 or 256 ranks.
-The secret is that of one release: the engine derives it from the run's secret, the step and the sums that are noised
-([Note: Equal sums, equal noise] in digest.py). A step that is taken again draws the same noise for the same sums alone.
-Bits differ between kinds of devices: the CPU draws AES's normals from a key, and every GPU those of philox.py, by a
-Triton kernel or without it; `secure` noise is drawn on the CPU and is the same everywhere. (The last bits of a
-logarithm or a cosine may differ with and without compiled code (native/), with and without Triton, between two GPUs,
-and between two CPUs without compiled code. The same sums then get noise that differs in its last bits, whatever the
-data are.)
+The engine derives the secret from the run's secret, the step and the noised sums ([Note: Equal sums, equal noise] in
+digest.py). Bits differ between kinds of devices: the CPU draws normals from AES, every GPU those of philox.py, by a
+Triton kernel or without it; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or a cosine may
+differ with and without compiled code (native/), with and without Triton, and between two processors.)
 
 [Note: Secure noise]
-Which floats a sampler can give, and which it cannot, may tell what they were added to: Mironov 2012, "On significance
-of the least significant bits for differential privacy"; Jin et al. 2022, "Are we there yet? Timing and floating-point
-attacks on differential privacy systems", arXiv:2112.05307, who do it to Box and Muller's method and to DP-SGD. Holohan
-and Braghin 2021, "Secure random sampling in differential privacy", arXiv:2107.10138, make the noise a sum of n
-independent normals over sqrt(n): it has the same distribution, but to find out whether a float can be such a sum one
-has to search the random bits of all n, of which the cost grows exponentially with n. (The cosine and the sine of one
-draw must not be two of them: their sum is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each
-under a key of its own. It is made and added in float64, and rounded to the dtype of the sum once, after the addition:
-what has the 24 bits of a float32 shows nothing of the 53 of the noise. With float64 parameters the search is all that
-protects. The time that noise takes depends on the number of elements alone: nothing is rejected.
+The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
+least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and Muller's method
+and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals over sqrt(n). It
+has the same distribution, but a test whether a float can be such a sum searches the random bits of all n, at a cost
+exponential in n. (The cosine and the sine of one draw must not be two of them: their sum is one cosine again.)
+`secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and rounded
+to the dtype of the sum once, after the addition: the 24 bits of a float32 show nothing of the 53 of the noise. With
+float64 parameters only the search protects. The time of the noise depends only on the number of elements: nothing is
+rejected.
 
 [Note: Noise on a grid]
-`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step
-g = std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. What comes out is on
-the grid, every point of which every other sum reaches, too. Rounding it to the dtype of the sum is post-processing.
-- Rounding may move sums apart. x / g and the integer for it differ by 1/2 and by the rounding of the quotient to a
-  double, which is at most 2^-6 below LIMIT = 2^48. So the integers of two sums, in each of the d elements, are apart by
-  their distance and ROUNDING = 1 + 2^-5 steps at most, all together by R / g + ROUNDING sqrt(d). The accountant is told
-  so ([Note: The price of a grid] in accounting/releases.py). Cutting x / g off beyond LIMIT brings none farther apart.
+`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step g
+= std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. Every other sum
+reaches every point of the grid, too. Rounding the result to the dtype of the sum is post-processing.
+- Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
+  which is at most 2^-6 below LIMIT = 2^48. So in each of the d elements the integers of two sums are apart by their
+  distance and at most ROUNDING = 1 + 2^-5 steps, all together by R / g + ROUNDING sqrt(d). The accountant charges for
+  it ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves none farther apart.
 - Integers are added as doubles, which hold all up to 2^53; noise beyond is 2^29 standard deviations long.
-- The quotient is made on the CPU by numpy, which divides; GPUs multiply by a reciprocal.
-- What a NaN in a sum makes is a NaN, as with Gaussian noise: nothing hides it.
-- Since candidates are rejected, how many random bits an integer takes is random. So a block is cut into pieces, each
-  under a key of its own and always drawn whole: short ones first, since most parameters are short.
+- numpy computes the quotient on the CPU, because it divides; GPUs multiply by a reciprocal.
+- A NaN in a sum stays a NaN, as with Gaussian noise.
+- Rejection makes the number of random bits of an integer random. So a block is cut into pieces, each under its own
+  key and always drawn whole: short ones first, since most parameters are short.
 """
 
 from __future__ import annotations
@@ -64,21 +59,21 @@ BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret: another size is other noise."""
 
 HEAD = 2**11
-"""Elements at the beginning of a block that have a key of their own: noise for the heads of many parameters, most of
-which are no longer, is drawn at once. Part of the meaning of a run secret."""
+"""Elements at the head of a block with their own key. Most parameters are no longer, so the noise of many heads is
+drawn at once. Part of the meaning of a run secret."""
 
 SUMMANDS = 4
-"""Normals whose sum is one of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
+"""Normals in one sum of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
 LIMIT = 2.0**48
-"""Steps of the grid at which sums are cut off; see [Note: Noise on a grid]."""
+"""Steps of the grid at which sums are clamped; see [Note: Noise on a grid]."""
 
 SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 """Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the
 meaning of a run secret."""
 
 _TOGETHER = 32
-"""Heads of which noise is drawn at once."""
+"""Heads drawn at once."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
@@ -87,17 +82,17 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of a sum of the shape of a parameter."""
+    """A rank's part of a sum that has the shape of a parameter."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     local: Tensor
     """Of any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
     """Read row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
 
     def check(self) -> None:
-        """Raise ConfigurationError if no noise can be added."""
+        """Raise ConfigurationError if the shard can get no noise."""
         if self.local.dtype not in _NUMPY_DTYPE:
             raise ConfigurationError(
                 f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "
@@ -108,7 +103,9 @@ class Shard:
                 f"{self.name}: noise is added to the local shard: pass target.to_local(), and its start."
             )
         if self.start < 0:
-            raise ConfigurationError(f"{self.name}: start={self.start} is the first element of the shard, at least 0.")
+            raise ConfigurationError(
+                f"{self.name}: start={self.start} must be at least 0: it is the first element of the shard."
+            )
 
 
 @dataclass(frozen=True)
@@ -123,9 +120,9 @@ class KeyedGaussian:
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
 
-        Returns the L2 norm of all shards as they were, [], float64, on the device of the first.
-        Raises ConfigurationError for a tensor of half precision, a sharded one, or a std that is negative or not
-        finite; no shard is changed then.
+        Returns the L2 norm of all shards before the noise, [], float64, on the device of the first. Raises
+        ConfigurationError, and changes no shard, for a tensor of half precision, a sharded one, or a std that is
+        negative or not finite.
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
@@ -147,7 +144,7 @@ class KeyedGaussian:
     def _release_here_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
-        """`release_` of shards whose noise the CPU draws, or that get none, flat; the norms of parts of them."""
+        """Release flat shards without noise or with noise of the CPU; return norms of their parts."""
         blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
         if not blocks:
             return []
@@ -163,7 +160,7 @@ class KeyedGaussian:
     def _release_there_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
-        """`release_` of shards, flat, whose own device draws the noise by the element; their norms."""
+        """Release flat shards on devices that draw the noise by the element; return their norms."""
         seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
         joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
@@ -177,7 +174,7 @@ class KeyedGaussian:
         return norms
 
     def _seed(self, block: _Block, step: int) -> int:
-        """The first 64 bits of the block's key, with a sign, as int64 holds them."""
+        """Return the first 64 bits of the block's key as a signed int64."""
         return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
 
     def _key(self, block: _Block, step: int) -> bytes:
@@ -197,15 +194,17 @@ class KeyedGaussian:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Standard normal noise [stop - start] of the elements [start, stop) of parameter `name` at `step`."""
+        """Return standard normal noise [stop - start] of the elements [start, stop) of parameter `name` at `step`."""
         if stop < start:
-            raise ConfigurationError(f"{name}: a range of elements [{start}, {stop}) ends before it begins.")
+            raise ConfigurationError(
+                f"{name}: a range of elements [{start}, {stop}) ends before it begins. Pass stop >= start."
+            )
         return self.add_(
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        """The heads of blocks, several of one dtype at once, for each alone would be mostly overhead; and the rests."""
+        """Return batches of several heads of one dtype, because one call a head is mostly overhead; then the rests."""
         batches: list[list[_Block]] = []
         heads: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
@@ -220,7 +219,7 @@ class KeyedGaussian:
         return [*batches, *heads.values()]
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
-        """Turn `piece` into (piece + std * noise) / divisor, a sum with wider noise rounded once. Spoils `noise`."""
+        """Turn `piece` into (piece + std * noise) / divisor, rounded once. Overwrites `noise`."""
         if piece.device.type == "cpu":
             native.release_(piece.numpy(), noise, std, divisor)
         else:
@@ -230,7 +229,7 @@ class KeyedGaussian:
         return self.secure or device.type == "cpu"
 
     def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        """Pieces of the parts of `batch`, and standard normals for each; a piece is overwritten by the next one."""
+        """Yield pieces of the parts of `batch`, and standard normals for each; each overwrites the one before."""
         keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
         if batch[0].lo < HEAD:
             rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
@@ -249,17 +248,20 @@ class KeyedGaussian:
 
 @dataclass(frozen=True)
 class KeyedDiscreteGaussian(KeyedGaussian):
-    """Discrete Gaussian noise, for sums that are rounded to its grid; see [Note: Noise on a grid].
+    """Discrete Gaussian noise, for sums rounded to its grid; see [Note: Noise on a grid].
 
-    It is drawn on the CPU for every device, of the cryptographic stream, whatever `secure` says.
+    It is drawn on the CPU for every device, from the cryptographic stream, for any value of `secure`.
     """
 
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
-        """See KeyedGaussian; x is rounded to the grid. ConfigurationError for a std whose grid no double can hold."""
+        """Release as KeyedGaussian does, with x rounded to the grid.
+
+        Raises ConfigurationError also for a std so small that doubles cannot hold its grid.
+        """
         if 0 < std < _LEAST_STD:
             raise ConfigurationError(
-                f"std={std!r} of the noise is so small that its grid, of steps 2^-{LOG2_STD} times as long, is none of "
-                f"normal doubles. Scale the loss and max_grad_norm up."
+                f"std={std!r} of the noise is so small that normal doubles cannot hold its grid of steps "
+                f"2^-{LOG2_STD} * std. Scale the loss and max_grad_norm up."
             )
         return super().release_(shards, step=step, std=std, divisor=divisor)
 
@@ -282,7 +284,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
-        with np.errstate(over="ignore"):  # what is infinite is cut off
+        with np.errstate(over="ignore"):  # infinite steps are clamped below
             steps = total / grid
         np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
         steps += noise
@@ -291,7 +293,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
-    """What the noise for sums on `device` is drawn from, for people."""
+    """Return the name of the generator of the noise for sums on `device`, for people."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
     if device.type != "cpu" and not secure and noise == "gaussian":
         return f"{kind} from Philox 4x32-10 under 64 bits"
@@ -299,7 +301,7 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
-    """`n` standard normals in pieces, each a sum of SUMMANDS independent ones; a piece is overwritten by the next."""
+    """Yield `n` standard normals in pieces, each a sum of SUMMANDS independent ones; each overwrites the one before."""
     return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
 
 
@@ -312,7 +314,7 @@ def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArra
 
 
 def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
-    """`first_normals`, of float64, each a sum of SUMMANDS independent ones."""
+    """Yield the rows of `first_normals` in float64, each element a sum of SUMMANDS independent ones."""
     sources = (first_normals(summands, HEAD, np.float64) for summands in zip(*map(_summands, keys), strict=True))
     return _summed(sources)
 
@@ -327,11 +329,11 @@ class _Block(NamedTuple):
     name: str
     number: int
     lo: int
-    """Where in the block the part begins."""
+    """Position of the part within the block."""
     part: Tensor
 
     def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:
-        """What lies before the position `at` of the block, and from there on; None for nothing."""
+        """Return the parts before and after the position `at` of the block; None for an empty one."""
         n = at - self.lo
         if n >= self.part.numel():
             return self, None
@@ -341,7 +343,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:
-    """The blocks that meet `shard`, of which `flat` holds the elements in order, one at least."""
+    """Yield the blocks that meet `shard`; `flat` holds its elements in order, at least one."""
     start, stop = shard.start, shard.start + flat.numel()
     for number in range(start // BLOCK, -(-stop // BLOCK)):
         origin = number * BLOCK

@@ -1,9 +1,9 @@
-"""Holds a model to the definition of a per-sample gradient, before the training and during it.
+"""Verifies, before and during training, that every sample has its own gradient.
 
-`verifier.py`: when, and by which comparisons. `gradients.py`: a few samples together, against each one alone.
-`company.py`: the inputs of some rows are changed. `memory.py`: a sample after other samples. `lengths.py`: without the
-longest row. `watch.py`: what changes in between. `wide.py`: float64 decides.
-`collation.py`: what a collate_fn makes of samples in other company.
+`verifier.py`: when to verify, and by which comparisons. `gradients.py`: a few samples together, against each one
+alone. `company.py`: other inputs in some rows. `memory.py`: a sample after other samples. `lengths.py`: a micro-batch
+without its longest rows. `collation.py`: a collate_fn with other rows. `watch.py`: changes between verifications.
+`wide.py`: a failure in float32 is decided in float64.
 May import `interception` and below. Not for users, who call `engine.verify`. Begin with `verifier.py`.
 """
 

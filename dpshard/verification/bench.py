@@ -1,4 +1,4 @@
-"""The place where a model is tried out beside its training."""
+"""One call of a model, repeated on chosen or changed samples from one state."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from dpshard.verification.tolerances import Precision
 
 
 def is_compared(x: Any) -> bool:
-    """Whether a leaf of an output is compared: flags and integers too, since a mask or a label decides a loss."""
+    """Return True if a leaf of an output is compared: flags and integers too, because a mask may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 class RunFailedError(VerificationError):
-    """A run of some samples raised an error of its own."""
+    """The model raised an error of its own on some samples."""
 
 
 @dataclass(slots=True)
 class Bench:
-    """One call of a model, to be repeated on chosen and on changed samples from one and the same state."""
+    """One call of a model, to repeat on chosen and on changed samples from one state."""
 
     interception: Interception
     state: IsolatedForward
     run: Run
     loss: Loss | None
     mean: bool
-    """Whether losses average over their samples."""
+    """True if losses average over their samples."""
     chosen: list[int]
-    """The samples whose gradients are compared."""
+    """The samples for the comparison of gradients."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
     kept: Sequence[str] = ()
-    """Paths of what forward leaves of each sample beside its output."""
+    """Paths of tensors with rows of samples that forward leaves beside its output."""
 
     @property
     def half(self) -> bool:
-        """Whether anything so far was computed in half precision."""
+        """True if any function so far returned half precision."""
         return self.precision.half
 
     def plain(self, samples: Sequence[int], *, run: Run | None = None, rewind: bool = True) -> Any:
-        """The model's output for some samples alone; VerificationError if it has none.
+        """Return the model's output for only these samples. Raises RunFailedError if the model fails on them.
 
-        `rewind`: from the state at the beginning, rather than from that which the last run has left.
+        `rewind`: start from the initial state, not from the state after the last run.
         """
         run = self.run if run is None else run
         if rewind:
@@ -67,15 +67,15 @@ class Bench:
                 raise
             raise RunFailedError(
                 f"{type(run.module).__name__} fails on {len(samples)} sample(s) of the micro-batch taken alone "
-                f"({error}), so they have no gradient of their own. Does it normalise over them (BatchNorm), need a "
-                f"fixed size, or get what belongs to samples in a tensor without a dimension for them (flat ids with "
-                f"offsets: pass ids [B, T], and flatten them in forward)?"
+                f"({error}), so they have no gradient of their own. Likely causes: it normalises over samples "
+                f"(BatchNorm), needs a fixed size, or gets values of samples in a tensor without a batch dimension "
+                f"(flat ids with offsets: pass ids [B, T], and flatten them in forward)."
             ) from error
 
     def values(
         self, samples: Sequence[int], *, run: Run | None = None, loss: Loss | None = None, rewind: bool = True
     ) -> list[Tensor]:
-        """The numbers of the output for some samples, and of the user's loss, without a graph."""
+        """Return the output and the user's loss for some samples, as tensors without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
             found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
@@ -89,14 +89,14 @@ class Bench:
         return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
-        """See `values`; None if forward refuses these inputs, as it may where numbers were made up."""
+        """Return `values`, or None if forward refuses these inputs, which may be invented."""
         try:
             return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
         except RunFailedError:
             return None
 
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
-        """The leaves of the output for some samples, which say whether they had a gradient; and what else is kept."""
+        """Return the output's leaves for some samples, with their requires_grad, and the other tensors kept."""
         output = self.plain(samples)
         kept = tensors_kept(self.interception.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

@@ -1,10 +1,10 @@
-"""A collate_fn in other company: what it makes of a sample must not depend on the samples beside it.
+"""Verify that the output of a collate_fn for a sample does not depend on the other samples.
 
 [Note: Other rows beside it]
-Half of the rows are replaced by copies of one sample, and the other half must come out as before. Rows keep their
-number, so with generators in the same states they draw the same random numbers, unless the number of draws depends on
-what is in a row: then the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad
-them. Where another company has another length, only cuts are looked for.
+Half of the rows are replaced by copies of one sample; the other half must come out as before. Rows keep their number,
+so with generators in the same states they draw the same random numbers. If the content of a row decides the number of
+draws, the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad them. If the
+lengths differ, only cuts are looked for.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from dpshard.errors import VerificationError
 from dpshard.interception import access_to
 
 ROUNDING = 1e-4
-"""Relative to the largest number of a row, by which it may differ."""
+"""Rounding allowed, relative to the largest number of a row."""
 SPLITS = 2
-"""Divisions of a micro-batch into halves that are tried."""
+"""Divisions of a micro-batch into halves."""
 SEEDS = 24
-"""Random draws that have to agree with a fault: by chance rows may draw as much in another order."""
+"""Random draws to confirm a fault: by chance, rows may draw the same number of values in another order."""
 
 
 def verified_collation(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
-    """The function with its verification; torch's own needs none."""
+    """Return `collate_fn` with its verification; None and torch's own need none."""
     return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn)
 
 
 class CollationVerified:
-    """Calls `collate_fn`, and compares what it returns in calls 1, 2, 4, 8, ... of a process."""
+    """Calls `collate_fn`, and verifies calls 1, 2, 4, 8, ... of a process."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
         self._calls = 0
 
     def __call__(self, rows: list[Any]) -> Any:
-        """What collate_fn returns; VerificationError if it makes samples depend on others."""
+        """Return the result of collate_fn. Raises VerificationError if one sample depends on others."""
         self._calls += 1
         if self._calls & (self._calls - 1) or not isinstance(rows, list) or len(rows) < 2:
             return self.collate_fn(rows)
@@ -55,7 +55,7 @@ class CollationVerified:
         data = self.collate_fn(rows)
         after = generators.states()
         try:
-            refuse_company(self._values, kept, generators, before, self._calls)
+            check_collation(self._values, kept, generators, before, self._calls)
         finally:
             generators.restore(after)
         return data
@@ -63,18 +63,18 @@ class CollationVerified:
     def _values(self, rows: list[Any]) -> list[Any] | None:
         try:
             return list(_with_rows(self.collate_fn(_copied(rows)), len(rows)))
-        except Exception:  # noqa: BLE001 - whatever a user's code says to samples in a company that was made up
+        except Exception:  # noqa: BLE001 - a user's code may raise anything on an invented micro-batch
             return None
 
 
-def refuse_company(
+def check_collation(
     values: Callable[[list[Any]], list[Any] | None],
     rows: list[Any],
     generators: _Generators,
     begin: list[Any],
     call: int,
 ) -> None:
-    """Raise VerificationError if what is made of some rows changes when others do.
+    """Raise VerificationError if the values of some rows change when other rows do.
 
     `begin`: states of the generators. `call`: number of the call.
     """
@@ -86,7 +86,7 @@ def refuse_company(
     expected, end = run(rows, begin)
     again, _ = run(rows, begin)
     if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
-        return  # random numbers from elsewhere
+        return  # it draws from other generators
     draws, shuffled = end != _frozen(begin), np.random.default_rng((len(rows), call)).permutation
     suspects = []
     for _ in range(SPLITS):
@@ -97,7 +97,7 @@ def refuse_company(
             if found is None:
                 continue
             if end != other_end:
-                return  # how much is drawn depends on what is in a row
+                return  # the content of a row decides the number of draws
             if (fault := _fault(expected, found, kept)) is not None:
                 suspects.append((fault, others, kept))
     for fault, others, kept in suspects:
@@ -114,7 +114,7 @@ def refuse_company(
 
 
 def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
-    """What the error says if the rows `kept` came out otherwise; None if they did not."""
+    """Return the error's text if the rows `kept` changed, else None."""
     if list(map(_shape, expected)) == list(map(_shape, found)):
         same = _alike(expected, found, kept) or _sorted(expected, found, len(kept))
         return None if same else _MIXES
@@ -129,9 +129,9 @@ _PER_SAMPLE = (
     "sample by itself."
 )
 _MIXES = (
-    f"collate_fn gives samples other values when other samples come with them: it replaces rows (corrupt ones, by good "
-    f"ones), mixes them (mixup, CutMix), or scales them by what the whole micro-batch holds, {_PER_SAMPLE} A sample "
-    f"that cannot be read may be blank; what all samples share must be public."
+    f"collate_fn gives samples other values beside other samples: it replaces rows (corrupt ones, by good ones), mixes "
+    f"them (mixup, CutMix), or scales them by a statistic of the whole micro-batch, {_PER_SAMPLE} A sample that cannot "
+    f"be read may be blank; a value that all samples share must be public."
 )
 _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."
 
@@ -140,7 +140,7 @@ _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} O
 
 
 def _with_rows(data: Any, n: int) -> Iterator[Any]:
-    """Tensors, arrays, and lists of strings and numbers, with a row a sample."""
+    """Yield tensors, arrays, and lists of strings and numbers, with one row per sample."""
     if isinstance(data, np.ndarray) and data.dtype != object:
         data = torch.as_tensor(data) if data.dtype.kind in "biufc" else data.tolist()
     if isinstance(data, Tensor):
@@ -165,7 +165,7 @@ def _shape(x: Any) -> Any:
 
 
 def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
-    """Whether the rows `kept` are the same in both, up to rounding."""
+    """Return True if the rows `kept` are the same in both, up to rounding."""
     if list(map(_shape, expected)) != list(map(_shape, found)):
         return False
     return all(
@@ -185,7 +185,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
-    """Whether so many rows are there in another order."""
+    """Return True if `kept` rows are there, in any order."""
 
     def rows(leaves: list[Any]) -> list[str]:
         columns = [x.flatten(1).tolist() if isinstance(x, Tensor) and x.dim() > 1 else list(x) for x in leaves]
@@ -196,7 +196,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Whether the longer one goes on with more than padding in the rows `kept`; None if they differ so far."""
+    """Return True if the longer one continues with more than padding in the rows `kept`; None if they differ before."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
@@ -217,7 +217,6 @@ def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
 
 
 def _copied(x: Any) -> Any:
-    """Samples that a collate_fn may write to."""
     if isinstance(x, Tensor):
         return x.clone()
     if isinstance(x, np.ndarray):
@@ -233,7 +232,7 @@ def _copied(x: Any) -> Any:
 
 
 class _Generators:
-    """torch's, numpy's and Python's generators, and those that a function holds: their states."""
+    """The states of torch's, NumPy's and Python's generators, and of those that a function holds."""
 
     def __init__(self, function: Any) -> None:
         self._own = list({id(x): x for x in _held(function, 3)}.values())
@@ -280,7 +279,6 @@ def _held(x: Any, depth: int) -> Iterator[Any]:
 
 
 def _parts(x: Any) -> Iterator[Any]:
-    """What a function or an object holds."""
     if isinstance(x, functools.partial):
         yield from (x.func, *x.args, *x.keywords.values())
         return
@@ -292,7 +290,6 @@ def _parts(x: Any) -> Iterator[Any]:
 
 
 def _frozen(x: Any) -> Any:
-    """A state that can be compared."""
     if isinstance(x, Tensor):
         x = x.numpy()
     if isinstance(x, np.ndarray):

@@ -1,11 +1,11 @@
-"""In other company: the inputs of some rows are changed, and the outputs and losses of the others must not move.
+"""Change the inputs of some rows: outputs and losses of the other rows must not move.
 
 [Note: Leave one out, or half]
-What one sample counts for is what moves when it leaves. At the size of the real micro-batch, rows K get other inputs,
-among them an outlier; the outputs of the other rows J may not move. A scalar that adds up losses of single samples
-is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on a group and a variance of the
-batch are not. K is a random half, so that a term of any two samples, or of a group, has some on both sides.
-On several ranks all change their own K at the same time, so that what gathers rows of other ranks shows as well.
+At the size of the real micro-batch, rows K get other inputs, among them an outlier; the outputs of the other rows J
+may not move. A scalar that adds up losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') =
+0. A token mean, a penalty on a group and a variance of the batch are not. K is a random half, so a term of any two
+samples, or of a group, has some on both sides. All ranks change their own K at the same time, so a gather of rows of
+other ranks shows as well.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dpshard.verification.tolerances import moved, one_size, scale
 
 
 class Others(Enum):
-    """What the inputs of the other rows become."""
+    """The new inputs of the other rows."""
 
-    MOVED = auto()  # those of another row each
+    MOVED = auto()  # each row gets those of another row
     SCALED = auto()  # outliers
-    ONE = auto()  # all the same, to exhaust what is shared
+    ONE = auto()  # all rows get the same, to exhaust a shared capacity
 
 
-def refuse_company(
+def check_company(
     bench: Bench,
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
@@ -41,10 +41,10 @@ def refuse_company(
     *,
     both: bool,
 ) -> None:
-    """Raise VerificationError if what some rows hold moves the outputs or losses of others.
+    """Raise VerificationError if the inputs of some rows move the outputs or losses of others.
 
-    `shapes`: outputs for the chosen samples, and for the first of them. `both`: whether each half of the rows gets
-    other inputs in turn; otherwise one does, unless losses are compared.
+    `shapes`: outputs for the chosen samples, and for the first of them. `both`: each half of the rows gets other
+    inputs in turn; otherwise only one half does, unless losses are compared.
     """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
@@ -65,17 +65,17 @@ def refuse_company(
                 everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
             )
 
-        scaled = others is Others.SCALED  # beside an outlier no small term of a loss would show
+        scaled = others is Others.SCALED  # an outlier would hide a small term of a loss
         after = with_others(first, scaled=scaled)
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
-        # A mask that a threshold decides may stay as it is for one half of the rows.
+        # A mask that depends on a threshold may stay the same for one half of the rows.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
             for x, y, place in zip(before, now or (), places, strict=False):
                 if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
-                    _refuse_moved(bench, x, y, place, kept)
+                    _check_moved(bench, x, y, place, kept)
         if after is None or third is None:
             continue
         if scalars and not scaled:
@@ -83,24 +83,24 @@ def refuse_company(
             if fourth is None:
                 continue
             for i in scalars:
-                _refuse_interaction(bench, [before[i], after[i], third[i], fourth[i]])
+                _check_additive(bench, [before[i], after[i], third[i], fourth[i]])
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
-    """The row from which each row takes its other inputs; `crowded`: the same for all, to exhaust what is shared."""
+    """Return the row from which each row takes its other inputs; `crowded`: the same for all."""
     if crowded:
         return [order[0]] * run.batch_size
     shift = 1 + order[0] % (run.rows - 1)
     return [(i + shift) % run.rows for i in range(run.batch_size)]
 
 
-def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
-    """Raise VerificationError if outputs of the rows `kept` are others after those of other rows were changed."""
+def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
+    """Raise VerificationError if outputs of the rows `kept` moved when other rows changed."""
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
     if not x.is_floating_point():
-        _refuse_other_choices(x, y)
+        _check_choices(x, y)
         return
     apart, size = moved(x, y), scale(x)
     eps = torch.finfo(x.dtype).eps
@@ -113,8 +113,8 @@ def _refuse_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
         )
 
 
-def _refuse_other_choices(x: Tensor, y: Tensor) -> None:
-    """Raise VerificationError if flags or whole numbers of an output differ, beyond what ties can."""
+def _check_choices(x: Tensor, y: Tensor) -> None:
+    """Raise VerificationError if more flags or whole numbers differ than ties explain."""
     apart = int((x != y).sum())
     if apart > TIES * x.numel():
         raise VerificationError(
@@ -124,17 +124,17 @@ def _refuse_other_choices(x: Tensor, y: Tensor) -> None:
 
 
 TIES = 1e-4
-"""Share of whole numbers that may differ: rounding decides between experts that are equally good."""
+"""Share of whole numbers that may differ: rounding decides between equally good experts."""
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
     "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or "
-    "those of several ranks. So a loss of its outputs is not the sample's own. Take what is subtracted, or divided "
-    "by, from the sample alone, and let no sample take another's place."
+    "those of several ranks. So the loss of an output depends on other samples. Compute such values from each sample "
+    "by itself, and let no sample take another's place."
 )
 
 
-def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError if a loss is no sum of what single samples contribute."""
+def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
+    """Raise VerificationError if a loss is not a sum of contributions of single samples."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -144,22 +144,22 @@ def _refuse_interaction(bench: Bench, losses: Sequence[Tensor]) -> None:
     apart = abs((a - b) - (c - d))
     if apart > rounding * largest:
         raise VerificationError(
-            f"The loss is no sum of losses of single samples: with other inputs in one half of the rows it changes by "
-            f"{b - a:.6g} or by {d - c:.6g}, as those of the other half are. Likely causes: a mean over the tokens, "
-            f"or the valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's own), "
-            f"class weights with reduction='mean', a contrastive or balancing loss, a penalty on a group or on a "
-            f"statistic of the batch."
+            f"The loss is not a sum of losses of single samples: with other inputs in one half of the rows it "
+            f"changes by {b - a:.6g} or by {d - c:.6g}, depending on the other half. Likely causes: a mean over the "
+            f"tokens, or the valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's "
+            f"own), class weights with reduction='mean', a contrastive or balancing loss, a penalty on a group or on "
+            f"a statistic of the batch."
         )
 
 
-def refuse_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
-    """Raise VerificationError if the inputs of other ranks move anything on this one; all ranks call it."""
+def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
+    """Raise VerificationError if the inputs of other ranks move any value here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return
     everyone = list(range(bench.run.batch_size))
     before = bench.values(everyone)
     apart = False
-    for parity in (0, 1):  # a rank raises when all have made their runs
+    for parity in (0, 1):  # a rank raises once all have made their runs
         run, loss = bench.run, bench.loss
         if rank % 2 == parity:
             rows = [0] * run.batch_size
@@ -172,6 +172,6 @@ def refuse_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     if apart:
         raise VerificationError(
             "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "
-            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). No sample has "
-            "a gradient of its own then. Leave such collectives out of the model and its loss."
+            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). Then no "
+            "sample has a gradient of its own. Leave such collectives out of the model and its loss."
         )

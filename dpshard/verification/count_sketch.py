@@ -1,4 +1,4 @@
-"""Sketches of gradients: what is left of them in little memory, to compare sums of many."""
+"""Count sketches: gradients in little memory, to compare sums of many."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from dpshard.records import as_real
 
 WIDTHS = (4093, 4091, 4079)
-"""Places of a sketch: the first that does not divide the number of elements. They are primes, so the elements of one
-column of a matrix do not meet in one place."""
+"""Sizes of a sketch: the first one that does not divide the number of elements. They are primes, so the elements of
+one column of a matrix fall in different places."""
 _ROWS = 256
-"""As many times the places are in float64 at a time."""
+"""Size, in sketches, of the part of a gradient that is in float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What is kept of a gradient: its norm, and a linear image that nearly keeps the norms of differences.
+    """The norm of a gradient, and a linear image that nearly keeps the norms of differences.
 
     Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
     random signs and are added up in some 4,000 places: the squared norm of the image is right on average, and its
@@ -34,7 +34,7 @@ class Sketch:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """The sketch of a gradient, which stays as it is; two of one shape and device get the same signs and places."""
+        """Return the sketch of a gradient; two of one shape and device get the same signs and places."""
         flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)

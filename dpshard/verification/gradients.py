@@ -1,7 +1,7 @@
-"""A few samples together, through rules and anchors, against each one alone, through plain autograd.
+"""Compare a few samples together, through rules and anchors, with each one alone, through plain autograd.
 
-It knows nothing of the architecture, so it catches whatever makes the two differ: a wrong batch dimension, a function
-that mixes samples, a loss that divides by what other samples hold, a use of a parameter that got lost.
+The comparison needs no knowledge of the architecture. So it catches any cause of a difference: a wrong batch
+dimension, a function that mixes samples, a loss that divides by values of other samples, a lost use of a parameter.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
 
 MAGNIFIED = 1e3
-"""What objectives are multiplied by, to look at large gradients."""
+"""Factor of the objectives that makes gradients large."""
 _LARGEST = 1e18
-"""Norms whose squares float32 cannot hold."""
+"""Norms above have squares that float32 cannot hold."""
 _UNRESOLVED = 1e-13
-"""Norms that may be lost where their squares underflow in float32, over many elements."""
+"""Smaller norms may be lost over many elements, because their squares underflow in float32."""
 
 
 class Differentiated(Protocol):
-    """What is asked of the parameters' owner."""
+    """The parameters that verification differentiates."""
 
     parameters: dict[str, nn.Parameter]
     differentiated: Mapping[str, Tensor]
 
 
-def refuse_other_gradients(
+def check_gradients(
     bench: Bench,
     backend: Differentiated,
     clipper: Clipper,
@@ -51,8 +51,9 @@ def refuse_other_gradients(
 ) -> None:
     """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one alone.
 
-    `outlier`: one of them whose inputs are scaled. It may disturb the others; its own gradient is rounded by more.
-    `magnified`: gradients are larger than they will be, so that what clips those of activations acts on them.
+    `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient is rounded by
+    more. `magnified`: gradients are larger than in training, so that code that clips gradients of activations acts on
+    them.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
@@ -83,27 +84,27 @@ def refuse_other_gradients(
 
 
 def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
-    """Run backward from `value` to `parameters`; what they get is left to hooks and anchors."""
+    """Run backward from `value` to `parameters`; hooks and anchors take the gradients."""
     if not parameters:
         return
     try:
         torch.autograd.grad(value, parameters, allow_unused=True)
     except RuntimeError as error:
-        # What torch says, and DeepSpeed.
+        # The messages of torch, and of DeepSpeed.
         if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
             raise
         raise UnsupportedParameterError(REENTRANT) from error
 
 
 def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
-    """Sketches of the gradients of `value` by name, where there are any; one whole gradient is alive at a time."""
+    """Return sketches of the gradients of `value` by name; only one whole gradient is alive at a time."""
     found: dict[str, Sketch] = {}
 
     def note(name: str, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # the graph gets there, but nothing came
+        if gradient is None:  # the graph leads here, but no gradient came
             return None
         found[name] = Sketch.of(gradient)
-        return gradient.new_zeros(()).expand_as(gradient)  # what backward keeps for its caller takes no memory
+        return gradient.new_zeros(()).expand_as(gradient)  # backward keeps it for its caller, without memory
 
     with ExitStack() as hooks:
         for name, parameter in parameters.items():
@@ -126,12 +127,12 @@ def _check(
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
-    # A gradient that is not finite, or whose square is not, drops its sample, and is counted, in training as well.
+    # Training, too, drops and counts a sample if its gradient, or the square of it, is not finite.
     finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
     if not any(finite):
         return
     of_all = all(finite)
-    # A gradient that cancels (the bias of attention's keys) is the rounding of what it is a sum of.
+    # A gradient that cancels (the bias of attention's keys) has the rounding of its terms.
     rounding = 64 * eps * max(norm for norm, keep in zip(whole, finite, strict=True) if keep)
     rounding = max(rounding, _UNRESOLVED * size)  # blank samples
     for group in clipper.groups:
@@ -143,15 +144,15 @@ def _check(
             if not bool(norms_agree):
                 raise _failure(group, group.names[0], exact, found)
             continue
-        device = clipper.values[group.names[0]].device  # where a function of the user's own gets norms in training
+        device = clipper.values[group.names[0]].device  # a user's function gets norms there in training
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         off = {name: _difference(name, together, singles, factor) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
-        # Measured against one sample's contribution: contributions may cancel in the sum.
+        # Relative to one sample's contribution, because contributions may cancel in the sum.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
-        # A loss that balances experts is small, but not beside what else their router learns from. (In half precision
-        # small gradients are rounded by more.)
+        # A loss that balances experts is small, but not beside the other gradients of their router. (Half precision
+        # rounds small gradients by more.)
         parts_agree = half or all(
             off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
             for name in group.names
@@ -161,14 +162,13 @@ def _check(
 
 
 def _norm(sketches: Iterable[Sketch]) -> float:
-    """The norm of several gradients together."""
     return math.hypot(*(float(sketch.norm) for sketch in sketches))
 
 
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
 ) -> float:
-    """The norm of the clipped sum of a parameter, less that of the samples alone."""
+    """Return the norm of a parameter's clipped sum minus that of the samples alone."""
     image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
@@ -184,7 +184,7 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
         f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
         f"given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
         f"of a row beside torch.rand, torch.randn and dropout (NumPy's, torch.multinomial); a parameter used out of "
-        f"a module call, or inside of a torch.autograd.Function. Turn off with "
+        f"a module call, or inside a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

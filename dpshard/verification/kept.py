@@ -1,9 +1,9 @@
-"""What forward leaves with its graph, in attributes and in objects that it returns, for the loop to add to the loss.
+"""Tensors that forward leaves with their graph, in attributes and returned objects, for the loop to add to the loss.
 
 [Note: Kept tensors]
-A load-balancing loss is often kept (`self.l_aux`), and added in the loop. A tensor with a graph whose shape does not
-follow the number of samples, and whose numbers do, is a statistic of them. It must be a loss of single samples, as one
-that is returned. Where it has rows for samples, it is held against other company as outputs are.
+A load-balancing loss is often kept (`self.l_aux`), and added in the loop. A tensor with a graph is a statistic of the
+samples if its shape does not depend on their number, and its values do. It must be a loss of single samples, like a
+returned one. A kept tensor with rows of samples is compared like an output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpshard.verification.objectives import Objective, sample_dim
 
 
 def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str, Tensor]:
-    """By path, the tensors that the last forward has left beside those that it returns."""
+    """Return, by path, the tensors that the last forward left beside its output."""
     leaves = pytree.tree_leaves(output)
     returned = {id(x) for x in leaves if isinstance(x, Tensor)}
     with torch._C.DisableTorchFunction():
@@ -37,12 +37,12 @@ def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str
 
 
 def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: int) -> list[str]:
-    """Paths of what has rows for samples, given what is kept of n samples and of one."""
+    """Return the paths of tensors with rows of samples, from those of n samples and of one."""
     return [path for path, x in together.items() if path in alone and sample_dim(x, alone[path], n) is not None]
 
 
 def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> list[str]:
-    """Paths of what has no rows for samples, and depends on them."""
+    """Return the paths of tensors without rows of samples that depend on the samples."""
     return [
         path
         for path, x in together.items()
@@ -51,7 +51,7 @@ def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor])
 
 
 def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
-    """What to differentiate of a kept statistic."""
+    """Return the objective that differentiates a kept statistic."""
     generator = torch.Generator().manual_seed(0)
     seed = torch.randn(like.shape, generator=generator).to(like.device, like.dtype) if like.dim() else 1.0
 
@@ -65,9 +65,8 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
 
 
 def named(path: str, error: VerificationError) -> VerificationError:
-    """The error for a kept statistic that is no loss of single samples."""
+    """Return the error for a kept statistic that is not a loss of single samples."""
     return VerificationError(
-        f"{path}: forward leaves here, with its graph, what depends on several samples, and the loop may add it to the "
-        f"loss. Keep detach() of it if it is for a log; leave it out if it is a loss that balances or compares "
-        f"samples. {error}"
+        f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
+        f"it to the loss. For a log, keep detach() of it; a loss that balances or compares samples must go. {error}"
     )

@@ -1,11 +1,10 @@
-"""The longest rows: without them a micro-batch is padded less, and the other rows' outputs must not move.
+"""Remove the longest rows: less padding must not move the outputs of the other rows.
 
 [Note: Lengths]
 Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
-dynamic RoPE) then makes one long document count in all others. So the longest rows are taken out, and the columns with
-them that hold nothing but padding in all other rows: columns at either end in which no integer input of a row changes.
-A mask among the inputs must be 0 there. Without a mask, at least two rows must hold one id there that stands nowhere
-else.
+dynamic RoPE) then makes one long document count in all others. So the longest rows are removed, with the columns that
+hold only padding in all other rows: columns at either end in which no integer input of a row changes. A mask among
+the inputs must be 0 there. Without a mask, at least two rows must hold one id there that stands nowhere else.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from dpshard.verification.bench import Bench
 from dpshard.verification.tolerances import moved, other_sizes, scale
 
 
-def refuse_length_dependence(bench: Bench) -> None:
-    """Raise VerificationError if rows have other outputs where the longest one does not pad them."""
+def check_lengths(bench: Bench) -> None:
+    """Raise VerificationError if outputs change when the longest rows no longer pad the others."""
     for at_end in (True, False):
         found = _without_longest(bench.run, at_end=at_end)
         if found is None:
@@ -33,10 +32,10 @@ def refuse_length_dependence(bench: Bench) -> None:
         try:
             after = bench.values(list(range(len(rest))), run=short)
         except DpshardError:
-            return  # an input of another shape belongs to the length: it cannot be cut
+            return  # an input of another shape depends on the length: it cannot be cut
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
-                continue  # rounding of another size decides between equals
+                continue  # rounding at another size decides between equals
             if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
                 x, y = x[None], y[None]
             elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
@@ -51,13 +50,13 @@ def refuse_length_dependence(bench: Bench) -> None:
                 raise VerificationError(
                     f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
                     f"others have other outputs: one long sample counts in all of them (RoPE that is scaled by the "
-                    f"length: dynamic, longrope; padding that is not masked). Pad all micro-batches to one length, "
-                    f"or switch the scaling off."
+                    f"length: dynamic, longrope; padding without a mask). Pad all micro-batches to one length, or "
+                    f"switch the scaling off."
                 )
 
 
 def _sequences(run: Run) -> list[int]:
-    """Which leaves are integers [B, T], of the length of the first of them."""
+    """Return the leaves that are integers [B, T], of the length of the first one."""
     found = [
         i
         for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
@@ -67,7 +66,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Per row [B], how many positions at one end hold one value in every integer input; 0 rather than 1."""
+    """Return, per row [B], the number of positions at one end with one value in every integer input; 0 for 1."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)
@@ -97,7 +96,7 @@ def _is_filler(ids_BT: Tensor, run_B: Tensor, padded_B: Tensor) -> Tensor:
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
-    """The run without its longest rows and the padding that they ask for, its length, and the rows that are left."""
+    """Return the run without its longest rows and their padding, its length, and the remaining rows."""
     leaves = _sequences(run)
     if not leaves or run.rows < 2:
         return None
@@ -122,7 +121,7 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
 
 
 def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
-    """Whether a mask, or an ignored label, says that the padding of these rows is padding, and no last token."""
+    """Return True if a mask, or an ignored label, marks the padding of these rows as padding."""
     found = [run.leaves[i][rest] for i in _sequences(run)]
     ends = [x[:, -1 if at_end else 0] for x in found]
     shortest = int(_padding(run, at_end=at_end)[rest].argmax())
@@ -131,7 +130,7 @@ def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
 
 
 def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
-    """Which numbers of outputs [rows, ...] belong to positions that are no padding."""
+    """Return a mask of the numbers of outputs [rows, ...] at positions that are not padding."""
     if x.dim() < 2 or x.shape[1] != length:
         return torch.ones_like(x, dtype=torch.bool)
     padding = _padding(run, at_end=at_end)[rest]

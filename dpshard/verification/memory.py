@@ -1,11 +1,11 @@
-"""What a model keeps of samples, for later ones to meet.
+"""Verify that a model keeps nothing of a sample that later samples meet.
 
 [Note: Memory]
-One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is published
-with the state dict. An attribute may differ, if B overwrites it: losses and features are often left for the script to
-read. But after B the state and the outputs must be equal. And B after A must give what B gave before any of them: so
-memory in globals and closures, which nobody can put back, shows by its effect. Counters and tables of positions pass:
-they depend on shapes alone.
+One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is
+published with the state dict. An attribute may differ if B overwrites it: losses and features are often left for the
+script to read. But after B the state and the outputs must be equal. And B after A must give the same as B before any
+of them: so memory in globals and closures, which cannot be put back, shows by its effect. Counters and tables of
+positions pass, because they depend only on shapes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dpshard.verification.samples import another, has_numbers, replaced
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
-def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
-    """Raise UnsupportedParameterError if later samples meet what the model keeps of a sample.
+def check_memory(bench: Bench, *, thorough: bool) -> set[str]:
+    """Raise UnsupportedParameterError if later samples meet something that the model keeps of a sample.
 
-    Returns the paths of what every forward changes alike. `thorough`: also for a plain sample, beside a scaled one.
+    Returns the paths that every forward changes alike. `thorough`: also for a plain sample, beside a scaled one.
     """
     run = bench.run
     first, one = bench.chosen[0], [bench.chosen[0]]
@@ -58,11 +58,11 @@ def refuse_memory(bench: Bench, *, thorough: bool) -> set[str]:
         for name in _differing(after[0], after[other]):
             raise UnsupportedParameterError(
                 f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may "
-                f"meet it. Keep nothing of samples between forwards: pass states as inputs and outputs, count calls "
-                f"rather than what is in the data."
+                f"meet it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
+                f"calls, not data."
             )
-        _refuse_other_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
-    _refuse_other_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be put back")
+        _check_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
+    _check_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be put back")
     return set(kept[0])
 
 
@@ -88,13 +88,13 @@ def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.is_meta or same(x, y)
 
 
-def _refuse_other_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
+def _check_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
     for x, y in zip(first, second, strict=True):
         x, y = x.reshape(1, -1), y.reshape(1, -1)
         if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
             raise UnsupportedParameterError(
-                f"{type(bench.run.module).__name__} remembers earlier samples: one and the same sample has another "
-                f"output after others. What is remembered may be in {where} (a detached hidden state, a queue of "
-                f"features, a running statistic). Keep nothing of samples between forwards. Or forward "
-                f"draws of a generator that cannot be put back (np.random.default_rng(), secrets): draw by torch."
+                f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has another output "
+                f"after others. The memory may be in {where} (a detached hidden state, a queue of features, a "
+                f"running statistic). Keep nothing of samples between forwards. Or forward draws from a generator "
+                f"that cannot be put back (np.random.default_rng(), secrets): draw by torch."
             )

@@ -1,4 +1,4 @@
-"""What is differentiated, and compared, of a model's outputs: its losses, the user's loss, random directions."""
+"""The scalars to differentiate and compare: a model's own losses, the user's loss, random directions of outputs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dpshard.errors import VerificationError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the user's, to be differentiated in place of what the model returns."""
+    """A loss of the user, to differentiate instead of the model's output."""
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
-        """The loss of `samples`, whose output is given."""
+        """Return the loss of `samples`, given their output."""
         index = torch.tensor(list(samples))
         return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]
-"""From the output for some samples, and their numbers, to the scalar that is differentiated."""
+"""Maps the output for some samples, and their numbers, to the scalar to differentiate."""
 
 
 def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
-    """What to differentiate of a model's outputs, given those for the samples `chosen` and for the first of them."""
+    """Return the objectives of outputs, given those for the samples `chosen` and for the first of them."""
     n = len(chosen)
     leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
@@ -62,7 +62,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
 
 
 def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
-    """The dimension of the samples, if there is one, and the rows of one, given outputs for n samples and for one."""
+    """Return the samples' dimension, if there is one, and the rows of a sample, given outputs for n samples and one."""
     dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
     if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
         return None
@@ -70,7 +70,7 @@ def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | Non
 
 
 def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[tuple[Tensor, int | None, int]]:
-    """Per output a random gradient for the batch, the dimension of the samples, and the rows of one sample."""
+    """Return, per output, a random gradient for the batch, the samples' dimension, and the rows of a sample."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for x, y in zip(together, alone, strict=True):
@@ -78,7 +78,7 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
         if place is None and x.shape != y.shape:
             raise VerificationError(
                 f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
-                f"not treat samples one by one. Hand the loss in: engine.verify(*inputs, loss_fn=..., targets=...)."
+                f"not treat samples one by one. Pass the loss: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
@@ -87,6 +87,6 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
 
 
 def without_graph(output: Any) -> list[Any]:
-    """The leaves of an output, which say whether they had a gradient, without the activations that it needs."""
+    """Return the leaves of an output without their graph, with their requires_grad."""
     leaves = pytree.tree_leaves(output)
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

@@ -1,4 +1,4 @@
-"""Which samples of a micro-batch are compared, and what their inputs are changed into."""
+"""Choose the samples of a micro-batch to compare, and change their inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpshard.interception import Run
 from dpshard.verification.objectives import Loss
 
 SAMPLES = 3
-"""Samples whose gradients are compared: enough that two of them can disturb a third."""
+"""Samples for the comparison of gradients: enough that two of them can disturb a third."""
 OUTLIER = 1e3
-"""What an outlier's numbers are multiplied by."""
+"""Factor of an outlier's numbers."""
 
 
 def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[int]:
-    """Up to n rows that differ, in labels, lengths and sizes, from row `start` on and from each other."""
+    """Return up to n rows that differ in labels, lengths and sizes, from row `start` on."""
     n = min(n, run.rows)
     if n == run.rows:
         return list(range(n))
@@ -34,7 +34,7 @@ def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[
 
 
 def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
-    """What tells rows apart, [rows, F], each between 0 and 1; rows of equal features are alike, as far as it goes."""
+    """Return features [rows, F] between 0 and 1 that tell rows apart."""
     columns = []
     targets = () if loss is None else loss.targets
     tensors = [(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None] + [(t, 0) for t in targets]
@@ -42,16 +42,17 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
         if x.shape[dim] < run.rows or x.is_complex() or x.numel() == 0:
             continue
         wide = x.detach().narrow(dim, 0, run.rows).movedim(dim, 0).reshape(run.rows, -1).to(torch.float64)
-        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # so that sums of them are finite
+        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # keeps sums of them finite
         columns += [wide.mean(1), wide.amax(1), wide.amin(1), (wide[:, 1:] == wide[:, :-1]).sum(1).double()]
-        columns.append((wide == wide.flatten().mode().values).sum(1).double())  # of what pads, or is ignored
+        # The commonest value is padding, or an ignored label.
+        columns.append((wide == wide.flatten().mode().values).sum(1).double())
     table = torch.stack(columns, 1).cpu().numpy()
     spread = np.ptp(table, axis=0)
     return (table - table.min(0)) / np.where(spread > 0, spread, 1)
 
 
 def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), negated: Sequence[int] = ()) -> Run:
-    """The run with the inputs of row source[i] in row i; numbers of `outliers` are scaled, of `negated` negated."""
+    """Return the run with the inputs of row source[i] in row i; `outliers` are scaled, `negated` negated."""
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:
@@ -64,17 +65,17 @@ def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), nega
 
 
 def replaced_targets(loss: Loss, source: Sequence[int]) -> Loss:
-    """The loss whose targets are those of row source[i] in row i."""
+    """Return the loss with the targets of row source[i] in row i."""
     return Loss(loss.loss_fn, tuple(taken(t, 0, source) for t in loss.targets))
 
 
 def taken(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
-    """Rows of a tensor, copied."""
+    """Return a copy of some rows of a tensor."""
     return x.detach().index_select(dim, torch.tensor(list(rows), device=x.device)).clone()
 
 
 def another(run: Run, row: int) -> Run:
-    """The run with other numbers in a row; of ids such that there are."""
+    """Return the run with other numbers in a row; ids become ids that occur in it."""
     leaves = [x if dim is None else _other_numbers(x, dim, row) for x, dim in zip(run.leaves, run.dims, strict=True)]
     return replace(run, leaves=tuple(leaves))
 
@@ -87,5 +88,5 @@ def _other_numbers(x: Tensor, dim: int, row: int) -> Tensor:
 
 
 def has_numbers(run: Run) -> bool:
-    """Whether samples hold anything that can be scaled."""
+    """Return True if samples hold numbers that can be scaled."""
     return any(dim is not None and x.is_floating_point() for x, dim in zip(run.leaves, run.dims, strict=True))

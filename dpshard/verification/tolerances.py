@@ -1,4 +1,4 @@
-"""How far two runs may be apart by rounding."""
+"""Bounds on the rounding between two runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Precision(TorchFunctionMode):
-    """Notes whether a function returned half precision: also under autocast that the model enters by itself."""
+    """Notes whether a function returned half precision, also under the model's own autocast."""
 
     half = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and look at what it returns."""
+        """Run the function, and look at its result."""
         result = func(*args, **(kwargs or {}))
         self.half = self.half or any(x.dtype in HALF for x in outputs_of(result))
         return result
 
 
 def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
-    """Relative, for batches of two sizes: far above two orders of summation; accelerators may take TF32."""
+    """Return the relative bound for two batch sizes, far above two orders of summation; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
     if any(x.dtype == torch.float32 for x in tensors):
@@ -36,7 +36,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def one_size(x: Tensor, *, half: bool) -> float:
-    """Relative, for batches of one size: what is not routed is rounded alike, whatever the other samples are."""
+    """Return the relative bound for one batch size, where rounding does not depend on the other samples."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:
@@ -45,12 +45,12 @@ def one_size(x: Tensor, *, half: bool) -> float:
 
 
 def moved(x: Tensor, y: Tensor) -> Tensor:
-    """Per row of dimension 0, how far finite numbers are apart; infinite where only one of them is no number."""
+    """Return, per row of dimension 0, the distance of finite numbers; infinity where only one is not a number."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
     return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))
 
 
 def scale(y: Tensor) -> Tensor:
-    """Per row of dimension 0, its largest finite number."""
+    """Return the largest finite number per row of dimension 0."""
     return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

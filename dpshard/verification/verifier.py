@@ -1,11 +1,11 @@
-"""When a model is verified, and by which comparisons.
+"""When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input (numbers, flags and strings among the arguments are part of it), and then at
-steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. Between them a signature of the model's attributes and
-buffers is compared before every forward and every release: what was never seen to change is verified at once. So is the
-first micro-batch of a new longest length, and one with labels below 0 or positions beyond its length, where all were
-within.
+At the first forward on every kind of input (numbers, flags and strings among the arguments are part of it), and then
+at steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. In between, a signature of the model's attributes
+and buffers is compared before every forward and every release: the first change of an attribute triggers a
+verification at once. So does the first micro-batch of a new longest length, and the first one with labels below 0 or
+positions beyond its length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dpshard.errors import VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Interception, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
-from dpshard.verification.company import Others, refuse_company, refuse_other_ranks
-from dpshard.verification.gradients import refuse_other_gradients
+from dpshard.verification.company import Others, check_company, check_other_ranks
+from dpshard.verification.gradients import check_gradients
 from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
-from dpshard.verification.lengths import refuse_length_dependence
-from dpshard.verification.memory import refuse_memory
+from dpshard.verification.lengths import check_lengths
+from dpshard.verification.memory import check_memory
 from dpshard.verification.objectives import Loss, objectives
 from dpshard.verification.samples import has_numbers, pick
 from dpshard.verification.watch import Watch
@@ -36,7 +36,7 @@ from dpshard.verification.wide import can_widen, widened
 
 
 class Owner(Protocol):
-    """What is asked of the back-end."""
+    """The parts of a back-end that verification uses."""
 
     parameters: dict[str, nn.Parameter]
     differentiated: Mapping[str, Tensor]
@@ -52,24 +52,24 @@ class Owner(Protocol):
         ...
 
     def guard_disabled(self) -> AbstractContextManager[Any]:
-        """A block in which plain gradients may reach the parameters."""
+        """Return a block in which plain gradients may reach the parameters."""
         ...
 
     def refuse_changed_parameters(self) -> None:
-        """Raise if there is a trainable parameter that the engine does not know."""
+        """Raise if the engine does not know a trainable parameter."""
         ...
 
     def refuse_hooks(self) -> None:
-        """Raise if somebody else has put a hook on a parameter."""
+        """Raise if a parameter has a hook of somebody else."""
         ...
 
 
 Moment = tuple[int, int | None, int]
-"""Where the training stands: step, number of the micro-batch (None in a loop of the user's own), number of them."""
+"""Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
 
 class Verifier:
-    """Verifies a model before its first forward, and again when there is reason to."""
+    """Verifies a model before its first forward, and again when it changes."""
 
     def __init__(
         self, owner: Owner, clipper: Clipper, moment: Callable[[], Moment], secret: Callable[[], bytes], *, mean: bool
@@ -83,7 +83,7 @@ class Verifier:
         self._last: tuple[Interception, Run] | None = None
 
     def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
-        """Verify `run`, if there is reason to; raises VerificationError or UnsupportedParameterError."""
+        """Verify `run` if it is new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
         if not _gathers(interception, run):
             news = self._watch.news(run, self._moment()[0])
@@ -95,7 +95,7 @@ class Verifier:
         self._last = (interception, run)
 
     def before_release(self) -> None:
-        """Verify on the last micro-batch, if the model has changed as it never did before."""
+        """Verify on the last micro-batch if the model has changed as never before."""
         last, self._last = self._last, None
         if last is not None and not _gathers(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
@@ -103,7 +103,7 @@ class Verifier:
             self._owed = False
 
     def _is_due(self, run: Run, kind: Any) -> bool:
-        """Whether this is the micro-batch to look at in a step that is a power of two, or a later one of its step."""
+        """Return True for the first micro-batch from the drawn one on, in a step that is a power of two."""
         step, position, count = self._moment()
         if step == 0 or step & (step - 1) or run.rows < 2 or (step, kind) in self._steps:
             return False
@@ -119,9 +119,9 @@ class Verifier:
     def verify(self, interception: Interception, run: Run, loss: Loss | None, *, thorough: bool) -> None:
         """Raise VerificationError unless every sample has a gradient of its own; changes nothing else.
 
-        Differentiated are `loss` if it is given; else every scalar that the model returns, one after the other, and
-        all its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
-        Otherwise gradients, the dearest to compare, and memory take turns, and one half of the rows changes.
+        Differentiates `loss` if it is given; else every scalar that the model returns, one after the other, and all
+        its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
+        Otherwise the costly comparison of gradients and that of memory take turns, and one half of the rows changes.
         """
         owner = self._owner
         owner.refuse_changed_parameters()
@@ -142,20 +142,20 @@ class Verifier:
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
-            # Beside an outlier company cannot compare losses.
+            # Beside an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
-            counters = refuse_memory(bench, thorough=thorough) if thorough or not gradients else set()
+            counters = check_memory(bench, thorough=thorough) if thorough or not gradients else set()
             if thorough:
-                refuse_other_ranks(bench, owner.rank, owner.world_size)
+                check_other_ranks(bench, owner.rank, owner.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             if gradients:
                 self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
                 self._compare_kept(bench, statistics, random)
-            refuse_company(bench, shapes, random, draws, both=thorough)
+            check_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary and not _gathers(interception, run):
-                refuse_length_dependence(bench)
+                check_lengths(bench)
         self._watch.accept(interception.model, counters)
 
     def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
@@ -163,16 +163,16 @@ class Verifier:
         if thorough:
             ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
         for scaled, magnified in ways:
-            compare = functools.partial(refuse_other_gradients, outlier=scaled, magnified=magnified)
+            compare = functools.partial(check_gradients, outlier=scaled, magnified=magnified)
             try:
                 compare(bench, self._owner, self._clipper, found)
             except (AttributeError, TypeError):
-                self._owner.refuse_hooks()  # torch calls one of the user's with None, where no gradient comes
+                self._owner.refuse_hooks()  # torch calls a user's hook with None where no gradient comes
                 raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
                 if not differs and scaled is not None:
-                    continue  # forward refuses numbers that were made up
+                    continue  # forward refuses invented numbers
                 if (
                     not differs
                     or not can_widen(bench, self._owner)
@@ -197,11 +197,11 @@ class Verifier:
                 found = [wide.loss.of]
             try:
                 compare(wide, parameters, clipper, found)
-            except (RuntimeError, TypeError):  # also where forward casts to float32 by itself
+            except (RuntimeError, TypeError):  # also if forward itself casts to float32
                 return False
             return True
 
 
 def _gathers(interception: Interception, run: Run) -> bool:
-    """Whether all ranks must run as many forwards: then none looks at what it alone has met."""
+    """Return True if all ranks must run the same number of forwards, so no rank may verify by itself."""
     return interception.sharding.gathers(run.module)

@@ -1,12 +1,13 @@
-"""A signature of what a model holds and gets, cheap enough for every forward: what was never seen is news.
+"""Watch a model and its inputs for changes never seen before, cheaply enough for every forward.
 
-It reads identities, versions, lengths and shapes, and values of integers on the CPU: no accelerator is waited for.
+The signature reads identities, versions, lengths and shapes, and values of integers on the CPU: it waits for no
+accelerator.
 
 [Note: What is watched]
-Attributes, buffers, sub-modules and hooks of every module, and what dicts, lists and objects among them hold: settings
-in `model.config`, say. An ordinary forward costs four lists of numbers, nearly without loops in Python. What a float
-ramps through is news at every power of two, so news of one attribute are rationed by the logarithm of the steps; flags
-and strings have rations of their own.
+Attributes, buffers, sub-modules and hooks of every module, and the contents of dicts, lists and objects among them,
+such as settings in `model.config`. An ordinary forward costs four lists of numbers, nearly without loops in Python. A
+float that ramps is news at every power of two, so news of one attribute are rationed by the logarithm of the steps;
+flags and strings have their own rations.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ MOST_NEWS = 8
 _MOST_ITEMS = 256
 """Items of a collection beyond which only its length is watched."""
 _MOST_HELD = 2_000
-"""Values within attributes that are watched at most."""
+"""Values within attributes that are watched, at most."""
 _DEEPEST = 5
 
 Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
-    """What was seen of a model's attributes and buffers, and of its inputs."""
+    """The kinds seen so far of a model's attributes and buffers, and of its inputs."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._sized: list[Any] = []  # what has a length: modules' attributes, collections
-        self._owners: list[dict[Any, Any]] = []  # values are looked up here
+        self._sized: list[Any] = []  # objects with a length: modules' attributes, collections
+        self._owners: list[dict[Any, Any]] = []  # dicts of watched values
         self._keys: list[Any] = []
-        self._lists: list[Any] = []  # whose items are watched
+        self._lists: list[Any] = []  # lists of watched items
         self._tensors: list[Tensor] = []
-        self._in_place: list[tuple[str, Any, int]] = []  # path, what may change in place, length or version
+        self._in_place: list[tuple[str, Any, int]] = []  # path, object that may change in place, length or version
         self._signature: Signature | None = None
         self._handles = -1
         self._hooks: list[dict[Any, Any]] = []
-        self._hooking: list[dict[Any, Any]] = []  # those that hold any
+        self._hooking: list[dict[Any, Any]] = []  # those that are not empty
         self._hooked: list[int] = []
-        self._kinds: dict[str, Any] = {}  # of whatever is watched, by path
+        self._kinds: dict[str, Any] = {}  # by path
         self._seen: set[tuple[str, Any]] = set()
         self._spent: Counter[str] = Counter()
         self._counters: tuple[str, ...] = ()
@@ -57,16 +58,16 @@ class Watch:
 
     @property
     def lengths_vary(self) -> bool:
-        """Whether micro-batches have come in several lengths."""
+        """True if micro-batches have come in several lengths."""
         return len(self._lengths) > 1
 
     def news(self, run: Run, step: int) -> bool:
-        """Whether the model's state, or its inputs, changed as they never did before."""
+        """Return True if the model's state, or its inputs, changed as never before."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
         return self.changes(step) | longer | self._has_character(run)
 
     def changes(self, step: int) -> bool:
-        """Whether an attribute or a buffer changed as it never did before."""
+        """Return True if an attribute or a buffer changed as never before."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -80,7 +81,7 @@ class Watch:
         return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
-        """Take the state as verified; `counters` are the paths that forward changes whatever the samples are."""
+        """Take the state as verified; `counters` are paths that forward changes in the same way for any samples."""
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
@@ -111,7 +112,7 @@ class Watch:
         self._hooked = self._hook_ids()
 
     def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
-        """Watch the values of a module's attributes, or the modules in it."""
+        """Watch the values of a module's attributes, or its sub-modules."""
         for key in keys:
             x = owner[key]
             self._owners.append(owner)
@@ -121,7 +122,7 @@ class Watch:
                 self._look_into(f"{path}{key}", x, seen, 0)
 
     def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
-        """Watch what changes within an attribute, and values of objects and collections in it."""
+        """Watch changes within an attribute, and the values of objects and collections in it."""
         if isinstance(x, Tensor):
             if not x.is_inference():
                 self._tensors.append(x)
@@ -140,7 +141,7 @@ class Watch:
             self._look_at_items(path, x, seen, depth)
         elif isinstance(x, list | tuple | deque):
             self._lists.append(x)
-            # What comes and goes is not told apart by where it stands.
+            # Items of a list are not identified by their position.
             self._kinds[f"{path}[]"] = frozenset(_kind(item) for item in x)
             for item in x:
                 self._look_into(f"{path}[]", item, seen, depth + 1)
@@ -164,14 +165,14 @@ class Watch:
         )
 
     def _has_other_hooks(self) -> bool:
-        """Whether hooks of modules were added or removed; torch counts all that are made."""
+        """Return True if hooks of modules were added or removed; torch counts all hooks ever made."""
         if self._handles == RemovableHandle.next_id:
             return False
         self._handles = RemovableHandle.next_id
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        # Most are empty, and are counted: that is the cheaper look.
+        # Most dicts are empty: counting is cheaper than reading them.
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
@@ -182,7 +183,7 @@ class Watch:
         return longer or first_other
 
     def _has_character(self, run: Run) -> bool:
-        """Whether integers are negative (ignored labels), or beyond a length (positions cut off), as never before."""
+        """Return True if integers are negative (ignored labels), or beyond a length, as never before."""
         lengths = {x.shape[1] for x, dim in _samples(run) if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))
@@ -203,7 +204,7 @@ def _count(x: Any) -> int:
 
 
 def _ration(path: str, kind: Any) -> str:
-    """By which name news are rationed: flags and strings by themselves, numbers by the attribute they are in."""
+    """Return the name that rations news: its own for a flag or string, that of the attribute for a number."""
     exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
     return path if exact else f"{path.partition('[')[0]}[]"
 

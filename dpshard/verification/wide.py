@@ -1,4 +1,4 @@
-"""A failure in float32 is decided in float64: rounding shrinks, a fault stays."""
+"""Decide a failure in float32 by float64: rounding shrinks, a fault stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Widened:
 
 
 def can_widen(bench: Bench, owned: Any) -> bool:
-    """Whether the comparison can be made in float64: parameters are whole, and float32 is not chosen by autocast."""
+    """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.interception.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
     alone = owned.world_size == 1 and not bench.interception.sharding.gathers(bench.run.module)
@@ -34,7 +34,7 @@ def can_widen(bench: Bench, owned: Any) -> bool:
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
-    """A block in which the model computes in float64, with parameters of its own."""
+    """Return a block in which the model computes in float64, with its own parameters."""
     interception = bench.interception
     model, sources = interception.model, interception.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}

@@ -37,7 +37,7 @@ def test_epsilon_is_pure():
     ledger = ledger_of(RELEASE, RELEASE)
     before = ledger.state_dict()
     assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5) < ledger.epsilon(1e-7)
-    assert ledger.affords(RELEASE, **BUDGET)
+    assert ledger.allows(RELEASE, **BUDGET)
     assert ledger.state_dict() == before
 
 
@@ -46,7 +46,7 @@ def test_no_noise_no_privacy():
     ledger = ledger_of(RELEASE, bare)
     assert ledger.epsilon(1e-5) == math.inf
     assert "not private" in ledger.statement(1e-5)
-    assert not PrivacyLedger().affords(bare, **BUDGET)
+    assert not PrivacyLedger().allows(bare, **BUDGET)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "gdp"])
@@ -56,7 +56,7 @@ def test_a_cap_needs_pld(accountant):
     ledger = PrivacyLedger(accountant)
     for refused in (
         lambda: ledger.record(capped),
-        lambda: ledger.affords(capped, **BUDGET),
+        lambda: ledger.allows(capped, **BUDGET),
         lambda: run_sigma([(100, 10)], sample_size=10_000, max_batch_size=160, **BUDGET, accountant=accountant),
     ):
         with pytest.raises(AccountingError, match="take accountant='pld'"):
@@ -101,7 +101,7 @@ def test_affords_says_when_to_stop(planned):
     fitting = run_steps(100, noise_multiplier=1.0, sample_size=10_000, **budget, accountant="rdp")
     plan = ((RELEASE, fitting),) if planned else ()
     ledger = PrivacyLedger("rdp")
-    while ledger.affords(RELEASE, **budget, plan=plan):
+    while ledger.allows(RELEASE, **budget, plan=plan):
         ledger.record(RELEASE)
     assert ledger.steps == fitting
     assert ledger.epsilon(1e-5) <= 0.9 < ledger_of(*[RELEASE] * (fitting + 1), accountant="rdp").epsilon(1e-5)
@@ -109,14 +109,14 @@ def test_affords_says_when_to_stop(planned):
 
 def test_affords_minds_releases_off_the_plan():
     ledger, costly = PrivacyLedger("rdp"), Release(0.5, 0.5, 10_000)
-    assert ledger.affords(RELEASE, **BUDGET, plan=((RELEASE, 20),))
-    assert not ledger.affords(costly, **BUDGET, plan=((RELEASE, 20),))
+    assert ledger.allows(RELEASE, **BUDGET, plan=((RELEASE, 20),))
+    assert not ledger.allows(costly, **BUDGET, plan=((RELEASE, 20),))
     ledger.record(costly)
-    assert not ledger.affords(RELEASE, **BUDGET, plan=((RELEASE, 20),))
+    assert not ledger.allows(RELEASE, **BUDGET, plan=((RELEASE, 20),))
     fresh = PrivacyLedger("rdp")
-    assert fresh.affords(RELEASE, **BUDGET)
+    assert fresh.allows(RELEASE, **BUDGET)
     fresh.load_state_dict(ledger.state_dict())
-    assert not fresh.affords(RELEASE, **BUDGET)
+    assert not fresh.allows(RELEASE, **BUDGET)
 
 
 def test_affords_is_cheap(monkeypatch):
@@ -126,7 +126,7 @@ def test_affords_is_cheap(monkeypatch):
     ledger, plan = PrivacyLedger("rdp"), ((RELEASE, 100), (Release(1.0, 0.02, 10_000), 100))
     for release, count in plan:
         for _ in range(count):
-            assert ledger.affords(release, target_epsilon=5.0, target_delta=1e-5, plan=plan)
+            assert ledger.allows(release, target_epsilon=5.0, target_delta=1e-5, plan=plan)
             ledger.record(release)
     assert len(evaluations) == 1
     last = plan[-1][0]
@@ -134,12 +134,12 @@ def test_affords_is_cheap(monkeypatch):
     for release in [plan[0][0]] * 100 + [last] * 50:
         resumed.record(release)
     for _ in range(50):
-        assert resumed.affords(last, target_epsilon=epsilon(plan, 1e-5, "rdp"), target_delta=1e-5, plan=plan)
+        assert resumed.allows(last, target_epsilon=epsilon(plan, 1e-5, "rdp"), target_delta=1e-5, plan=plan)
         resumed.record(last)
     assert len(evaluations) == 2
     ledger = PrivacyLedger("rdp")
     for _ in range(5000):
-        assert ledger.affords(RELEASE, target_epsilon=20.0, target_delta=1e-5)
+        assert ledger.allows(RELEASE, target_epsilon=20.0, target_delta=1e-5)
         ledger.record(RELEASE)
     assert len(evaluations) < 10
 

@@ -24,7 +24,7 @@ def test_releases_are_those_of_the_steps():
 
 
 def test_nothing_is_released_without_steps_or_before_the_noise_is_known():
-    with pytest.raises(ConfigurationError, match="without steps"):
+    with pytest.raises(ConfigurationError, match="no steps"):
         replace(RUN, schedule=BatchSchedule(())).releases()
     with pytest.raises(ConfigurationError, match="noise_multiplier=nan"):
         SampledMechanism(schedule=RUN.schedule, sample_size=1000).releases()

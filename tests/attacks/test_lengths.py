@@ -43,7 +43,7 @@ def loop(model, engine, optimizer, dataset):
 
 
 def test_padding_that_counts_is_refused_where_several_rows_are_the_longest():
-    assert "padding that is not masked" in is_refused(lambda: Pooled(masked=False), loop, Texts())
+    assert "padding without a mask" in is_refused(lambda: Pooled(masked=False), loop, Texts())
 
 
 @pytest.mark.parametrize("i", [0, 7])

@@ -191,7 +191,7 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
     code = 1
     try:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", ".*Going on from")  # that a checkpoint is damaged must not happen
+        warnings.filterwarnings("error", ".*Resuming from")  # that a checkpoint is damaged must not happen
         os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed insists
         if world > 1:
             rendezvous = f"file://{scratch / 'rendezvous'}"

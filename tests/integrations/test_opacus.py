@@ -264,7 +264,7 @@ REFUSED = {
     "shuffled batches": ({"poisson_sampling": False}, "the true one may be many times larger"),
     "time first": ({"batch_first": False}, "transpose in the model's forward"),
     "a generator": ({"noise_generator": torch.Generator()}, "predictable"),
-    "adaptive": ({"clipping": "adaptive"}, "Adaptive clipping is not there"),
+    "adaptive": ({"clipping": "adaptive"}, "Adaptive clipping is not supported"),
     "a list for flat": ({"max_grad_norm": [1.0]}, "'flat' with a number"),
     "unequal norms": ({"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, 2.0]}, "all equal"),
     "too few norms": ({"clipping": "per_layer", "max_grad_norm": [1.0]}, "4 trainable parameters"),

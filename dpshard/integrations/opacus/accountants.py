@@ -1,4 +1,4 @@
-"""What a script asks of `privacy_engine.accountant`."""
+"""The object `privacy_engine.accountant`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dpshard.engine import PrivacyEngine
 
 
 class Accountant:
-    """The ledger of an engine; before `make_private`, one in which nothing is spent."""
+    """The ledger of an engine; before `make_private`, an empty one."""
 
     def __init__(self) -> None:
         self.engine: PrivacyEngine | None = None
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at `delta`."""
+        """Return the epsilon spent so far at `delta`."""
         return 0.0 if self.engine is None else self.engine.epsilon(delta)
 
     def __len__(self) -> int:
-        """Number of releases so far."""
+        """Return the number of releases so far."""
         return 0 if self.engine is None else self.engine.step

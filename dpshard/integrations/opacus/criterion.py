@@ -15,8 +15,8 @@ from dpshard.errors import ConfigurationError
 class DPLoss:
     """A criterion reduced sample by sample, so that no loss depends on the other samples; its value is a tensor.
 
-    `reduction="mean"` of torch divides by the positions of the whole batch that count, or by the weights of its
-    classes: that mixes samples. Here each sample takes the mean over its own positions.
+    `reduction="mean"` of torch divides by the counted positions of the whole batch, or by the weights of its classes:
+    that mixes samples. Here each sample takes the mean over its own positions.
     """
 
     def __init__(self, criterion: Any, loss_reduction: LossReduction) -> None:
@@ -30,7 +30,7 @@ class DPLoss:
         self.reduction = loss_reduction
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
-        """Mean or sum over samples of each one's own loss, [].
+        """Return the mean or sum over samples of each one's own loss, [].
 
         Samples are dimension 0. `shape` is that of the logits [B, T, ...] if B and T were flattened into one.
         """

@@ -1,4 +1,4 @@
-"""What `make_private` returns as the data loader."""
+"""The data loader that `make_private` returns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dpshard.integrations.loaders import loading_options
 from dpshard.integrations.opacus.progress import Progress
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""Samplers that only say in which order all samples come, or to which rank: Poisson sampling takes their place."""
+"""Samplers that only order all samples, or assign them to ranks: Poisson sampling replaces them."""
 
 
 class DPDataLoader:
-    """The data set of a DataLoader, Poisson-sampled; one round of it has as many steps as the DataLoader had.
+    """The data set of a DataLoader, Poisson-sampled; one round has as many steps as the DataLoader had.
 
     It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of at most
-    `physical_batch_size` rows. All rows are samples, in any order that the script likes, but for one that counts
-    nothing where there is no sample.
+    `physical_batch_size` rows. All rows are samples, and the script may reorder them. A batch without a sample has one
+    row that counts nothing.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class DPDataLoader:
         self.sample_rate = self.batch_size / engine.mechanism.sample_size
 
     def in_physical_batches(self, size: int) -> DPDataLoader:
-        """The same loader, in micro-batches of at most `size` rows."""
+        """Return the same loader, in micro-batches of at most `size` rows."""
         return DPDataLoader(self.original, self.engine, self.progress, physical_batch_size=size)
 
     def __len__(self) -> int:
-        """Logical batches of one round, or the expected number of micro-batches, as Opacus counts them."""
+        """Return the logical batches of one round, or, as Opacus does, the expected number of micro-batches."""
         rounds = len(self.original)
         if self.physical_batch_size is None:
             return rounds
@@ -67,7 +67,7 @@ class DPDataLoader:
 
 
 def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
-    """The user's DataLoader; ConfigurationError if it does more than Poisson sampling may replace."""
+    """Return the user's DataLoader. Raises ConfigurationError if Poisson sampling cannot replace its sampler."""
     if isinstance(loader, DPDataLoader):
         return loader.original
     if not isinstance(loader, DataLoader):
@@ -75,9 +75,8 @@ def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", loader.sampler)):
         if not isinstance(sampler, _REPLACED):
             raise ConfigurationError(
-                f"data_loader has the sampler {type(sampler).__name__}, which Poisson sampling would replace. To train "
-                f"on a part of the data pass a torch.utils.data.Subset; other weights than equal ones cannot be "
-                f"accounted."
+                f"data_loader has the sampler {type(sampler).__name__}, which Poisson sampling would replace. To "
+                f"train on a part of the data pass a torch.utils.data.Subset; unequal weights cannot be accounted."
             )
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise ConfigurationError(
@@ -85,5 +84,7 @@ def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
             f"replace: give batch_size= instead."
         )
     if loader.multiprocessing_context is not None:
-        raise ConfigurationError("data_loader has a multiprocessing_context, which engine.batches does not pass on.")
+        raise ConfigurationError(
+            "data_loader has a multiprocessing_context, which engine.batches does not pass on: leave it out."
+        )
     return loader

@@ -1,4 +1,4 @@
-"""What `make_private` returns as the model."""
+"""The model that `make_private` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpshard.integrations.opacus.progress import Progress
 
 
 class GradSampleModule(nn.Module):
-    """The private model around the user's one, which is `_module` and may be called just as well.
+    """The private model around the user's one, which is `_module` and may be called directly, too.
 
     Keys of the state dict begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
     """
@@ -19,11 +19,11 @@ class GradSampleModule(nn.Module):
     def __init__(self, module: nn.Module, engine: PrivacyEngine, progress: Progress) -> None:
         super().__init__()
         self._module = module
-        self.training = module.training  # of parts in eval mode it says nothing
+        self.training = module.training  # it may differ from the mode of parts
         self._dpshard = (engine, progress)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the user's model."""
+        """Return the output of the user's model."""
         return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +33,7 @@ class GradSampleModule(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, but for clipped sums to which more micro-batches of the logical batch will be added."""
+        """Clear gradients, except clipped sums of an unfinished logical batch."""
         if not self._dpshard[1].collecting:
             super().zero_grad(set_to_none)
 
@@ -44,6 +44,6 @@ class GradSampleModule(nn.Module):
     remove_hooks = cleanup
 
     def to_standard_module(self) -> nn.Module:
-        """The user's model, which is an ordinary one again."""
+        """Return the user's model, an ordinary one again."""
         self.cleanup()
         return self._module

@@ -1,4 +1,4 @@
-"""What `make_private` returns as the optimizer."""
+"""The optimizer that `make_private` returns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpshard.integrations.opacus.progress import Progress
 
 
 class DPOptimizer(Optimizer):
-    """The user's optimizer, which steps once per logical batch, whose gradients the engine makes private before.
+    """The user's optimizer, stepping once per logical batch, on gradients that the engine made private.
 
     It shares groups and state with `original_optimizer`, so learning-rate schedulers may hold either.
     """
 
     def __init__(self, optimizer: Optimizer, engine: PrivacyEngine, progress: Progress, *, sums: bool) -> None:
-        # Optimizer.__init__ would register parameters again: everything of the kind is the original's.
+        # Optimizer.__init__ would register parameters again: the original has them all.
         self.original_optimizer = optimizer
         self.engine = engine
         self._progress = progress
@@ -45,20 +45,20 @@ class DPOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """L2 norm that one sample contributes at most; fixed for the run."""
+        """Largest L2 norm that one sample contributes; fixed for the run."""
         return self.engine.mechanism.max_grad_norm
 
     @property
     def expected_batch_size(self) -> int:
-        """By what the noisy sum is divided, over all ranks."""
+        """Divisor of the noisy sum, over all ranks."""
         return self.engine.mechanism.schedule[0]
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Call `fn(optimizer)` after the noise is in, before each step."""
+        """Call `fn(optimizer)` after the noise is added, before each step."""
         self._step_hook = fn
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the logical batch is complete, else leave its clipped sums for the next micro-batch."""
+        """Step if the logical batch is complete; otherwise keep its clipped sums for the next micro-batch."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +70,7 @@ class DPOptimizer(Optimizer):
         self.engine.privatize()
         if self.engine.step > released:
             if self._sums:
-                # Opacus does not divide the sum of a sum loss; the noise is in, so a public factor is free.
+                # Opacus does not divide the sum of a sum loss; after the noise, a public factor is free.
                 gradients = [p.grad for p in self.params if p.grad is not None]
                 torch._foreach_mul_(gradients, float(self.expected_batch_size))
             if self._step_hook is not None:
@@ -79,12 +79,12 @@ class DPOptimizer(Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, but for clipped sums to which more micro-batches of the logical batch will be added."""
+        """Clear gradients, except clipped sums of an unfinished logical batch."""
         if not self._progress.collecting:
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the original optimizer."""
+        """Return the state of the original optimizer."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

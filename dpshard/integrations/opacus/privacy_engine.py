@@ -20,19 +20,19 @@ from dpshard.integrations.opacus.data_loader import DPDataLoader, original_loade
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
-from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unaccounted
+from dpshard.integrations.opacus.settings import ClippingSettings, check_accounted
 from dpshard.integrations.opacus.validators import ModuleValidator
 
 _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
-"""Both of the first compose privacy loss distributions numerically."""
+""""prv" and "pld" both compose privacy loss distributions numerically."""
 
 
 class PrivacyEngine:
     """Makes model, optimizer and data loader private; the interface is that of Opacus.
 
     Args:
-        accountant: "prv" (which stands for dpshard's "pld"), "rdp", or "gdp".
-        secure_mode: Draw the noise on the CPU from a cryptographic stream, for every device; no other package needed.
+        accountant: "prv" (dpshard's "pld"), "rdp", or "gdp".
+        secure_mode: Draw the noise on the CPU from a cryptographic stream, for every device; needs no other package.
 
     `engine` is the `dpshard.PrivacyEngine` beneath, after `make_private`.
     """
@@ -45,7 +45,7 @@ class PrivacyEngine:
 
     @property
     def engine(self) -> core.PrivacyEngine:
-        """The engine beneath; ConfigurationError before `make_private`."""
+        """The engine beneath. Raises ConfigurationError before `make_private`."""
         if self.accountant.engine is None:
             raise ConfigurationError("Nothing is private yet: call make_private first.")
         return self.accountant.engine
@@ -68,17 +68,17 @@ class PrivacyEngine:
         wrap_model: bool = True,
         rand_on_empty: bool = False,
     ) -> tuple[Any, ...]:
-        """(module, optimizer, data_loader), and with "ghost" modes (module, optimizer, criterion, data_loader).
+        """Return (module, optimizer, data_loader), or with "ghost" modes (module, optimizer, criterion, data_loader).
 
         `noise_multiplier` is the standard deviation of the noise over the sensitivity, `max_grad_norm` the L2 norm at
         which each sample's gradient is clipped; with clipping="per_layer" a list with one equal norm per parameter.
-        The user's model stays as it is and may be used beside what is returned, so `wrap_model` changes nothing;
-        nor does `rand_on_empty`, for an empty batch is one row that counts nothing.
+        The user's model stays as it is and may be used beside the returned one, so `wrap_model` changes nothing; nor
+        does `rand_on_empty`, because an empty batch is one row that counts nothing.
 
-        Raises ConfigurationError for what would not be accounted: poisson_sampling=False, batch_first=False, a
+        Raises ConfigurationError for settings that cannot be accounted: poisson_sampling=False, batch_first=False, a
         noise_generator, adaptive clipping; EngineInUseError when called a second time.
         """
-        refuse_unaccounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        check_accounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
             module, optimizer, criterion, data_loader, settings, noise_multiplier=noise_multiplier
@@ -104,11 +104,11 @@ class PrivacyEngine:
         wrap_model: bool = True,
         rand_on_empty: bool = False,
     ) -> tuple[Any, ...]:
-        """Like `make_private`, with the smallest noise that keeps `epochs` rounds of the loader within the budget.
+        """Do as `make_private`, with the smallest noise that keeps `epochs` rounds of the loader within the budget.
 
-        A step that would pass `target_epsilon` raises BudgetExceededError.
+        A step that would exceed `target_epsilon` raises BudgetExceededError.
         """
-        refuse_unaccounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        check_accounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
             module,
@@ -136,12 +136,12 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         if self.accountant.engine is not None:
             raise EngineInUseError(
-                "make_private was called before: make another PrivacyEngine for another model (what two runs on one "
-                "data set spend adds up), or load_checkpoint to go on with a run."
+                "make_private was called before: make another PrivacyEngine for another model (two runs on one data "
+                "set spend the sum of both), or call load_checkpoint to resume a run."
             )
         module = module._module if isinstance(module, GradSampleModule) else module
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        _require_same_parameters(module, optimizer)
+        _check_same_parameters(module, optimizer)
         reduction = settings.loss_reduction
         loss = DPLoss(criterion or nn.CrossEntropyLoss(reduction=reduction), reduction) if settings.ghost else None
         loader = original_loader(data_loader)
@@ -149,7 +149,7 @@ class PrivacyEngine:
         size = len(loader.dataset)  # type: ignore[arg-type]
         engine = core.PrivacyEngine(
             module,
-            # Opacus divides by int(N * q) with q = 1 / len(loader). The sampler takes that very number, so that the
+            # Opacus divides by int(N * q) with q = 1 / len(loader). The sampler takes the same number, so that the
             # divisor is the expected batch size.
             batch_size=max(1, size // len(loader)),
             sample_size=size,
@@ -175,11 +175,11 @@ class PrivacyEngine:
         return (*private, batches) if loss is None else (*private, loss, batches)
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at `delta`."""
+        """Return the epsilon spent so far at `delta`."""
         return self.accountant.get_epsilon(delta)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Whether no layer of `module` must be replaced."""
+        """Return True if no layer of `module` must be replaced."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
@@ -188,7 +188,7 @@ class PrivacyEngine:
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of `module` with such layers replaced."""
+        """Return a copy of `module` with such layers replaced."""
         return ModuleValidator.fix(module)
 
     def save_checkpoint(
@@ -199,7 +199,7 @@ class PrivacyEngine:
         optimizer: Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Save model, optimizer, and the engine's state, which holds the run secret: guard the file like the data."""
+        """Save model, optimizer, and the engine's state with the run secret: guard the file like the data."""
         saved = dict(checkpoint_dict or {})
         saved["module_state_dict"] = module.state_dict()
         saved["privacy_engine_state_dict"] = self.engine.state_dict()
@@ -214,7 +214,7 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Go on with a saved run, after `make_private` with its settings; what else was saved is returned.
+        """Resume a saved run, after `make_private` with its settings; return everything saved.
 
         Raises CheckpointError if the state is damaged, or that of other settings.
         """
@@ -226,11 +226,11 @@ class PrivacyEngine:
         return saved
 
 
-def _require_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+def _check_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     trained = {p for p in module.parameters() if p.requires_grad}
     if not held <= set(module.parameters()) or not trained <= held:
         raise ConfigurationError(
-            "optimizer and module have different parameters. Make the optimizer of those of the module (after "
-            "ModuleValidator.fix, of those of the fixed one), and freeze what it shall not train."
+            "optimizer and module have different parameters. Make the optimizer from the parameters of the module "
+            "(after ModuleValidator.fix, of the fixed one), and freeze those that it must not train."
         )

@@ -1,4 +1,4 @@
-"""Opacus's settings: what they are in dpshard, and which of them cannot be done as accounted."""
+"""Opacus's settings in terms of dpshard, and the refusal of those that cannot be accounted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dpshard.config import LossReduction
 from dpshard.errors import ConfigurationError
 
 _MODES = {"hooks": "auto", "functorch": "auto", "ew": "auto", "ghost": "mixed-ghost", "ghost_fsdp": "auto"}
-"""Clipping modes by grad_sample_mode; they differ in time and memory alone."""
+"""Clipping modes by grad_sample_mode; they differ only in time and memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClippingSettings:
-    """How every sample's gradient is clipped; ConfigurationError for a `grad_sample_mode` that is none of Opacus's."""
+    """Opacus's clipping settings. Raises ConfigurationError for an unknown `grad_sample_mode`."""
 
     max_grad_norm: float | Sequence[float]
     clipping: str
@@ -28,8 +28,8 @@ class ClippingSettings:
     def __post_init__(self) -> None:
         if self.grad_sample_mode not in _MODES:
             raise ConfigurationError(
-                f"grad_sample_mode={self.grad_sample_mode!r}: choose one of {list(_MODES)}. Gradients are computed by "
-                f"dpshard; there is no p.grad_sample to fill."
+                f"grad_sample_mode={self.grad_sample_mode!r}: choose one of {list(_MODES)}. dpshard computes the "
+                f"gradients; there is no p.grad_sample to fill."
             )
 
     @property
@@ -39,11 +39,11 @@ class ClippingSettings:
 
     @property
     def ghost(self) -> bool:
-        """Whether `make_private` returns a criterion, too."""
+        """True if `make_private` returns a criterion, too."""
         return self.grad_sample_mode.startswith("ghost")
 
     def style_and_norm(self, module: nn.Module) -> tuple[Any, float]:
-        """The clipping style of dpshard, and the norm over all parameters of `module`."""
+        """Return the clipping style of dpshard, and the norm over all parameters of `module`."""
         norm = self.max_grad_norm
         if self.clipping == "flat" and isinstance(norm, (int, float)):
             return "all-layer", float(norm)
@@ -57,17 +57,17 @@ class ClippingSettings:
                 f"max_grad_norm=[R / sqrt({count})] * {count}, for a total of R."
             )
         raise ConfigurationError(
-            f"clipping={self.clipping!r} with max_grad_norm={norm!r}: give 'flat' with a number, or 'per_layer' with a "
-            f"list of equal numbers. Adaptive clipping is not there; dpshard's own clipping_fn='automatic' needs no "
-            f"norm to be tuned."
+            f"clipping={self.clipping!r} with max_grad_norm={norm!r}: give 'flat' with a number, or 'per_layer' with "
+            f"a list of equal numbers. Adaptive clipping is not supported; dpshard's own clipping_fn='automatic' "
+            f"needs no tuned norm."
         )
 
 
-def refuse_unaccounted(*, poisson_sampling: bool, batch_first: bool, noise_generator: Any) -> None:
-    """Raise ConfigurationError for what cannot be done as accounted."""
+def check_accounted(*, poisson_sampling: bool, batch_first: bool, noise_generator: Any) -> None:
+    """Raise ConfigurationError for settings that cannot be accounted."""
     if not poisson_sampling:
         raise ConfigurationError(
-            "poisson_sampling=False trains on shuffled batches, while epsilon is computed for Poisson sampling: the "
+            "poisson_sampling=False trains on shuffled batches, but epsilon is computed for Poisson sampling: the "
             "true one may be many times larger. Leave it out."
         )
     if not batch_first:
@@ -77,6 +77,6 @@ def refuse_unaccounted(*, poisson_sampling: bool, batch_first: bool, noise_gener
         )
     if noise_generator is not None:
         raise ConfigurationError(
-            "noise_generator would make the noise predictable to whoever knows its seed. Leave it out: noise "
+            "noise_generator would make the noise predictable for anybody with its seed. Leave it out: noise "
             "comes from a secret of the run, and save_checkpoint makes a run repeatable."
         )

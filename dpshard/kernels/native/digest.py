@@ -1,4 +1,4 @@
-"""A digest of the bits of an array, under secret weights, by compiled code; dpshard/noise/digest.py says what it is."""
+"""A digest of the bits of an array, under secret weights, by compiled code; dpshard/noise/digest.py defines it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ WIDTH = 4096
 
 
 def supports_digest(words: Tensor) -> bool:
-    """Whether compiled code digests these: not those of another device, nor tensors without values."""
+    """Return True if compiled code supports `words`: not on another device, and not without values."""
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
 def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
-    """Add to `total` [2], of int64, the digest of `words` [n], of int32; the first one has the place `at` in its row.
+    """Add to `total` [2], int64, the digest of `words` [n], int32; the first word has the place `at` in its row.
 
-    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64. All are contiguous.
+    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64. All are contiguous. Raises ValueError
+    otherwise; call `supports_digest` first.
     """
     compiled = library()
     kinds = [x.dtype for x in (total, rows, words, columns)]

@@ -205,8 +205,7 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        # In the last two cases, squares of one side underflow beside large values of the other
-        # side.
+        # In the last two cases, squares of one side underflow beside large values of the other.
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]

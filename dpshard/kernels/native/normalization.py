@@ -31,8 +31,8 @@ def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float
     if 0 in shape:
         return x.new_zeros(2, B, K)
     x, gradient = x.contiguous(), gradient.contiguous()
-    made, room = x.new_empty(2, B, K), x.new_empty(0 if groups else 2 * B * K)
-    addresses = x.data_ptr(), gradient.data_ptr(), made.data_ptr(), room.data_ptr()
+    made, scratch = x.new_empty(2, B, K), x.new_empty(0 if groups else 2 * B * K)
+    addresses = x.data_ptr(), gradient.data_ptr(), made.data_ptr(), scratch.data_ptr()
     compiled.normalization_gradients(addresses, (B, groups, N, K), eps, centered, team())
     return made
 

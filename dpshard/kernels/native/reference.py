@@ -12,13 +12,13 @@ _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """Scales of the words of a pair of normals: two of the radius, then two of the angle."""
 
 
-def box_muller(words: NDArray[np.int32], normals: NDArray[Any], room: NDArray[Any]) -> None:
+def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """See normals.box_muller; overwrites `words`."""
     words[:, :2] &= 2**31 - 1
     kind = normals.dtype.type
-    scales = np.array(_SCALES[: len(room)], kind)[:, None, None]
-    np.multiply(words.swapaxes(0, 1), scales, out=room, dtype=kind, casting="same_kind")
-    radius, fine, angle, *finer = room
+    scales = np.array(_SCALES[: len(scratch)], kind)[:, None, None]
+    np.multiply(words.swapaxes(0, 1), scales, out=scratch, dtype=kind, casting="same_kind")
+    radius, fine, angle, *finer = scratch
     # u = (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: tails come from u near 0, where all bits count.
     fine += kind(2.0**-63)
     radius += fine
@@ -40,7 +40,7 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 
 
 def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int64]:
-    """See digest.add_digest_; what it adds, [2]."""
+    """Return the terms [2] that digest.add_digest_ adds."""
     padded = np.zeros((len(rows), columns.shape[1]), np.int64)
     padded.reshape(-1)[at : at + len(words)] = words
     return ((padded[:, None] * columns).sum(2) * rows).sum(0)

@@ -1,4 +1,4 @@
-"""Noise by the element, added in one pass; what it is, philox.py says. Needs Triton."""
+"""Noise by the element, added in one pass; philox.py defines it. Needs Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpshard.kernels.philox import HALF
 
 @triton.jit(do_not_specialize=["start", "n"])
 def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr):
-    """(x + std * noise) / divisor of 2 HALF elements, and the sum of their squares before."""
+    """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of their squares before."""
     pid = tl.program_id(0)
     origin = (pid.to(tl.int64) + start // (2 * HALF)) * (2 * HALF)
     seed = tl.load(seeds + (origin // BLOCK - start // BLOCK))
@@ -38,7 +38,7 @@ def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HAL
 
 
 def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """Launch; see operators.release_."""
+    """Launch the kernel; see operators.release_."""
     tiles = -(-(start + len(x)) // (2 * HALF)) - start // (2 * HALF)
     squares = torch.empty(tiles, dtype=torch.float32, device=x.device)
     _release[(tiles,)](x, seeds, squares, start, len(x), std, divisor, BLOCK=block, HALF=HALF)

@@ -1,7 +1,7 @@
-"""The ghost norm, tile by tile of two symmetric Gram matrices of which nothing is ever stored.
+"""The ghost norm, tile by tile of two symmetric Gram matrices that are never stored.
 
-Every program takes one tile of both matrices, of blocks of positions i >= j, multiplies the two, and writes the sum;
-off the diagonal it counts twice. Needs Triton.
+Every program computes one tile of both matrices, for blocks of positions i >= j, multiplies the two, and writes the
+sum; off the diagonal it counts twice. Needs Triton.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dpshard.kernels.triton.common import factor_of_dot
 from dpshard.kernels.triton.dispatch import ghost_tile, triangle
 
 _CHUNK = 1024
-"""Products that tensor cores sum up, each addition losing up to the last bit; sums of chunks are rounded as usual."""
+"""Products in one sum on tensor cores, each addition losing up to the last bit; sums of chunks are rounded as usual."""
 
 
 @triton.jit
 def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr):
-    """Inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
+    """Return inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     left = x + i[:, None] * stride_t
     right = x + j[:, None] * stride_t
@@ -59,9 +59,9 @@ def _ghost_norm_sq(
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sum of one tile of the product of both Gram matrices, and of the roots of its diagonal, of one sample and group.
+    """Write the sum of a tile of the Gram product of one sample and group, and of the roots of its diagonal.
 
-    The triangle of tiles is cut and laid into a rectangle: a short line (0-based `short`) and a long one side by side.
+    The triangle of tiles is laid out as a rectangle: a short line (0-based `short`) and a long one side by side.
     """
     pid = tl.program_id(0)
     width = tiles + 1 - tiles % 2
@@ -87,7 +87,7 @@ def _ghost_norm_sq(
 
 
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch; see operators.ghost_norm_sq."""
+    """Launch the kernel; see operators.ghost_norm_sq."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     TILE = ghost_tile(B * G, T)
     tiles, pairs = -(-T // TILE), triangle(T, TILE)

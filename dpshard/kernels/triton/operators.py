@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, so that fake tensors pass through them and their products are counted."""
+"""The kernels as operators of torch, so that fake tensors pass and their products are counted."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 @torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], both float32.
+    """Return squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], float32.
 
     Rows [B, G, T, R] and cols [B, G, T, C] of any strides, in one half-precision dtype; see `take`.
     """
     from dpshard.kernels.triton import gram  # it needs Triton
 
-    with torch.cuda.device_of(rows):  # where Triton launches
+    with torch.cuda.device_of(rows):  # Triton launches on the current device
         return gram.ghost_norm_sq(rows, cols)
 
 
 @torch.library.custom_op("dpshard::gradient_norm_sq", mutates_args=())
 def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
-    """Squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups: the gradients stay in the registers."""
+    """Return squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups, without storing gradients."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -29,7 +29,7 @@ def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
 
 @torch.library.custom_op("dpshard::per_sample", mutates_args=())
 def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients sum_t rows_t (x) cols_t [B, G, R, C], and their squared norms [B] in the same pass, both float32."""
+    """Return gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32, in one pass."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -39,7 +39,7 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dpshard::weighted_sum", mutates_args=())
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
-    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
+    """Return sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -47,10 +47,10 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 
 
 def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; returns |x|^2 before, [], float64.
+    """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
-    Noise is that of philox.py: x holds the elements [start, start + n) of a tensor of which every `block` elements
-    (a multiple of 2 * philox.HALF) are a stream of their own, and `seeds` (int64) are those of the streams that meet x.
+    philox.py defines the noise. x holds the elements [start, start + n) of a tensor in which every `block` elements
+    (a multiple of 2 * philox.HALF) have their own stream; `seeds` (int64) are those of the streams that meet x.
     """
     from dpshard.kernels.triton import gaussian
 

@@ -34,7 +34,7 @@ def _gradient_tile(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
+    """Return the elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
     total = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
     for start in range(0, T, STEP):
         t = start + tl.arange(0, STEP)
@@ -69,7 +69,7 @@ def _squares(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Sum of squares of one tile of the gradient of one sample and group, which is written to `gradients` if `KEEP`."""
+    """Write the sum of squares of one tile of the gradient of one sample and group; with `KEEP`, also the tile."""
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
     tiles = tl.cdiv(R, R_TILE) * across
@@ -110,9 +110,9 @@ def _weighted_sum(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One tile of the weighted sum over samples, of one group.
+    """Write one tile of the weighted sum over samples, of one group.
 
-    The factor meets the float32 sum of a sample: on half-precision rows it would be rounded to half precision.
+    The factor multiplies the float32 sum of a sample: on half-precision rows it would be rounded to half precision.
     """
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
@@ -133,7 +133,7 @@ def _weighted_sum(
 
 
 def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Launch; squared norms [B], and the gradients [B, G, R, C] if they are kept, else an empty tensor."""
+    """Launch the kernel; return squared norms [B], and the gradients [B, G, R, C] if `keep`, else an empty tensor."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     R_TILE, C_TILE = gradient_tile(B * G, R, C)
     tiles = triton.cdiv(R, R_TILE) * triton.cdiv(C, C_TILE)
@@ -161,7 +161,7 @@ def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
 
 
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
-    """Launch; see operators.weighted_sum."""
+    """Launch the kernel; see operators.weighted_sum."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     R_TILE, C_TILE = gradient_tile(G, R, C)
     total = torch.empty(G, R, C, dtype=torch.float32, device=rows.device)

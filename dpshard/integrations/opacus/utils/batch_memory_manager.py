@@ -7,7 +7,7 @@ from dpshard.integrations.opacus.optimizers import DPOptimizer
 
 
 class BatchMemoryManager:
-    """Within it the loader yields micro-batches of at most `max_physical_batch_size` rows.
+    """A block in which the loader yields micro-batches of at most `max_physical_batch_size` rows.
 
     Steps wait for the logical batch.
     """

@@ -1,4 +1,4 @@
-"""Which layers cannot be trained privately, and what takes their place."""
+"""Find and replace layers that cannot be trained privately."""
 
 from dpshard.integrations.opacus.validators.module_validator import ModuleValidator
 

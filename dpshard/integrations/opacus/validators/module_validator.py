@@ -14,14 +14,14 @@ from dpshard.replacements import replace_unsupported
 class ModuleValidator:
     """Finds layers that mix samples, and replaces them in a copy of the model.
 
-    It knows layers, not functions: whatever else has no exact per-sample gradient is found when the model runs.
+    It checks layers, not functions: other parts without an exact per-sample gradient raise when the model runs.
     """
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedParameterError]:
-        """An error for every layer that must be replaced; `strict` raises the first."""
+        """Return an error for every layer that must be replaced; `strict` raises the first."""
         tensors = chain(module.parameters(), module.buffers())
-        # A copy of the structure alone: it shares the tensors.
+        # A copy of only the structure: it shares the tensors.
         skeleton = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
         try:
             errors = [
@@ -36,12 +36,12 @@ class ModuleValidator:
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Whether `validate` finds nothing."""
+        """Return True if `validate` finds nothing."""
         return not cls.validate(module)
 
     @classmethod
     def fix(cls, module: nn.Module) -> nn.Module:
-        """A copy of `module` with such layers replaced; make the optimizer of its parameters."""
+        """Return a copy of `module` with such layers replaced; make the optimizer from its parameters."""
         fixed = copy.deepcopy(module)
         replace_unsupported(fixed)
         return fixed
