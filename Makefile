@@ -30,7 +30,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test quick lint check bench clean
+.PHONY: venv demo test test-all lint check bench clean
 
 venv: $(STAMP)
 
@@ -58,10 +58,11 @@ demo:
 	$(BIN)/dpshard train
 
 test: venv
-	$(PYTEST)
+	$(PYTEST) -m "not exhaustive"
 
-quick: venv
-	$(PYTEST) -m "not slow"
+# With whole grids, kills and long runs, which CI runs.
+test-all: venv
+	$(PYTEST)
 
 # dpshard and its peers on W1 to W5; `ROUNDS=50 make bench` for narrower quartiles. Results: benchmarks/results.
 # Opacus is installed without what it asks for: all of it is there, and it must not move the torch that is used.

@@ -97,7 +97,7 @@ def test_a_language_model_is_fine_tuned_in_shards(tmp_path):
     assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name)  # 0 before training
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_mechanisms_are_drawn_and_told(tmp_path, capsys):
     """A few steps of small batches: that every experiment runs to its end, at the epsilon that it says."""
     mechanisms = load("mechanisms")
@@ -132,7 +132,7 @@ def test_embeddings_under_a_norm_are_scale_invariant():
         assert torch.allclose(first, 2 * second)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_increasing_schedule_draws_fewer_samples():
     mechanisms = load("mechanisms")
     found, _ = mechanisms.schedule(mechanisms.QUICK)

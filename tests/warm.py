@@ -8,6 +8,7 @@ import fsspec  # which torch.distributed.checkpoint imports late
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.distributed.optim
 import torch.distributed.tensor
 
 import dpshard.applications.audit
@@ -17,4 +18,11 @@ import dpshard.backends.fsdp2
 import tests.oracle
 
 with contextlib.suppress(ImportError):
-    import tests.distributed.deepspeed_setup
+    import tests.distributed.deepspeed_checks
+    import tests.distributed.deepspeed_updates
+
+with contextlib.suppress(ImportError):
+    import deepspeed.runtime.zero.muon.muon_optimizer  # which every engine imports, and inductor with it
+
+with contextlib.suppress(ImportError):
+    import transformers.models.gpt2.modeling_gpt2

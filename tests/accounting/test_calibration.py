@@ -32,7 +32,7 @@ def test_figure_of_calibration():
     [
         ("rdp", 65_536, 0.5227),
         ("rdp", 2_097_152, 1.2151),
-        pytest.param("pld", 65_536, 0.4944, marks=pytest.mark.slow),
+        pytest.param("pld", 65_536, 0.4944, marks=pytest.mark.exhaustive),
         ("pld", 2_097_152, 1.1752),
     ],
 )
@@ -53,7 +53,7 @@ def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon
     )
 
 
-@pytest.mark.parametrize("max_batch_size", [None, pytest.param(160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_batch_size", [None, pytest.param(160, marks=pytest.mark.exhaustive)])
 def test_calibration_by_pld_is_conservative_and_tight(max_batch_size):
     phases = BatchSchedule.parse([(50, 100), (100, 50)], sample_size=10_000).phases()
     run = {"sample_size": 10_000, "target_delta": 1e-5, "max_batch_size": max_batch_size}
@@ -95,7 +95,7 @@ def test_steps_for_epsilon_is_the_last_that_fits(accountant):
         run_steps(1, noise_multiplier=1e4, sample_size=10**4, **target, accountant="rdp")
 
 
-@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.exhaustive)])
 def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
     """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
     phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]

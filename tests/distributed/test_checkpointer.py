@@ -16,14 +16,14 @@ def restarts(*arguments: str) -> dict:
     return launch("restarts.py", 1, *arguments, timeout=240)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been() -> None:
     found = restarts("kills", "0")
     assert found["deaths"] >= 10, "too few of the kills have met a run that was still going"
     assert_undisturbed(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_deepspeed
 def test_a_run_by_deepspeed_that_is_killed_goes_on_as_if_nothing_had_been() -> None:
     found = restarts("zero_kills")
@@ -42,13 +42,13 @@ def assert_undisturbed(found: dict) -> None:
     assert found["left"] == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_another_number_of_ranks() -> None:
     found = restarts("worlds")
     assert_same(found, tolerance=1e-10, began={"ddp to 1": STEPS - 1})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_that_is_taken_again_by_another_number_of_ranks_counts_twice() -> None:
     found = restarts("recount")
     assert all((result["began"], result["step"]) == (4, 5) for result in found.values())
@@ -57,7 +57,7 @@ def test_a_step_that_is_taken_again_by_another_number_of_ranks_counts_twice() ->
     assert found["by 1"]["epsilon"] > found["2 again"]["epsilon"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_deepspeed
 def test_a_run_by_deepspeed_goes_on_with_other_ranks_stages_and_back_ends() -> None:
     assert_same(restarts("zero_worlds"), tolerance=1e-6)  # float32: the largest error seen is 4e-8

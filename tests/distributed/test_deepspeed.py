@@ -20,6 +20,7 @@ from scipy import stats
 
 from tests.distributed.launch import launch
 from tests.extras import needs_deepspeed
+from tests.grids import covering
 
 pytestmark = needs_deepspeed
 
@@ -35,42 +36,36 @@ def results_of(world_size: int, *cases: str) -> list[dict[str, Any]]:
     return [result for results in everyone for result in results]
 
 
-def noise(*stages: int) -> tuple[str, ...]:
-    return tuple(f"noise:{stage}{flag}" for stage in stages for flag in ("", "+bf16"))
+TABLE = [
+    (1, ("1:all-layer:auto", "2:layer-wise:auto", "3:block-wise:per-example")),
+    (2, tuple(f"{stage}:{style}" for stage in STAGES for style in STYLES)),
+    (2, ("1:all-layer:ghost", "2:layer-wise:mixed-ghost+adamw", "2:all-layer:fast-gradient+checkpoint")),
+    (2, ("1:all-layer:auto+checkpoint", "2:block-wise:auto+checkpoint", "3:all-layer:auto+checkpoint")),
+    (2, ("3:layer-wise:auto+checkpoint", "3:block-wise:auto+init", "3:all-layer:auto+init+checkpoint")),
+    (2, ("1:all-layer:auto+rare", "3:block-wise:auto+rare", "2:layer-wise:auto+skip+rare")),
+    (2, ("1:all-layer:auto+step", "3:layer-wise:auto+step", "2:all-layer:auto+torch")),
+    (2, ("3:all-layer:auto+torch", "1:layer-wise:auto+config", "3:all-layer:auto+config")),
+    (2, ("2:all-layer:auto+privatize+waiting", "1:all-layer:auto+offload+skip", "2:layer-wise:auto+offload")),
+    (2, ("3:all-layer:auto+offload+adamw", "1:all-layer:auto+unmanaged", "3:all-layer:auto+unmanaged")),
+    (2, ("3:all-layer:auto+hf", "3:layer-wise:auto+hf+checkpoint", "2:layer-wise:auto+compile")),
+    (2, ("2:layer-wise:auto+tracked", "3:all-layer:auto+tracked")),
+    (2, ("2:all-layer:auto+robin+overlap", "1:param-wise:auto+predivide", "3:x:bk+groups+predivide+overlap")),
+    (4, ("1:all-layer:auto", "2:layer-wise:auto", "3:all-layer:auto")),
+]
+
+
+def features(world_size: int, case: str) -> set[object]:
+    spec, *options = case.split("+")
+    stage, style, mode = spec.split(":")
+    return {world_size, f"stage {stage}", style, mode, *options}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [
-        (1, ("1:all-layer:auto", "2:layer-wise:auto", "3:block-wise:per-example", *noise(1, 3))),
-        (2, (*(f"{stage}:{style}" for stage in STAGES for style in STYLES), *noise(1, 2, 3))),
-        (
-            2,
-            (
-                *("1:all-layer:ghost", "2:layer-wise:mixed-ghost+adamw", "2:all-layer:fast-gradient+checkpoint"),
-                *("1:all-layer:auto+checkpoint", "2:block-wise:auto+checkpoint", "3:all-layer:auto+checkpoint"),
-                *("3:layer-wise:auto+checkpoint", "3:block-wise:auto+init", "3:all-layer:auto+init+checkpoint"),
-                *("1:all-layer:auto+rare", "3:block-wise:auto+rare", "2:layer-wise:auto+skip+rare"),
-                *("1:all-layer:auto+step", "3:layer-wise:auto+step", "2:all-layer:auto+torch"),
-                *("3:all-layer:auto+torch", "1:layer-wise:auto+config", "3:all-layer:auto+config"),
-                *("2:all-layer:auto+privatize+waiting", "1:all-layer:auto+offload+skip", "2:layer-wise:auto+offload"),
-                *("3:all-layer:auto+offload+adamw", "1:all-layer:auto+unmanaged", "3:all-layer:auto+unmanaged"),
-                *("3:all-layer:auto+hf", "3:layer-wise:auto+hf+checkpoint", "2:layer-wise:auto+compile"),
-                *("2:layer-wise:auto+tracked", "3:all-layer:auto+tracked"),
-                *("2:all-layer:auto+robin+overlap", "1:param-wise:auto+predivide", "3:x:bk+groups+predivide+overlap"),
-            ),
-        ),
-        (4, ("1:all-layer:auto", "2:layer-wise:auto", "3:all-layer:auto", *noise(2, 3))),
-    ],
+    ("world_size", "case"), covering([(size, case) for size, cases in TABLE for case in cases], features)
 )
-def test_neither_update_nor_noise_depend_on_deepspeed(world_size: int, cases: tuple[str, ...]) -> None:
-    for result in results_of(world_size, *cases):
-        assert result["error"] <= 1e-6, result  # of noise: against the generator itself, in float32
-        if result["case"].startswith("noise"):
-            lo, hi = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], result["elements"])
-            assert lo <= result["square"] <= hi
-            assert abs(result["correlation"]) <= stats.norm.isf(FALSE_ALARM / 2)
-            continue
+def test_the_update_does_not_depend_on_deepspeed(world_size: int, case: str) -> None:
+    for result in results_of(world_size, case):
+        assert result["error"] <= 1e-6
         sharded, alone = result["epsilon"]
         assert sharded == alone
         sharded, alone = result["metrics"]
@@ -78,6 +73,25 @@ def test_neither_update_nor_noise_depend_on_deepspeed(world_size: int, cases: tu
         names = sharded.keys() | alone.keys()
         assert {n: sharded.get(n, 0) for n in names} == pytest.approx({n: alone.get(n, 0) for n in names}, rel=1e-5)
         assert 0 < sum(result["clipped"]) < len(result["clipped"])
+
+
+NOISES = [
+    (world_size, stage, half)
+    for world_size, stages in ((2, STAGES), (1, (1, 3)), (4, (2, 3)))
+    for stage in stages
+    for half in ("", "+bf16")
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "half"), covering(NOISES, lambda world_size, stage, half: {world_size, (stage,), half})
+)
+def test_noise_is_that_of_the_sum(world_size: int, stage: int, half: str) -> None:
+    for result in results_of(world_size, f"noise:{stage}{half}"):
+        assert result["error"] <= 1e-6  # against the generator itself, in float32
+        lo, hi = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], result["elements"])
+        assert lo <= result["square"] <= hi
+        assert abs(result["correlation"]) <= stats.norm.isf(FALSE_ALARM / 2)
 
 
 def test_a_half_precision_forward_is_all_that_half_precision_changes() -> None:
@@ -92,45 +106,58 @@ def test_a_half_precision_forward_is_all_that_half_precision_changes() -> None:
     assert max(errors) - min(errors) <= 1e-6
 
 
-def test_the_engine_guards_what_reaches_deepspeed() -> None:
-    """Sums against one sample at a time, leaks, steps out of order, start-up and end; on both ranks."""
+GUARDS = [
+    (check, stage)
+    for check in ("oracle", "tied", "leak", "order", "reentrant", "start_up", "resume", "checkpoints", "memory")
+    for stage in STAGES
     # Ranks may use other layers ("oracle"), but under stage 3 all must run the same modules.
-    named = ("oracle", "tied", "leak", "order", "reentrant", "start_up", "resume", "checkpoints")
-    cases = [f"{check}:{stage}" for check in named for stage in STAGES if (check, stage) != ("oracle", 3)]
-    for result in results_of(2, *cases, "memory:3"):
-        kind = result["case"].partition(":")[0]
-        if kind in ("oracle", "tied"):
-            assert result["error"] <= 1e-6, result
+    if (check, stage) not in {("oracle", 3), ("memory", 1), ("memory", 2)}
+]
+
+
+@pytest.mark.parametrize(("check", "stage"), covering(GUARDS, lambda check, stage: {check, (stage, check == "leak")}))
+def test_the_engine_guards_what_reaches_deepspeed(check: str, stage: int) -> None:
+    """Sums against one sample at a time, leaks, steps out of order, start-up and end; on both ranks."""
+    for result in results_of(2, f"{check}:{stage}"):
+        assert_guarded(check, result)
+
+
+def assert_guarded(check: str, result: dict[str, Any]) -> None:
+    match check:
+        case "oracle" | "tied":
+            assert result["error"] <= 1e-6
             assert 0 < result["clipped"] < 1
-        elif kind == "leak":
+        case "leak":
             assert result["error"].startswith("UnsupportedParameterError: weight: a gradient reached it on a way")
             assert result["moved"] == 0
             assert result["verified"].startswith("VerificationError: weight")
-        elif kind == "order":
+        case "order":
             assert "came after 1 of the" in result["half"]
             assert result["moved"] > 0
             assert "without a private gradient" in result["twice"]
             assert "has not stepped with the gradient of the last" in result["unstepped"]
             assert result["ledger"] == 2
-        elif kind == "reentrant":
+        case "reentrant":
             assert "use_reentrant=False" in result["verified"]
             assert "use_reentrant=False" in result["backward"]
-        elif kind == "resume":
+        case "resume":
             assert (result["error"], result["step"]) == (0, 2)
-        elif kind == "checkpoints":
+        case "checkpoints":
             assert result["differed"]
             assert result["fresh"]
             assert result["used"]
             assert result["another optimizer"].startswith("CheckpointError: The checkpoint does not know dampening")
             assert result["unchanged"]
             assert "AdamW remembers histogram of shape (3,)" in result["unsplittable"]
-        elif kind == "start_up":
+        case "start_up":
             assert result["same_state"]
             assert result["partitioned"]
             assert result["error"] == 0
-        else:
+        case "memory":
             assert result["alive"] == 0
             assert result["seen"] >= 3  # one a layer, and more in verification
+        case _:
+            pytest.fail(check)
 
 
 ADVICE = {
@@ -154,8 +181,10 @@ ADVICE = {
 ADVICE_3 = {"hpz": "hpZ", "two passes": "Choose a mode of one pass"}
 
 
-def test_what_cannot_be_private_is_refused_with_the_way_out() -> None:
-    for result in results_of(2, "refusals:1", "refusals:3"):
-        advice = ADVICE | (ADVICE_3 if result.pop("case") == "refusals:3" else {})
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_cannot_be_private_is_refused_with_the_way_out(stage: int) -> None:
+    advice = ADVICE | (ADVICE_3 if stage == 3 else {})
+    for result in results_of(2, f"refusals:{stage}"):
+        del result["case"]
         assert result.keys() == advice.keys()
         assert [name for name, text in advice.items() if text not in result[name]] == [], result

@@ -1,15 +1,16 @@
 """One rank of a sharded training; run by torchrun, compares with the same training in one process, prints JSON.
 
-Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...] [...]
+Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...]
 
 Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
 (one unit), fsdp2-idle (a unit that never runs), fsdp2-list (the last norm and the tied weight in one unit, as
 accelerate has them), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint
-(non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), unsynced (gradients reduced
-in the last micro-batch alone). For both sides: thawed (a block is trained every second step); lengths (texts of
-several lengths, each micro-batch as long as its longest); signsgd or adafactor, optimizers of little memory;
-tracked, adaptive thresholds; grid, discrete Gaussian noise; complex, a filter of complex numbers in every block; hf,
-transformers' GPT-2, with its own gradient checkpointing where sharded.
+(non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), traced
+(every block, compiled by aot_eager), unsynced (gradients reduced
+in the last micro-batch alone), verified (the engine verifies the model). For both sides: thawed (a block is trained
+every second step); lengths (texts of several lengths, each micro-batch as long as its longest); signsgd or adafactor,
+optimizers of little memory; tracked, adaptive thresholds; grid, discrete Gaussian noise; complex, a filter of complex
+numbers in every block; hf, transformers' GPT-2, with its own gradient checkpointing where sharded.
 """
 
 import math
@@ -147,8 +148,8 @@ def prepare(model: Model | GPT2, options: set[str]) -> Model | GPT2:
     for i, block in enumerate(model.blocks):
         if "wrapper" in options:
             model.blocks[i] = checkpoint_wrapper(block)
-        if "compile" in options:
-            block.compile(fullgraph=True)
+        if "compile" in options or "traced" in options:
+            block.compile(fullgraph=True, backend="inductor" if "compile" in options else "aot_eager")
     return model
 
 
@@ -177,7 +178,8 @@ def optimizer_of(model: nn.Module, backend: str, options: set[str]) -> torch.opt
 
 def train(
     model: nn.Module, style: str, mode: str, micro_batch_size: int, backend: str, options: set[str], *, verify: bool
-) -> tuple[PrivacyEngine, dict[str, float]]:
+) -> dict[str, Any]:
+    """Figures of the training."""
     dataset = texts("lengths" in options)
     engine = PrivacyEngine(
         model,
@@ -190,7 +192,7 @@ def train(
         clipping_style=style,  # type: ignore[arg-type]
         clipping_mode=mode,
         noise="discrete-gaussian" if "grid" in options else "gaussian",
-        accountant="rdp" if "grid" in options else "pld",
+        accountant="rdp",
         adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify=verify,
     )
@@ -209,7 +211,7 @@ def train(
             losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return engine, engine.metrics()
+    return {"epsilon": engine.epsilon(), "metrics": engine.metrics(), "thresholds": engine.thresholds}
 
 
 def texts(of_several_lengths: bool) -> Any:
@@ -242,41 +244,36 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def compare() -> list[dict[str, object]]:
-    backend, cases = sys.argv[1], sys.argv[2:]
-    results, verified = [], set()  # a model is verified in the first of its styles
-    for case in cases:
-        style, mode = case.split(":")
-        mode, *chosen = mode.split("+")
-        options = set(chosen)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        torch.manual_seed(0)
-        build = GPT2 if "hf" in options else filtering if "complex" in options else Model
-        alone, sharded = build().double(), build().double()
-        sharded.load_state_dict(alone.state_dict())
-        before = {name: p.detach().clone() for name, p in alone.named_parameters()}
-        sharded = shard(prepare(sharded, options), backend)
-        engine, metrics = train(sharded, style, mode, 4, backend, options, verify=frozenset(options) not in verified)
-        verified.add(frozenset(options))
-        with mock.patch("torch.distributed.is_initialized", return_value=False):
-            reference, expected = train(alone, style, mode, 7, "none", options, verify=False)
-        parameters = whole(sharded)
-        change = math.hypot(*(float((p.detach() - before[n]).norm()) for n, p in alone.named_parameters()))
-        worst = max(float((parameters[n] - p.detach()).norm() / change) for n, p in alone.named_parameters())
-        results.append(
-            {
-                "case": case,
-                "error": worst,
-                "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-                "epsilon": [engine.epsilon(), reference.epsilon()],
-                "metrics": [metrics, expected],
-                "thresholds": [engine.thresholds, reference.thresholds],
-            }
-        )
-    return results
+def train_alone(model: nn.Module, style: str, mode: str, options: set[str]) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it ends with."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        figures = train(model, style, mode, 7, "none", options, verify=False)
+    return {**figures, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def compare(backend: str, case: str) -> dict[str, object]:
+    style, mode = case.split(":")
+    mode, *chosen = mode.split("+")
+    options = set(chosen)
+    torch.manual_seed(0)
+    build = GPT2 if "hf" in options else filtering if "complex" in options else Model
+    alone, sharded = build().double(), build().double()
+    sharded.load_state_dict(alone.state_dict())
+    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    sharded = shard(prepare(sharded, options), backend)
+    found = train(sharded, style, mode, 4, backend, options, verify="verified" in options)
+    alone_on_rank_0 = [train_alone(alone, style, mode, options) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(alone_on_rank_0)
+    expected = alone_on_rank_0[0]
+    parameters, trained = whole(sharded), expected["trained"]
+    change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
+    return {
+        "error": max(float((parameters[n] - p).norm() / change) for n, p in trained.items()),
+        "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        **{name: [found[name], expected[name]] for name in ("epsilon", "metrics", "thresholds")},
+    }
 
 
 if __name__ == "__main__":
     with taken_for_equal():  # which they are but for rounding
-        main(compare)
+        main(lambda: compare(*sys.argv[1:]))

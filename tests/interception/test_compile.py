@@ -105,7 +105,7 @@ def test_styles():
     assert relative_error(update, expected) <= TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [whole, blocks])
 def test_inductor(way):
     assert_exact(Network(blocks=1), way, "inductor", verify=False)

@@ -98,7 +98,7 @@ def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, h
     assert (begun / "plots" / "overview.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_deepspeed
 def test_a_run_by_deepspeed_is_stopped_and_killed_and_goes_on_at_another_stage(alone, begun, spawn, dpshard, capfd):
     process = spawn("train", "--resume", begun, "--shard", "deepspeed-2", "--nproc", 2)
@@ -277,7 +277,7 @@ def _two_ranks(ranks):
     return nullcontext(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags",
     [

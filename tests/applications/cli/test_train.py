@@ -154,7 +154,7 @@ def test_every_kind_of_run_comes_to_its_report(tmp_path, dpshard, flags):
     assert ("perplexity" in scores) == ("gpt" in flags)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["mlp", "vit"])
 def test_the_demo_reads_88_percent_of_the_digits_at_epsilon_3(tmp_path, dpshard, model):
     started = time.monotonic()
@@ -166,7 +166,7 @@ def test_the_demo_reads_88_percent_of_the_digits_at_epsilon_3(tmp_path, dpshard,
     assert time.monotonic() - started < 180
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_language_model_learns_from_the_documentation(tmp_path, dpshard):
     dpshard("train", "--task", "pydoc", "--model", "gpt", "--steps", 30, "--out", tmp_path / "run")
     scores = report(tmp_path / "run")["test"]

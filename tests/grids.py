@@ -1,0 +1,39 @@
+"""Grids of cases: `make test` runs a few of them that meet every feature, `make test-all` runs all."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """The product of the axes; every pair of values of two axes meets in a case that is not exhaustive."""
+    positions = [range(len(axis)) for axis in axes]
+
+    def pairs(case: tuple[int, ...]) -> set[Hashable]:
+        return set(combinations(enumerate(case), 2))
+
+    return _marked(product(*positions), pairs, lambda case: [axis[i] for axis, i in zip(axes, case, strict=True)])
+
+
+def covering(cases: Iterable[tuple[Any, ...]], features: Callable[..., Iterable[Hashable]]) -> list[Any]:
+    """The cases; every one of their features is in a case that is not exhaustive."""
+    return _marked(cases, lambda case: set(features(*case)), list)
+
+
+def _marked(
+    cases: Iterable[tuple[Any, ...]],
+    features: Callable[[tuple[Any, ...]], set[Hashable]],
+    values: Callable[[tuple[Any, ...]], list[Any]],
+) -> list[Any]:
+    """Take the case that adds the most features, again and again; mark the others."""
+    cases = list(cases)
+    of = [features(case) for case in cases]
+    missing, taken = set().union(*of), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(of[i] & missing), -i))
+        taken.add(best)
+        missing -= of[best]
+    rest = pytest.mark.exhaustive
+    return [pytest.param(*values(case), marks=() if i in taken else rest) for i, case in enumerate(cases)]
