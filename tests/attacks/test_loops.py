@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard.errors import EngineInUseError, LogicalBatchError, UnknownLengthError, UnsupportedOptimizerError
 from tests.attacks.oracle import ALLOWED, clipped_sum, influence, is_refused
-from tests.distributed.launch import launch
+from tests.distributed.launch import together
 
 N, D, P, B = 9, 3, 2, 4
 """Samples, inputs, classes; rows of a micro-batch, so that the last of three is padded."""
@@ -692,14 +692,16 @@ def test_a_scaler_is_found_behind_any_number_of_calls(depth):
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 
-def test_what_one_rank_leaves_out_is_refused_on_all_ranks():
+ON_RANKS = ("ddp:skip", "ddp:no-backward", "ddp:replay", "ddp:padding", "fsdp2:one-of-two", "fsdp2:padding")
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_what_one_rank_leaves_out_is_refused_on_all_ranks(case):
     """The others are told, rather than left waiting; and all of them can go on."""
-    cases = ["ddp:skip", "ddp:no-backward", "ddp:replay", "ddp:padding", "fsdp2:one-of-two", "fsdp2:padding"]
-    for results in launch("loops_worker.py", 2, *cases, timeout=120):
-        for case, (message, steps) in zip(cases, results, strict=True):
-            refused = case.split(":")[1] in ("skip", "no-backward", "one-of-two")
-            assert ("does not count whole" in message) == refused, (case, message)
-            assert steps == (0 if refused else 2), case
+    refused = case.split(":")[1] in ("skip", "no-backward", "one-of-two")
+    for message, steps in together("loops_worker.py", 2, *ON_RANKS)[case]:
+        assert ("does not count whole" in message) == refused
+        assert steps == (0 if refused else 2)
 
 
 # --- micro-batches out of turn --------------------------------------------------------------------------------------

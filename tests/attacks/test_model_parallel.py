@@ -7,7 +7,9 @@ PITFALLS rows: 12 samples that meet those of other ranks; 14 noise of the right 
 17 one global draw, which ranks that make an engine each do not share.
 """
 
-from tests.distributed.launch import launch
+import pytest
+
+from tests.distributed.launch import together
 
 APART = "2 ranks share the data"
 PLACED = "by something else than FSDP: tensor or expert parallelism"
@@ -45,21 +47,22 @@ HONEST = (
 )
 
 
-def test_parts_of_a_model_or_of_a_sample_are_refused() -> None:
-    for results in launch("model_parallel_worker.py", 2, *REFUSED):
-        for (case, text), (error, message, _) in zip(REFUSED.items(), results, strict=True):
-            assert error == "ConfigurationError", (case, error, message)
-            assert text in message, (case, message)
-            if text in (APART, PLACED) or text.startswith(TALKS):
-                assert "expert parallelism" in message, case
-                assert "over all ranks" in message, case  # what works
+@pytest.mark.parametrize("case", REFUSED)
+def test_parts_of_a_model_or_of_a_sample_are_refused(case: str) -> None:
+    text = REFUSED[case]
+    for error, message, _ in together("model_parallel_worker.py", 2, *REFUSED)[case]:
+        assert error == "ConfigurationError", message
+        assert text in message
+        if text in (APART, PLACED) or text.startswith(TALKS):
+            assert "expert parallelism" in message
+            assert "over all ranks" in message  # what works
 
 
-def test_whole_models_on_whole_samples_train() -> None:
-    first, second = launch("model_parallel_worker.py", 2, *HONEST)
-    for case, mine, other in zip(HONEST, first, second, strict=True):
-        for error, message, moved in (mine, other):
-            assert error == "", (case, message)
-            assert moved > 0, case
-        if "own" in case:
-            assert mine[2] != other[2], case  # batches and noise of its own
+@pytest.mark.parametrize("case", HONEST)
+def test_whole_models_on_whole_samples_train(case: str) -> None:
+    ranks = together("model_parallel_worker.py", 2, *HONEST)[case]
+    for error, message, moved in ranks:
+        assert error == "", message
+        assert moved > 0
+    if "own" in case:
+        assert ranks[0][2] != ranks[1][2]  # batches and noise of its own

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from subprocess import STDOUT
 from typing import Any
@@ -49,6 +50,14 @@ def launch(worker: str | Path, world_size: int, *arguments: str | Path, timeout:
         tails = "\n".join(f"--- rank {rank}\n{text[-6000:]}" for rank, text in enumerate(printed))
         raise FailedRankError(f"exit codes {codes} (-9: killed, also because another had failed)\n{tails}")
     return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@cache
+def together(worker: str, world_size: int, *cases: str) -> dict[str, list[Any]]:
+    """What each rank reports of each case, in the order of ranks; the cases run in one group, once for all tests."""
+    everyone = launch(worker, world_size, *cases)
+    assert all(len(results) == len(cases) for results in everyone)
+    return {case: [results[i] for results in everyone] for i, case in enumerate(cases)}
 
 
 @contextmanager

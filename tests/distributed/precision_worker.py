@@ -113,13 +113,10 @@ def whole(gradient: Tensor | None) -> Tensor:
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).double()  # type: ignore[operator]
 
 
-def compare() -> dict[str, dict[str, object]]:
-    results = {}
-    for case in sys.argv[1:]:
-        backend, half, style, dtype = case.split(":")
-        results[case] = step(backend, half, style, getattr(torch, dtype))
-    return results
+def run(case: str) -> dict[str, object]:
+    backend, half, style, dtype = case.split(":")
+    return step(backend, half, style, getattr(torch, dtype))
 
 
 if __name__ == "__main__":
-    main(compare)
+    main(lambda: [run(case) for case in sys.argv[1:]])

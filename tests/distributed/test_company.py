@@ -3,19 +3,22 @@
 PITFALLS row 12.
 """
 
-from tests.distributed.launch import launch
+import pytest
+
+from tests.distributed.launch import together
 
 REFUSED = ("ddp:global-mean", "ddp:other-ranks", "ddp:contrastive", "fsdp2:global-mean")
+HONEST = ("ddp:", "fsdp2:")
 
 
-def test_a_model_that_reaches_over_ranks_is_refused() -> None:
-    for results in launch("company_worker.py", 2, *REFUSED):
-        for case, (error, message) in zip(REFUSED, results, strict=True):
-            assert error == "ConfigurationError", (case, message)
-            assert "samples are split over ranks, or meet" in message, (case, message)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_reaches_over_ranks_is_refused(case: str) -> None:
+    for error, message in together("company_worker.py", 2, *REFUSED)[case]:
+        assert error == "ConfigurationError", message
+        assert "samples are split over ranks, or meet" in message
 
 
-def test_a_model_that_stays_on_its_rank_trains() -> None:
-    for results in launch("company_worker.py", 2, "ddp:", "fsdp2:"):
-        for error, message in results:
-            assert error == "", message
+@pytest.mark.parametrize("case", HONEST)
+def test_a_model_that_stays_on_its_rank_trains(case: str) -> None:
+    for error, message in together("company_worker.py", 2, *HONEST)[case]:
+        assert error == "", message
