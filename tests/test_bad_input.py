@@ -4,7 +4,7 @@ From the project's list, tested elsewhere: GradScaler, LBFGS and a second engine
 checkpoints (test_resume), samples whose loss is not finite (test_noise_on_update), data sets (test_sampling), clipping
 styles and functions (test_clipping), steps past the budget (test_resume).
 
-PITFALLS rows: 8 test_models_without_anything_to_train_are_refused; 23 test_a_large_delta_warns.
+Failure modes: 8 test_models_without_anything_to_train_are_refused; 23 test_a_large_delta_warns.
 """
 
 import math

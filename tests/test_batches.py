@@ -1,6 +1,6 @@
 """`engine.batches` in a training loop: fixed-size masked micro-batches, schedules, caps, workers, and loops left early.
 
-PITFALLS rows: 1 test_a_schedule_divides_by_the_scheduled_size;
+Failure modes: 1 test_a_schedule_divides_by_the_scheduled_size;
 5 test_every_drawn_sample_counts_once_and_padding_not_at_all;
 9, 16 test_an_empty_logical_batch_makes_a_noisy_step; 19 test_a_partial_logical_batch_is_never_released;
 20 test_a_cap_is_what_the_accountant_is_told, test_a_schedule_is_accounted_step_by_step;

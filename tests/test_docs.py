@@ -1,7 +1,7 @@
 """The documents keep their word: their Python runs, their links lead somewhere, their table of rules is the registry.
 
 The fenced python blocks of a page run in the order in which they stand, in one namespace, as a reader would run them.
-PITFALLS rows: 12 test_python_of_the_page_runs (the guide's token-mean loss is caught).
+Failure modes: 12 test_python_of_the_page_runs (the guide's token-mean loss is caught).
 """
 
 from __future__ import annotations
@@ -117,19 +117,41 @@ def test_files_that_a_page_names_exist(page: str) -> None:
         assert (ROOT / "dpshard" / name).exists(), f"{page}: {name}"
 
 
-def rows_of(file: Path) -> set[str]:
-    """Numbers of the rows that the docstring of a test file claims to cover."""
-    claim = re.search(r"PITFALLS rows?:? (.*)", ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "", re.DOTALL)
-    return set(re.findall(r"(?:^|;\s)(\d+)\b", claim.group(1))) if claim else set()
+def claims_of(file: Path) -> dict[str, set[str]]:
+    """The failure modes that the docstring of a test file claims, and the tests that it names beside each."""
+    claim = re.search(r"Failure modes?:? (.*)", ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "", re.DOTALL)
+    found: dict[str, set[str]] = {}
+    for part in re.split(r";\s", claim.group(1)) if claim else ():
+        numbers = re.match(r"\d+(?:(?:, | and )\d+)*", part)
+        for number in re.findall(r"\d+", numbers.group()) if numbers else ():
+            found.setdefault(number, set()).update(re.findall(r"\btest_\w+", part))
+    return found
 
 
-def test_the_table_of_faults_names_tests_that_claim_them() -> None:
+def failure_modes() -> dict[str, set[str]]:
+    """The test files that the page names for each failure mode."""
     table = (ROOT / "docs/privacy-model.md").read_text("utf-8").partition("| the fault |")[2]
     rows = re.findall(r"^\| (\d+) \|.* \| (.*) \|$", table, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 27))
-    for number, tests in rows:
-        for name in re.findall(r"`(tests/[\w/]+\.py)`", tests):
-            assert number in rows_of(ROOT / name), f"row {number}: {name}"
+    return {number: set(re.findall(r"`(tests/[\w/]+\.py)`", tests)) for number, tests in rows}
+
+
+def test_every_failure_mode_has_tests_that_claim_it() -> None:
+    modes = failure_modes()
+    assert list(modes) == [str(number) for number in range(1, 27)]
+    for number, files in modes.items():
+        assert files, number
+        for name in files:
+            assert number in claims_of(ROOT / name), f"failure mode {number}: {name}"
+
+
+def test_what_tests_claim_exists() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    for file in files:
+        functions = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
+        known = {function.name for function in functions} | {other.stem for other in files}
+        for number, tests in claims_of(file).items():
+            assert number in failure_modes(), file
+            assert tests <= known, (file, tests - known)
 
 
 def spoken(function: Any) -> str:

@@ -1,6 +1,6 @@
 """What decides time and memory, and how the samples come, does not decide the update.
 
-PITFALLS rows: 1 test_micro_batches (expected batch size 5, realised 6); 2 test_clipping; 3 test_loss_reduction,
+Failure modes: 1 test_micro_batches (expected batch size 5, realised 6); 2 test_clipping; 3 test_loss_reduction,
 test_micro_batches; 5 test_padded_micro_batches; 7 (tied weights, loops, crossing groups) test_clipping;
 10 test_autocast, test_sums_of_half_precision_parameters_accumulate_in_float32.
 """

@@ -1,6 +1,6 @@
 """The page of known failures names tests that exist, and failures of others that no other room looks at.
 
-PITFALLS rows: 8 test_a_parameter_that_was_replaced_is_refused; 22 test_epsilon_is_never_negative.
+Failure modes: 8 test_a_parameter_that_was_replaced_is_refused; 22 test_epsilon_is_never_negative.
 """
 
 import ast

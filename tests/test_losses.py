@@ -1,6 +1,6 @@
 """Losses of single samples.
 
-PITFALLS rows: 6 test_what_is_ignored_has_no_gradient; 12 test_a_loss_does_not_depend_on_the_other_samples.
+Failure modes: 6 test_what_is_ignored_has_no_gradient; 12 test_a_loss_does_not_depend_on_the_other_samples.
 """
 
 import pytest

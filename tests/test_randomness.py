@@ -1,6 +1,6 @@
 """Keys and sources of random numbers.
 
-PITFALLS row 26: test_user_seeds_neither_change_nor_are_changed, test_every_part_of_the_context_and_secret_matters,
+Failure mode 26: test_user_seeds_neither_change_nor_are_changed, test_every_part_of_the_context_and_secret_matters,
 test_every_bit_of_a_key_matters (a CPU torch.Generator would fail it), test_a_source_is_uniform_and_normal.
 
 Statistical tests run under fixed keys: they pass or fail for good, and a correct source fails under a random key with

@@ -1,6 +1,6 @@
 """Poisson sampling and micro-batches.
 
-PITFALLS rows: 16 test_all_ranks_run_the_same_number_of_micro_batches; 17 test_each_drawn_sample_is_in_exactly_one_row,
+Failure modes: 16 test_all_ranks_run_the_same_number_of_micro_batches; 17 test_each_drawn_sample_is_in_exactly_one_row,
 test_padding_repeats_a_sample_of_the_batch; 20 test_inclusion_is_bernoulli, test_batch_sizes_are_binomial,
 test_inclusions_are_independent, test_a_cap_keeps_a_uniform_subset; 24 test_a_replayed_step_has_the_same_batch;
 26 test_user_seeds_do_not_matter.

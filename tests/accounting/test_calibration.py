@@ -1,6 +1,6 @@
 """The noise and the number of steps that fit a budget.
 
-PITFALLS rows: 22 test_calibration_is_conservative_and_tight, test_calibration_by_pld_is_conservative_and_tight.
+Failure modes: 22 test_calibration_is_conservative_and_tight, test_calibration_by_pld_is_conservative_and_tight.
 Published figures: DP-BERT (Anil et al. 2021, Table 2 setting).
 """
 

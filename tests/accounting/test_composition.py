@@ -1,6 +1,6 @@
 """Epsilon of composed releases, by all accountants.
 
-PITFALLS rows: 20 test_a_cap_is_accounted, test_epsilon_is_that_of_dp_accounting;
+Failure modes: 20 test_a_cap_is_accounted, test_epsilon_is_that_of_dp_accounting;
 23 test_delta_above_one_over_n_warns, test_gdp_warns_once_that_it_may_under_state.
 Published figures: Bu et al. 2020 (MNIST), dp-accounting itself.
 """

@@ -1,6 +1,6 @@
 """What discrete Gaussian noise costs: by the accountant, and summed up point by point.
 
-PITFALLS rows: 20 test_divergences_are_at_most_what_is_accounted, test_what_is_not_proved_is_refused;
+Failure modes: 20 test_divergences_are_at_most_what_is_accounted, test_what_is_not_proved_is_refused;
 22 test_calibration_keeps_to_the_budget.
 """
 

@@ -1,6 +1,6 @@
 """The ledger: what was released, what it costs, what may still be released.
 
-PITFALLS rows: 20 test_relations_are_named; 21 test_each_release_is_counted; 22 test_epsilon_is_pure;
+Failure modes: 20 test_relations_are_named; 21 test_each_release_is_counted; 22 test_epsilon_is_pure;
 24 test_a_ledger_survives_a_checkpoint, test_damaged_ledgers_are_refused, test_affords_says_when_to_stop.
 """
 

@@ -1,6 +1,6 @@
 """The best of a random number of private runs, against its exact distribution.
 
-PITFALLS row: 25 (hyper-parameter search is charged).
+Failure mode: 25 (hyper-parameter search is charged).
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Mixing behind a branch that a random draw decides, wherever in its range the draw must lie. PITFALLS row 12."""
+"""Mixing behind a branch that a random draw decides, wherever in its range the draw must lie. Failure mode 12."""
 
 import pytest
 import torch

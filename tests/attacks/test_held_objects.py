@@ -1,6 +1,6 @@
 """Statistics of the first samples, kept for good in whatever a model can hold: refused, and probes leave no trace.
 
-PITFALLS row 12.
+Failure mode 12.
 """
 
 import array

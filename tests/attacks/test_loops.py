@@ -2,7 +2,7 @@
 
 Each attack stands beside the honest loop that looks like it.
 
-PITFALLS rows: 19 test_a_micro_batch_that_is_left_out_is_refused, test_a_backward_before_a_closure_is_refused.
+Failure modes: 19 test_a_micro_batch_that_is_left_out_is_refused, test_a_backward_before_a_closure_is_refused.
 """
 
 import contextlib

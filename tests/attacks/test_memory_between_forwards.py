@@ -1,6 +1,6 @@
 """What a model keeps of samples between forwards is met by later samples: refused. Probes leave no trace.
 
-PITFALLS row 12, and samples that meet across micro-batches and steps.
+Failure mode 12, and samples that meet across micro-batches and steps.
 """
 
 import copy

@@ -3,7 +3,7 @@
 Without the refusals, on two ranks: tensor parallelism by hand counts one sample for 1.09 R, context parallelism by hand
 for 2.14 R where 2 R is allowed (a sample is replaced), and the ranks of both draw batches of their own.
 
-PITFALLS rows: 12 samples that meet those of other ranks; 14 noise of the right deviation for the sum over ranks;
+Failure modes: 12 samples that meet those of other ranks; 14 noise of the right deviation for the sum over ranks;
 17 one global draw, which ranks that make an engine each do not share.
 """
 

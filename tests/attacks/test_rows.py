@@ -3,7 +3,7 @@
 On padded micro-batches such loops counted one sample up to 17.8 times. Each is refused, by an error that says what to
 do, or exact; with `pad=False`, and through the interface of Opacus, those that any training may contain are exact.
 
-PITFALLS rows: 5 every attack on padded micro-batches.
+Failure modes: 5 every attack on padded micro-batches.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Mixing that is switched on between two verified steps: by an argument, a setting, a hook, or another sub-module.
 
-Steps 0, 1, 2, 4, 8 are verified. The switch is thrown at step 3, and later. PITFALLS row 12.
+Steps 0, 1, 2, 4, 8 are verified. The switch is thrown at step 3, and later. Failure mode 12.
 """
 
 import dataclasses

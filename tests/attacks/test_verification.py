@@ -1,7 +1,7 @@
 """What mixes samples now and then, a little, or late: refused before the release of the batch in which it is met.
 
 Each attack is a model or a loss that passes a look at the first three samples of the first micro-batch.
-PITFALLS row 12.
+Failure mode 12.
 """
 
 import random

@@ -1,6 +1,6 @@
 """What forward leaves for the loss is the sample's own: masks, labels, terms in attributes, and gradients on their way.
 
-PITFALLS row 12.
+Failure mode 12.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Checkpointer in one process: what is saved, what is refused, and what a damaged disk does.
 
-PITFALLS rows: 24 test_a_training_goes_on_bit_for_bit, test_a_damaged_checkpoint_is_passed_over.
+Failure modes: 24 test_a_training_goes_on_bit_for_bit, test_a_damaged_checkpoint_is_passed_over.
 """
 
 import json

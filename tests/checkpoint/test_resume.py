@@ -1,6 +1,6 @@
 """Saving and resuming: nothing spent is forgotten, no step is released twice with two values, the budget holds.
 
-PITFALLS rows: 22 test_epsilon_stays_below_the_target, test_epsilon_is_pure_and_quick;
+Failure modes: 22 test_epsilon_stays_below_the_target, test_epsilon_is_pure_and_quick;
 24 test_a_resumed_run_continues_bit_for_bit, test_replaying_costs_nothing, test_nothing_spent_is_forgotten,
 test_batches_made_before_loading_follow_the_loaded_run, test_a_replay_in_an_own_loop_draws_other_noise,
 test_other_noise_or_batches_at_a_replay_are_refused, test_a_run_stops_before_it_passes_its_budget.

@@ -1,6 +1,6 @@
 """Clipping functions and clipping groups: what bounds the contribution of one sample.
 
-PITFALLS rows: 2 test_thresholds_add_up_to_the_sensitivity, test_the_sensitivity_is_that_of_one_sample_in_every_group;
+Failure modes: 2 test_thresholds_add_up_to_the_sensitivity, test_the_sensitivity_is_that_of_one_sample_in_every_group;
 4 test_a_factor_keeps_the_norm_below_the_threshold, test_a_factor_keeps_the_norm_below_the_threshold_at_every_boundary,
 test_what_is_not_finite_contributes_nothing, test_a_clipping_function_of_the_users_own_is_held_to_the_guarantee;
 8 test_a_parameter_that_no_group_holds_is_refused.

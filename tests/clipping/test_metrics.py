@@ -1,6 +1,6 @@
 """The figures of a logical batch, against a computation of their own from per-sample gradients.
 
-PITFALLS rows: 4 test_samples_without_a_finite_gradient_are_counted (its clipping: test_noise_on_update);
+Failure modes: 4 test_samples_without_a_finite_gradient_are_counted (its clipping: test_noise_on_update);
 5 test_padding_is_not_counted; 10 test_half_precision_is_summed_in_float32_or_better;
 25 test_that_they_are_not_private_is_said.
 """

@@ -1,6 +1,6 @@
 """Thresholds that follow a quantile of the gradient norms, and what their counts cost.
 
-PITFALLS rows: 2 test_sums_and_counts_together_are_one_gaussian_mechanism; 5 test_padding_is_not_counted;
+Failure modes: 2 test_sums_and_counts_together_are_one_gaussian_mechanism; 5 test_padding_is_not_counted;
 14 test_counts_have_the_promised_noise (ranks: tests/distributed); 19 test_a_backward_that_failed_does_not_count_twice;
 24 test_a_checkpoint_without_thresholds_is_refused (and test_resume.py);
 25 test_accounting_sums_and_counts_apart_gives_the_same_epsilon, test_one_sample_changes_the_release_by_its_share,

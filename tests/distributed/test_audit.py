@@ -1,6 +1,6 @@
 """The two-distribution audit of a sharded engine: sound it passes, with noise divided by the ranks it is refuted.
 
-PITFALLS rows: 14.
+Failure modes: 14.
 
 The run secret is fixed; under a random one a sound engine would be refuted with probability 1e-6.
 """

@@ -1,6 +1,6 @@
 """Checkpointer with real processes: killed at any moment, and continued on other numbers of ranks.
 
-PITFALLS rows: 24 test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been,
+Failure modes: 24 test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been,
 test_a_run_goes_on_with_another_number_of_ranks, and the same by DeepSpeed.
 """
 

@@ -1,6 +1,6 @@
 """Samples that meet over ranks, in a model that gathers or reduces in forward: refused on every rank.
 
-PITFALLS row 12.
+Failure mode 12.
 """
 
 import pytest

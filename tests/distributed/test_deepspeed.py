@@ -4,7 +4,7 @@ Trainings run twice under one run secret: by DeepSpeed on W ranks (micro-batches
 (micro-batches of 7). DeepSpeed's partitions are float32, so the two agree to float32 rounding: 1e-6 of the update (the
 largest error seen is 3.5e-7). Some samples are clipped and some are not, in every case.
 
-PITFALLS rows: 1 (no mean, no accumulation steps); 3 (the same); 9 (layers that never run, empty batches); 10 (bf16 has
+Failure modes: 1 (no mean, no accumulation steps); 3 (the same); 9 (layers that never run, empty batches); 10 (bf16 has
 float32 noise); 11 (fp16 is refused); 14 (noise of the sum); 15 (the same on 1, 2 and 4 ranks, independent across
 shards); 16 (equal K); 17 (one global draw); 18 (two passes, refused where parameters are freed); 19 (steps that come
 twice, early, or not at all); 21 (privatize() twice counts once).

@@ -1,6 +1,6 @@
 """What only several ranks can do wrong is told on all of them, before a parameter moves.
 
-PITFALLS rows: 8 gradients that reach a parameter around the anchors; 14 sums that were not summed over ranks, which are
+Failure modes: 8 gradients that reach a parameter around the anchors; 14 sums that were not summed over ranks, which are
 W times as large as the noise is made for, and ranks with other settings, which add other noise; 17 one global draw;
 19 sums that are changed before their noise; 24 ranks that resume at different steps, and release one of them twice.
 """

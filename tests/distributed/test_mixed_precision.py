@@ -1,6 +1,6 @@
 """Half precision ends where clipping begins: norms, clipped sums, their reduction and the noise are float32.
 
-PITFALLS row 10. The network computes exactly in half precision (small integers), so the clipped sum is known in
+Failure mode 10. The network computes exactly in half precision (small integers), so the clipped sum is known in
 float64; a sum that was rounded to bfloat16 on its way would be off by 4e-3, to float16 by 5e-4.
 """
 

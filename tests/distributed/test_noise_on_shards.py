@@ -1,6 +1,6 @@
 """The noise of a sharded update: its deviation, equal on replicas, independent across shards, parameters and steps.
 
-PITFALLS rows: 9 (a layer that never ran); 14 (deviation whatever the world size and the mesh); 15 (shards independent,
+Failure modes: 9 (a layer that never ran); 14 (deviation whatever the world size and the mesh); 15 (shards independent,
 replicas equal); 26 (independent of each other).
 
 The run secret is fixed, so the tests pass or fail for good; under a random one a correct engine

@@ -3,7 +3,7 @@
 A case trains twice under one run secret: sharded over W ranks (micro-batches of 4 a rank), and in one process
 (micro-batches of 7). Parameters must agree to float64 rounding, with noise on.
 
-PITFALLS rows: 9 (parameters without a gradient get noise); 14 (noise of the sum, whatever the world size);
+Failure modes: 9 (parameters without a gradient get noise); 14 (noise of the sum, whatever the world size);
 15 (replicas draw the same noise, shards independent noise: else parameters would differ); 16 (equal K); 17 (one global
 draw); 18 (two passes under DDP).
 """

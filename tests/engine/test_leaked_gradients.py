@@ -1,6 +1,6 @@
 """Gradients that nobody clipped, and parameters that nobody registered, reach no update.
 
-PITFALLS rows: 8 test_a_leaked_gradient_never_reaches_an_update, test_a_parameter_made_trainable_later_is_refused;
+Failure modes: 8 test_a_leaked_gradient_never_reaches_an_update, test_a_parameter_made_trainable_later_is_refused;
 19 test_gradients_may_be_changed_after_the_noise_alone.
 """
 

@@ -1,6 +1,6 @@
 """Several forwards and backwards on the same samples, and those that fail.
 
-PITFALLS row: 7 test_two_forwards_on_one_micro_batch_are_one_gradient_per_sample.
+Failure mode: 7 test_two_forwards_on_one_micro_batch_are_one_gradient_per_sample.
 """
 
 import contextlib

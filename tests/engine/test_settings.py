@@ -1,6 +1,6 @@
 """The settings of the engine: what they do, and the updates that they give.
 
-PITFALLS rows: 1 test_the_update_is_that_of_the_oracle; 3 test_accumulation_does_not_change_the_unit;
+Failure modes: 1 test_the_update_is_that_of_the_oracle; 3 test_accumulation_does_not_change_the_unit;
 20 test_an_own_loop_warns_once.
 """
 

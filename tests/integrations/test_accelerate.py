@@ -1,6 +1,6 @@
 """accelerate: plain, DDP and FSDP2 give the parameters of the plain engine, noise included, and go on from a state.
 
-PITFALLS rows: 14, 15, 17 test_parameters_are_those_of_the_plain_engine.
+Failure modes: 14, 15, 17 test_parameters_are_those_of_the_plain_engine.
 """
 
 import json

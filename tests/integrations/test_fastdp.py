@@ -1,6 +1,6 @@
 """fastDP's interface: its settings mean what they mean there, by the oracle.
 
-PITFALLS rows: 1, 2 test_an_update_is_the_oracles.
+Failure modes: 1, 2 test_an_update_is_the_oracles.
 """
 
 import warnings

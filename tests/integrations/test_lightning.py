@@ -1,6 +1,6 @@
 """Lightning's callback: updates are those of the engine, sanity checks cost nothing, checkpoints keep the ledger.
 
-PITFALLS rows: 19 test_a_fit_is_the_engines_own_loop; 21 the same (steps of sanity checks are not charged);
+Failure modes: 19 test_a_fit_is_the_engines_own_loop; 21 the same (steps of sanity checks are not charged);
 24 test_a_resumed_fit_is_the_same_bit_for_bit.
 """
 

@@ -1,6 +1,6 @@
 """Opacus's interface: its scripts run, and their updates are those of the oracle and of the engine itself.
 
-PITFALLS rows: 1, 5 test_an_update_is_the_oracles (of padded rows, too);
+Failure modes: 1, 5 test_an_update_is_the_oracles (of padded rows, too);
 12 test_the_ghost_criterion_keeps_samples_apart;
 19 test_steps_and_zero_grad_wait_for_the_logical_batch; 20 test_what_cannot_be_accounted_is_refused;
 24 test_a_saved_run_goes_on_bit_for_bit.

@@ -1,6 +1,6 @@
 """`PrivateTrainer`: its updates are the oracle's, the Trainer leaves gradients alone, and a run resumes bit for bit.
 
-PITFALLS rows: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_is_not_private_is_refused;
+Failure modes: 3 test_updates_are_the_oracles (accumulation); 11, 19 test_what_is_not_private_is_refused;
 12 test_updates_are_the_oracles (samples of different lengths); 14, 17 test_two_processes_train_as_one;
 24 test_a_resumed_run_is_the_same_bit_for_bit.
 """

@@ -1,6 +1,6 @@
 """Which dimension carries the samples is never guessed: evidence, or an error.
 
-PITFALLS row: 12 (a batch dimension that shapes alone suggest).
+Failure mode: 12 (a batch dimension that shapes alone suggest).
 """
 
 import pytest

@@ -2,7 +2,7 @@
 
 Counted: the bytes that autograd saves for backward, parameters and buffers left out, under the engine and without it.
 
-PITFALLS rows: 6 test_what_is_trained_is_that_of_the_oracle; 9 test_a_frozen_parameter_gets_no_noise.
+Failure modes: 6 test_what_is_trained_is_that_of_the_oracle; 9 test_a_frozen_parameter_gets_no_noise.
 """
 
 import gc

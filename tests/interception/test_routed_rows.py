@@ -1,6 +1,6 @@
 """Rows that the data picks, or sends to experts: exact where they can be followed, refused where they cannot.
 
-PITFALLS rows: 8 (a use that cannot be told apart by sample raises, and names parameter, function and what to do);
+Failure modes: 8 (a use that cannot be told apart by sample raises, and names parameter, function and what to do);
 9 test_an_idle_expert_gets_noise; 12 test_a_balancing_loss_is_refused.
 """
 

@@ -1,6 +1,6 @@
 """Noise by the element, as accelerators draw it; here on the CPU.
 
-PITFALLS rows: 14 and 15 test_noise_of_an_accelerator_does_not_depend_on_the_split; 24 test_words.
+Failure modes: 14 and 15 test_noise_of_an_accelerator_does_not_depend_on_the_split; 24 test_words.
 Statistical tests have a fixed seed; correct noise fails under a random one with probability FALSE_ALARM each.
 """
 

@@ -1,6 +1,6 @@
 """Keyed Gaussian noise.
 
-PITFALLS rows: 10 test_half_precision_is_refused, test_float64_noise_has_float64_bits;
+Failure modes: 10 test_half_precision_is_refused, test_float64_noise_has_float64_bits;
 14 test_standard_deviation_on_any_number_of_ranks; 15 test_noise_does_not_depend_on_the_split,
 test_different_purposes_are_independent, test_a_rank_draws_only_the_blocks_that_meet_its_shard;
 24 test_a_replayed_step_has_the_same_noise; 26 test_user_seeds_do_not_matter, test_different_purposes_are_independent.

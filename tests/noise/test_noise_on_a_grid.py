@@ -1,6 +1,6 @@
 """Discrete Gaussian noise: sums on a grid, what rounding to it costs, and the engine with it.
 
-PITFALLS rows: 1 test_an_update_has_the_promised_deviation; 2 test_the_gradient_of_the_engine_is_on_the_grid,
+Failure modes: 1 test_an_update_has_the_promised_deviation; 2 test_the_gradient_of_the_engine_is_on_the_grid,
 test_an_update_has_the_promised_deviation; 15 test_noise_does_not_depend_on_the_split.
 
 Statistical tests run under a fixed secret: they pass or fail for good, and correct noise fails under a random secret

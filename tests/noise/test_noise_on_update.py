@@ -1,6 +1,6 @@
 """Noise and sensitivity, measured on the update that SGD(lr=1) makes of a model.
 
-PITFALLS rows: 1 test_the_sum_is_divided_by_the_public_batch_size, test_the_divisor_ignores_how_many_samples_came;
+Failure modes: 1 test_the_sum_is_divided_by_the_public_batch_size, test_the_divisor_ignores_how_many_samples_came;
 2 test_noise_has_the_promised_deviation_under_every_style, test_one_sample_changes_the_release_by_max_grad_norm_at_most;
 4 test_hostile_samples_are_bounded_too, test_samples_without_a_finite_gradient_are_dropped_and_counted,
 test_a_cancelling_gradient_is_clipped_too; 5 test_padding_rows_contribute_exactly_nothing;

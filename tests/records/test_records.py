@@ -1,6 +1,6 @@
 """Records against the per-sample gradients that they stand for.
 
-PITFALLS rows: 4 test_dead_samples_contribute_exact_zeros; 6 test_gather_ignores_what_was_not_read;
+Failure modes: 4 test_dead_samples_contribute_exact_zeros; 6 test_gather_ignores_what_was_not_read;
 7 test_a_sum_of_records_has_the_norm_of_the_sum; 10 test_half_precision_is_summed_in_float32.
 """
 

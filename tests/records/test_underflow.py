@@ -1,6 +1,6 @@
 """Norms at the ends of what floats hold: a square underflows, or a sum overflows, where the gradient does neither.
 
-PITFALLS row 4: every test, that factor times norm is at most the threshold for every float.
+Failure mode 4: every test, that factor times norm is at most the threshold for every float.
 """
 
 import pytest

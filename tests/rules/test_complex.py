@@ -1,6 +1,6 @@
 """Complex parameters: the gradient of one is that of its real and imaginary parts, and each part gets its own noise.
 
-PITFALLS rows: 2 test_a_sample_counts_for_both_parts; 7 the uses through two derivations; 10 test_single_precision;
+Failure modes: 2 test_a_sample_counts_for_both_parts; 7 the uses through two derivations; 10 test_single_precision;
 15 test_both_parts_get_independent_noise.
 """
 

@@ -1,6 +1,6 @@
 """Parameters that pass through functions of parameters alone before they meet the data, against the oracle.
 
-PITFALLS rows: 7 test_pieces_of_one_parameter.
+Failure modes: 7 test_pieces_of_one_parameter.
 """
 
 import pytest

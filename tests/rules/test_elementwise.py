@@ -1,6 +1,6 @@
 """Elementwise functions with broadcasting, and parameters that are expanded along the samples, against the oracle.
 
-PITFALLS rows: 7 test_both_operands; 13 (no batch dimension) every test.
+Failure modes: 7 test_both_operands; 13 (no batch dimension) every test.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Tables that are read by index, against the oracle.
 
-PITFALLS rows: 6 test_padding_idx, test_bags_of_padded_ids; 13 test_positions_without_a_batch_dimension.
+Failure modes: 6 test_padding_idx, test_bags_of_padded_ids; 13 test_positions_without_a_batch_dimension.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Linear maps of inputs of any rank, layout and kind, against the oracle.
 
-PITFALLS rows: 6 test_linear_of_any_rank (bias).
+Failure modes: 6 test_linear_of_any_rank (bias).
 Batch dimensions that a shape does not tell (T = B, D = B, flattened, [T, B, D]): every `layouts` test.
 """
 

@@ -1,6 +1,6 @@
 """Normalisation layers against the oracle.
 
-PITFALLS rows: 6 (biases) every test; 12 test_statistics_over_the_batch_are_refused.
+Failure modes: 6 (biases) every test; 12 test_statistics_over_the_batch_are_refused.
 """
 
 import pytest

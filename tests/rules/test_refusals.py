@@ -1,6 +1,6 @@
 """What has no exact rule is refused, and the error says which parameter, which function, why, and what to do.
 
-PITFALLS row: 8 (a trainable parameter that no rule covers must raise).
+Failure mode: 8 (a trainable parameter that no rule covers must raise).
 """
 
 import itertools

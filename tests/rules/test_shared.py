@@ -1,6 +1,6 @@
 """Parameters that are used several times, or not at all, against the oracle.
 
-PITFALLS rows: 7 every test but the last two; 9 test_a_parameter_that_was_not_used.
+Failure modes: 7 every test but the last two; 9 test_a_parameter_that_was_not_used.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """The course of a logical batch: micro-batches, one release, zero_grad().
 
-PITFALLS rows: 9 test_a_logical_batch_without_backward_is_still_noised; 19 test_sums_must_not_be_thrown_away_unreleased;
+Failure modes: 9 test_a_logical_batch_without_backward_is_still_noised; 19 test_sums_must_not_be_thrown_away_unreleased;
 21 test_steps_count_releases; 24 test_no_sample_is_in_a_release_twice,
 test_a_backward_after_its_logical_batch_is_refused.
 """

@@ -1,6 +1,6 @@
 """Optimizers of every kind around an engine: noise comes once and first, and what cannot be private is refused.
 
-PITFALLS rows: 11 test_grad_scaler_is_refused; 19 test_noise_comes_once_however_often_the_optimizer_steps,
+Failure modes: 11 test_grad_scaler_is_refused; 19 test_noise_comes_once_however_often_the_optimizer_steps,
 test_an_optimizer_within_backward_is_refused.
 """
 

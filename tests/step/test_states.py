@@ -1,6 +1,6 @@
 """The states of a logical batch: each transition of the table in `BatchState`, and what ends with an epoch.
 
-PITFALLS row: 19 test_a_loop_that_is_left.
+Failure mode: 19 test_a_loop_that_is_left.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Verification catches rules, norms and sums that are wrong.
 
-PITFALLS rows: 7 test_a_lost_use_is_caught; 8 test_a_broken_rule_is_caught,
+Failure modes: 7 test_a_lost_use_is_caught; 8 test_a_broken_rule_is_caught,
 test_a_broken_sum_of_a_large_parameter_is_caught.
 """
 

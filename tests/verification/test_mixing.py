@@ -1,6 +1,6 @@
 """Verification catches what has no per-sample gradient: functions and losses that mix samples.
 
-PITFALLS rows: 3 test_a_reduction_that_is_not_the_engines_is_caught; 12 test_batch_norm_in_training_mode_is_caught,
+Failure modes: 3 test_a_reduction_that_is_not_the_engines_is_caught; 12 test_batch_norm_in_training_mode_is_caught,
 test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_loss_of_the_model_is_caught,
 test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
 test_samples_that_are_mixed_in_a_random_order_are_caught, test_detached_statistics_of_the_batch_are_caught,

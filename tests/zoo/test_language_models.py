@@ -1,6 +1,6 @@
 """Language models of transformers, tiny and random, all parameters trainable: exact, untouched.
 
-PITFALLS rows: 12 test_a_balancing_loss_is_refused; 13 test_positions_that_are_handed_in.
+Failure modes: 12 test_a_balancing_loss_is_refused; 13 test_positions_that_are_handed_in.
 """
 
 from contextlib import nullcontext

@@ -3,7 +3,7 @@
 What is frozen has no gradient and no noise; and the cost of privacy is that of what is trained, counted in bytes that
 are kept for backward and in FLOPs.
 
-PITFALLS rows: 8 test_what_autograd_hides_is_refused.
+Failure modes: 8 test_what_autograd_hides_is_refused.
 """
 
 import warnings

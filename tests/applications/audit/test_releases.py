@@ -1,6 +1,6 @@
 """The audit of releases finds faults of sums, noise and batches, planted in the real engine, and passes sound ones.
 
-PITFALLS rows: 1 test_a_planted_fault_is_found[divide_by_realised_size]; 2 [double_a_threshold]; 5
+Failure modes: 1 test_a_planted_fault_is_found[divide_by_realised_size]; 2 [double_a_threshold]; 5
 [count_one_row_of_padding]; 6 [leave_small_parameters_out_of_norms]; 9 [silence]; 10 [halve_precision]; 19
 [add_stale_gradients]; 20 [fix_the_batch_size], [shuffle]; 26 [reuse_noise], [draw_by_a_public_seed],
 [share_noise_between_parameters].

@@ -1,7 +1,7 @@
 """The two-distribution audit refutes an engine with a planted fault, and passes the sound one.
 
 Every fault is put into the real engine (faults.py) and found from outside, by what an adversary sees.
-PITFALLS rows: 1 test_halved_noise_is_refuted; 5 test_counted_padding_is_refuted;
+Failure modes: 1 test_halved_noise_is_refuted; 5 test_counted_padding_is_refuted;
 7 test_tied_weights_that_are_clipped_apart_are_refuted; 8 test_a_layer_that_is_not_clipped_is_refuted;
 12 test_a_sample_that_moves_the_gradients_of_others_is_refuted;
 20 test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted; 26 test_noise_that_is_used_again_is_refuted.

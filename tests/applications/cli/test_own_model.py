@@ -1,6 +1,6 @@
 """`dpshard train --model package.module:function`: a network of the user's own, BatchNorm and all.
 
-PITFALLS rows: 12 test_batch_norm_is_refused_and_replaced_if_asked_to.
+Failure modes: 12 test_batch_norm_is_refused_and_replaced_if_asked_to.
 """
 
 import json
