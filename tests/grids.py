@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 
 
+def quick(*values: Any, rest: Iterable[Any]) -> list[Any]:
+    """The values, and the rest, which are exhaustive."""
+    return [*values, *(pytest.param(value, marks=pytest.mark.exhaustive) for value in rest)]
+
+
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """The product of the axes; every pair of values of two axes meets in a case that is not exhaustive."""
     positions = [range(len(axis)) for axis in axes]

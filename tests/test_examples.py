@@ -76,6 +76,7 @@ def test_a_sharded_example_learns():
     assert "epsilon = " in printed
 
 
+@pytest.mark.exhaustive
 def test_a_language_model_is_fine_tuned_in_shards(tmp_path):
     """A tiny GPT-2 on Python's language reference: what comes out is the adapters, and what was promised."""
     pytest.importorskip("peft")

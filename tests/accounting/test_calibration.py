@@ -53,9 +53,16 @@ def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon
     )
 
 
-@pytest.mark.parametrize("max_batch_size", [None, pytest.param(160, marks=pytest.mark.exhaustive)])
-def test_calibration_by_pld_is_conservative_and_tight(max_batch_size):
-    phases = BatchSchedule.parse([(50, 100), (100, 50)], sample_size=10_000).phases()
+@pytest.mark.parametrize(
+    ("schedule", "max_batch_size"),
+    [
+        ([(50, 100)], None),
+        pytest.param([(50, 100), (100, 50)], None, marks=pytest.mark.exhaustive),
+        pytest.param([(50, 100), (100, 50)], 160, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_calibration_by_pld_is_conservative_and_tight(schedule, max_batch_size):
+    phases = BatchSchedule.parse(schedule, sample_size=10_000).phases()
     run = {"sample_size": 10_000, "target_delta": 1e-5, "max_batch_size": max_batch_size}
     sigma = run_sigma(phases, target_epsilon=0.7, **run)
     assert run_epsilon(phases, noise_multiplier=sigma, **run) <= 0.7

@@ -30,6 +30,7 @@ from dpshard.applications.planner.meter import (
 from dpshard.applications.planner.models import PRESETS
 from dpshard.applications.planner.simulation import simulated
 from dpshard.errors import ConfigurationError, DpshardError
+from tests.grids import quick
 
 TINY = Transformer(width=64, layers=2, heads=2, vocabulary=96, seq=16)
 SETUP = Setup(model=TINY, ranks=4, precision="fp32")
@@ -153,7 +154,7 @@ def test_records_of_all_layers_grow_with_the_samples_and_checkpointing_keeps_the
     assert layer_wise < more / 4
 
 
-@pytest.mark.parametrize("clipping", [Clipping("all-layer", "mixed-ghost"), Clipping("block-wise")])
+@pytest.mark.parametrize("clipping", quick(Clipping("block-wise"), rest=[Clipping("all-layer", "mixed-ghost")]))
 def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(
     clipping: Clipping, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from benchmarks.finetuning.results import table
 from benchmarks.results_files import FOLDER, ROOT
 
 
+@pytest.mark.exhaustive
 def test_transformers_are_fine_tuned_in_shards(tmp_path):
     """A few steps of tiny models: that it runs to the end, and tells what was spent."""
     pytest.importorskip("peft")

@@ -128,6 +128,7 @@ def test_the_groups_of_a_profile_add_up_to_the_step():
     assert profiling.group_of("ProfilerStep") == profiling.OUTSIDE
 
 
+@pytest.mark.exhaustive
 def test_profiles_noise_and_data_leave_tables(tmp_path):
     for command in (
         ["profile", "W3", "W4", "--steps", "1"],
@@ -152,6 +153,7 @@ def test_profiles_noise_and_data_leave_tables(tmp_path):
     assert 0 < loaded["waiting"]["W4"]["waiting"] < loaded["waiting"]["W4"]["seconds"]
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_model_of_the_gpu_set_trains_in_bfloat16_at_tiny_size():
     setting = zero.Setting(ranks=1, precision="bf16", rounds=2, tiny=True)
     times = zero.launch("time", "fsdp2", find("G3"), [zero.ORDINARY, "layer-wise"], setting)

@@ -11,6 +11,7 @@ import io
 import json
 import time
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking, checkpoint
 from dpshard.errors import BudgetExceededError, CheckpointError, LogicalBatchError
+from tests.grids import covering
 from tests.sums import taken_for_equal
 
 N = 40
@@ -78,21 +80,21 @@ def through_json(state):
     return [*state[:2], json.loads(json.dumps(state[2]))]
 
 
-@pytest.mark.parametrize("way", [lambda state: state, through_torch, through_json], ids=["memory", "torch", "json"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch_size": [(4, 3), (8, 6)], "steps": None},
-        {"max_batch_size": 9},
-        {"secure_mode": True},
-        {"noise": "discrete-gaussian", "accountant": "rdp"},
-        {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
-        {"clipping_style": "layer-wise", "adaptive_clipping": QuantileTracking()},
-    ],
-    ids=["plain", "schedule", "cap", "secure", "discrete", "layer-wise", "tracked"],
-)
+WAYS = {"memory": lambda state: state, "torch": through_torch, "json": through_json}
+OPTIONS = {
+    "plain": {},
+    "schedule": {"batch_size": [(4, 3), (8, 6)], "steps": None},
+    "cap": {"max_batch_size": 9},
+    "secure": {"secure_mode": True},
+    "discrete": {"noise": "discrete-gaussian", "accountant": "rdp"},
+    "layer-wise": {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
+    "tracked": {"clipping_style": "layer-wise", "adaptive_clipping": QuantileTracking()},
+}
+
+
+@pytest.mark.parametrize(("way", "options"), covering(product(WAYS, OPTIONS), lambda *case: set(case)))
 def test_a_resumed_run_continues_bit_for_bit(way, options):
+    way, options = WAYS[way], OPTIONS[options]
     whole, part = Run(**options), Run(**options)
     part.engine._secret = whole.engine._secret
     first = whole.train(4)

@@ -11,6 +11,14 @@ from tests.distributed.launch import launch
 from tests.extras import needs_deepspeed
 
 
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", pytest.param("deepspeed-3", marks=needs_deepspeed)])
+def test_an_audit_is_shown_what_one_process_would_release_and_train(backend):
+    for ((error, trials),) in launch("audit_worker.py", 2, "0", backend):
+        assert error < 1e-6
+        assert trials == []
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("trials", "backends"),
     [
@@ -25,7 +33,7 @@ def test_noise_that_is_divided_by_the_world_size_is_refuted(trials, backends):
     assert ranks[0] == ranks[1]
     assert len(ranks[0]) == len(backends)
     for error, ((sound, mu), (weak, mu_of_weak)) in ranks[0]:
-        assert error < 1e-6  # audits are shown what one process would release, and train
+        assert error < 1e-6
         assert not sound
         assert weak
         assert 1.3 < mu < 2 < mu_of_weak

@@ -17,6 +17,7 @@ from dpshard.applications.cli import launch
 from tests.applications.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
 from tests.forks import Forked
+from tests.grids import quick
 from tests.sums import taken_for_equal
 
 STEPS = 12
@@ -86,7 +87,7 @@ def assert_same_run(folder, other):
         torch.testing.assert_close(weights(folder)[name], weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", quick("fsdp2", rest=["ddp"]))
 def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, how):
     dpshard("train", "--resume", begun, "--shard", how, "--nproc", 2)
     output, errors = capfd.readouterr()
@@ -123,7 +124,7 @@ def test_a_run_by_deepspeed_is_stopped_and_killed_and_goes_on_at_another_stage(a
         assert (weights(begun)[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", quick(signal.SIGINT, rest=[signal.SIGTERM]))
 def test_a_signal_saves_and_another_number_of_processes_goes_on(alone, begun, spawn, dpshard, capfd, number):
     process = spawn("train", "--resume", begun, "--shard", "fsdp2", "--nproc", 2)
     wait_for_steps(begun, 3, process)
@@ -179,7 +180,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    "failure", quick("a bug", "a death", rest=["a refusal", "a refusal of all", "a hang of the others"])
+)
 def test_a_rank_that_fails_ends_the_run_with_one_error(tmp_path, monkeypatch, dpshard, capfd, failure):
     code, exit_code, message = FAILURES[failure]
     sabotage(monkeypatch, tmp_path, code)
@@ -219,6 +222,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.exhaustive
 def test_a_run_joins_torchrun(alone, begun):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.run(

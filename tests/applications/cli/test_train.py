@@ -17,6 +17,7 @@ from torch import nn
 from dpshard.applications.cli import models, training
 from dpshard.applications.cli.run_folder import RunFolder
 from tests.applications.cli.conftest import QUICK
+from tests.grids import quick
 
 
 def metrics(folder):
@@ -203,7 +204,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, spawn, known_secr
     assert_same_run(killed, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", quick(signal.SIGINT, rest=[signal.SIGTERM]))
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, spawn, known_secret, dpshard, number):
     folder = tmp_path / "stopped"
     process = spawn("train", *LONG, "--out", folder, "--num-workers", 1)
