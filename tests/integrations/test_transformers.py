@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dpshard.errors import CheckpointError, ConfigurationError, DataError, EngineInUseError, VerificationError
 from dpshard.sampling import PoissonSampler
 from tests.distributed.launch import launch
+from tests.grids import quick
 from tests.oracle import clipped_mean, norm, per_sample_gradients, relative_error
 from tests.sums import taken_for_equal
 
@@ -258,28 +259,27 @@ CASES = {
     "lora": (lora, {**RUN, "fsdp": True}),
 }
 """Model and arguments of a training on two processes; on CPUs the Trainer of Hugging Face would not turn FSDP on."""
-WRAPPED = ("DistributedDataParallel", "FSDPGPT2LMHeadModel", "FSDPPeftModelForCausalLM")
+WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel", "lora": "FSDPPeftModelForCausalLM"}
 PROMPT = [[1, 2, 3]]
 
 
-def test_two_processes_train_as_one(tmp_path):
+@pytest.mark.parametrize("case", quick("fsdp2", rest=["ddp", "lora"]))
+def test_two_processes_train_as_one(case, tmp_path):
     """Noise and logs included, with half of the accumulation steps; and they save, resume, and generate."""
     worker = Path(__file__).with_name("trainer_worker.py")
-    results = launch(worker, 2, tmp_path / "two", *CASES, timeout=200)
+    (result,) = launch(worker, 2, tmp_path / "two", case, timeout=200)
     with taken_for_equal():
-        alone = {make: train_alone(make, tmp_path / make.__name__) for make in (gpt2, lora)}
-    for (make, _), wrapped, result in zip(CASES.values(), WRAPPED, results, strict=True):
-        trainer = alone[make]
-        assert (result["wrapped"], result["steps"], result["resumed"]) == (wrapped, 3, True)
-        assert "dpshard.json" in result["saved"]
-        for found, logged in zip(result["logs"], trainer.state.log_history, strict=False):
-            for name in {"loss", "epsilon", "grad_norm"} & logged.keys():
-                assert found[name] == pytest.approx(logged[name], rel=1e-6)
-        trained = [p for p in trainer.model.parameters() if p.requires_grad]
-        for values, parameter in zip(result["parameters"], trained, strict=True):
-            torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
-        generated = trainer.model.generate(input_ids=torch.tensor(PROMPT), max_new_tokens=3)
-        assert result["generated"] == generated.tolist()
+        trainer = train_alone(CASES[case][0], tmp_path / "alone")
+    assert (result["wrapped"], result["steps"], result["resumed"]) == (WRAPPED[case], 3, True)
+    assert "dpshard.json" in result["saved"]
+    for found, logged in zip(result["logs"], trainer.state.log_history, strict=False):
+        for name in {"loss", "epsilon", "grad_norm"} & logged.keys():
+            assert found[name] == pytest.approx(logged[name], rel=1e-6)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    for values, parameter in zip(result["parameters"], trained, strict=True):
+        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), parameter.detach().flatten())
+    generated = trainer.model.generate(input_ids=torch.tensor(PROMPT), max_new_tokens=3)
+    assert result["generated"] == generated.tolist()
 
 
 def train_alone(make, folder):

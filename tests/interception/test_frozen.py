@@ -16,6 +16,7 @@ from torch import nn
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Tape
 from dpshard.records import PerSampleGrad
+from tests.grids import pairwise
 from tests.oracle import assert_exact, randn
 
 pytestmark = [
@@ -158,9 +159,10 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
         assert record.gradient.untyped_storage().nbytes() <= B * 4 * D * 4
 
 
-@pytest.mark.parametrize("style", ["all-layer", "layer-wise", "param-wise"])
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize(
+    ("trained", "mode", "style"),
+    pairwise(list(TRAINED), ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
+)
 def test_nothing_outlives_the_backward_pass(trained, mode, style):
     """After backward, nothing that has a row per position is alive but the output."""
     model, x = build("gpt", trained)
