@@ -178,7 +178,7 @@ class _Game:
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
     ) -> Iterator[tuple[dict[str, NDArray[np.float64]], bool]]:
-        """The noise of every step over its deviation, and whether it was alone."""
+        """Yield the noise of each step over its deviation, and True if nothing was added to it."""
         mechanism, device = self.engine.mechanism, next(model.parameters()).device
         model.train()
         for logical_batch in self.engine.batches(data, micro_batch_size):
@@ -249,7 +249,7 @@ class _Game:
         return noise, not drawn_n.any()
 
     def findings(self) -> list[Finding]:
-        """What the sums and the draws show."""
+        """Return the tests of the sums and the draws."""
         found = [Finding("ranks are given different gradients", -math.inf)] if self._disagreement else []
         if not self.known:
             return found

@@ -84,7 +84,7 @@ class StepsAudit:
         return self.trials.epsilon(delta, confidence)
 
     def refuted_at(self) -> float | None:
-        """A delta at which the trials refute the accounted epsilon; None if there is none.
+        """Return a delta at which the trials refute the accounted epsilon, or None.
 
         A sound engine is refuted with probability 1 - REFUTED_BEYOND at most, over all deltas together.
         """
@@ -208,7 +208,7 @@ def _releases(
     steps: int,
     micro_batch_size: int,
 ) -> Iterator[tuple[list[float], list[float]]]:
-    """What each step releases in the canary's direction, and what the canary contributes to it if it is drawn, [P]."""
+    """Yield each release in the canary's direction, and the contribution [P] of the canary if it is drawn."""
     mechanism, device = engine.mechanism, next(model.parameters()).device
     model.train()
     for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
@@ -232,7 +232,7 @@ def _releases(
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
-    """A function that takes a step at a learning rate of 0, and drops the gradients."""
+    """Return a function that takes a step at a learning rate of 0, and drops the gradients."""
     if is_model_engine(prepared):  # DeepSpeed has the optimizer, and a step of its own
         for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
             group["lr"] = 0.0
@@ -247,9 +247,9 @@ def stepping(prepared: nn.Module) -> Callable[[], None]:
 
 
 def noise_unit(engine: PrivacyEngine, step: int) -> float:
-    """What the noise of `step`, the last one released, is sigma times; max_grad_norm, which adaptive thresholds move.
+    """Return the L2 sensitivity in force at `step`, the last one released: std of the noise on the sum / sigma.
 
-    The noise is that of the sum over the batch.
+    With fixed thresholds it is max_grad_norm.
     """
     mechanism = engine.mechanism
     if mechanism.noise_multiplier == 0:
@@ -293,7 +293,7 @@ def log_likelihood_ratio(
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
-    """The threshold above which a score says "in" that proves most on these trials, and what it would prove."""
+    """Return the threshold for "in" that proves most on these trials, and the bound that it would prove."""
     values = np.unique(np.concatenate([without, within]))
     middles: Sequence[float] = [*((values[1:] + values[:-1]) / 2)] or [float(values[0])]
     thinned = middles[:: max(1, len(middles) // 100)]

@@ -228,7 +228,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 
 def _able(plan: Plan) -> Sequence[str]:
-    """The accountants that can analyse `plan`."""
+    """Return the accountants that can analyse `plan`."""
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]
     if plan.mechanism.max_batch_size is not None:

@@ -230,7 +230,7 @@ class Attack(NamedTuple):
 
 
 def attacks(figures: Mapping[str, Any]) -> list[Attack]:
-    """The attacks of audit.json."""
+    """Return the attacks in audit.json."""
     from dpshard.accounting import rounded_up
 
     found = []
@@ -257,13 +257,13 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
 
 
 def _tested(result: Mapping[str, Any]) -> str:
-    """What the attack on the releases looked at, in words."""
+    """Describe the data of the attack on the releases."""
     sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
     return f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
 
 
 def _how(result: Mapping[str, Any]) -> str:
-    """What was done, in words."""
+    """Describe an attack."""
     if "canaries" in result:
         return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
     sampled = ""
