@@ -93,13 +93,8 @@ def audit_releases(
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
-    plain = copy.deepcopy(model).train()
-    elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-    candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
-    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
-    rows = _chosen(gradients)
-    known = _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
-    x, y, gradients = x[rows], y[rows], [gradients[row] for row in rows]
+    rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
+    x, y = x[rows], y[rows]
     prepared = prepare(model)
     step = stepping(prepared)
     tests: NoiseTests | None = None
@@ -137,6 +132,15 @@ def audit_releases(
         elements=sum(game.sizes.values()),
         samples=len(rows) if game.known else 0,
     )
+
+
+def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[list[int], list[dict[str, Tensor]], bool]:
+    """Return the candidates to play with, their gradients, and True if these are the same at each step."""
+    elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
+    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
+    rows = _chosen(gradients)
+    return rows, [gradients[row] for row in rows], _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
 
 
 class _Game:

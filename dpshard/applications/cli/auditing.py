@@ -89,7 +89,6 @@ def audit_game(
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    options = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     audit = audit_steps(
         model,
         x,
@@ -100,11 +99,8 @@ def audit_game(
         batch_size=game.batch_size,
         micro_batch_size=game.micro_batch_size,
         noise_multiplier=game.noise_multiplier,
-        prepare=lambda model: (
-            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
-        ),
         on_step=on_step,
-        **options,
+        **_of_engine(settings, device),
     )
     return step_figures(audit, settings.target_delta, confidence)
 
@@ -126,11 +122,8 @@ def audit_all_releases(
         y,
         sample_losses,
         steps=steps,
-        prepare=lambda model: (
-            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
-        ),
         on_step=on_step,
-        **{name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME},
+        **_of_engine(settings, device),
     )
     fault = audit.fault
     return {
@@ -142,6 +135,16 @@ def audit_all_releases(
         "noise_multiplier": SIGMA,
         "refuted": fault is not None,
     }
+
+
+def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+    """Return the settings of an audit's engine, and `prepare`, which shards its model."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        return sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings)).model
+
+    kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
+    return {"prepare": prepare} | kept
 
 
 def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
