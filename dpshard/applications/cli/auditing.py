@@ -26,8 +26,9 @@ from dpshard.applications.audit.releases import SIGMA
 from dpshard.applications.cli import fitting, models, own_model, sharding
 from dpshard.applications.cli.data import BYTES, Data, Kind, size
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device, sample_losses
+from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device
 from dpshard.backends.ranks import Ranks
+from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
