@@ -165,8 +165,8 @@ def test_a_loss_that_mixes_samples_is_noticed(module):
     ("path", "words"),
     [
         ("measured", "names no function"),
-        ("nowhere:f", "no module 'nowhere'"),
-        ("measured:f", "has no function 'f'"),
+        ("nowhere:f", "No module named 'nowhere'"),
+        ("measured:f", "has no function f"),
         ("measured:three", "a tuple of 3"),
         ("measured:no_model", "of type int"),
         ("measured:frozen", "no trainable parameter"),

@@ -53,7 +53,7 @@ class Trials:
                 raise ConfigurationError(f"{errors} errors in {trials} trials: an attack needs trials of both kinds.")
 
     def rates(self, confidence: float) -> tuple[float, float]:
-        """Upper bounds of both error rates that hold together with probability `confidence`.
+        """Return upper bounds of both error rates, which hold together with probability `confidence`.
 
         Clopper and Pearson 1934, "The use of confidence or fiducial limits", one-sided, half of the error each.
         """
@@ -64,19 +64,19 @@ class Trials:
         )
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """A lower bound on epsilon at `delta`, whatever the mechanism; see [Note: A bound from an attack]."""
+        """Return a lower bound on epsilon at `delta` for any mechanism; see [Note: A bound from an attack]."""
         a, b = self.rates(confidence)
         found = [math.log((1 - delta - one) / other) for one, other in ((a, b), (b, a)) if one < 1 - delta]
         return max(0.0, *found) if found else 0.0
 
     def mu(self, confidence: float) -> float:
-        """A lower bound on mu of a mechanism that is mu-GDP; at least 0. See [Note: A bound from an attack]."""
+        """Return a lower bound on mu of a mu-GDP mechanism, at least 0; see [Note: A bound from an attack]."""
         a, b = self.rates(confidence)
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
 
 
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Probability, at most, that `right` of `guesses` guesses about m `canaries` are right under (epsilon, delta)-DP.
+    """Return a bound on the probability of `right` right `guesses` about m `canaries` under (epsilon, delta)-DP.
 
     Each canary was in by the toss of a fair coin. Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1)
     training run", arXiv:2305.08846, Theorem 5.2: beta + alpha m delta, where beta = P[X >= v] and
@@ -92,7 +92,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
 
 
 def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """A lower bound on epsilon at `delta` from one run; every smaller epsilon has a p-value below 1 - confidence."""
+    """Return a lower bound on epsilon from one run; every smaller epsilon has a p-value below 1 - confidence."""
     error = 1 - check_confidence(confidence)
 
     def rejected(epsilon: float) -> bool:
@@ -120,7 +120,7 @@ class Guesses:
     """(guesses, right ones), the numbers of guesses fixed beforehand."""
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """A lower bound on epsilon at `delta`: the best of those tried, each at its share of the error."""
+        """Return the best lower bound on epsilon at `delta`; each number of guesses has its share of the error."""
         each = 1 - (1 - check_confidence(confidence)) / len(self.tried)
         return max(one_run_epsilon(self.canaries, n, right, delta, each) for n, right in self.tried)
 
@@ -141,7 +141,7 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
 
 
 def check_confidence(confidence: float) -> float:
-    """`confidence` itself; ConfigurationError unless it lies strictly between 0 and 1."""
+    """Return `confidence`; raise ConfigurationError unless it lies strictly between 0 and 1."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")
     return confidence

@@ -65,7 +65,7 @@ class CanaryGradient:
         self._last: tuple[Sequence[float], CanaryDirection] | None = None
 
     def aim(self, thresholds: Sequence[float]) -> CanaryDirection:
-        """How to move the release most at these thresholds [M]; with the gradient as it is, if that is nearly best."""
+        """Return how to move the release most at these thresholds [M]; keep the gradient if it is nearly best."""
         if self._last is None or self._last[0] != thresholds:
             self._last = thresholds, self._aim(thresholds)
         return self._last[1]
@@ -84,17 +84,17 @@ class CanaryGradient:
         return CanaryDirection(float(pull_S[best]), length_MS[:, best])
 
     def left_of(self, aim: CanaryDirection) -> dict[str, Tensor]:
-        """What clipping leaves of the gradient, by parameter name."""
+        """Return the clipped gradient by parameter name."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
 
     def lengths(self, aim: CanaryDirection) -> list[float]:
-        """The norms of what clipping leaves, one a parameter of which the gradient is not 0."""
+        """Return the norm of the clipped gradient for each parameter with a gradient other than 0."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]
 
     def along(self, full_gradient: Callable[[str], Tensor | None]) -> list[float]:
-        """How far a gradient, given by parameter name, reaches in the direction of each parameter's part; see above."""
+        """Return how far a gradient, given by parameter name, reaches in the direction of each parameter's part."""
         reached = []
         for unit in self._units:
             for name, part in unit.items():
@@ -106,7 +106,7 @@ class CanaryGradient:
 
 
 def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
-    """The gradient of one sample (x [1, ...], y [1, ...]) by plain autograd, by the names of trained parameters."""
+    """Return the gradient of one sample (x [1, ...], y [1, ...]) by plain autograd, by parameter name."""
     device = next(model.parameters()).device
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     value = loss(model(x.to(device)), y.to(device)).sum()
@@ -115,10 +115,10 @@ def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) ->
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name, without what wrappers add to names."""
+    """Return the parameters by name, without the prefixes of wrappers."""
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The L2 norm of tensors as one vector."""
+    """Return the L2 norm of tensors as one vector."""
     return math.sqrt(sum(float(x.square().sum()) for x in tensors))

@@ -57,7 +57,7 @@ class Finding(NamedTuple):
 
 
 def likeliest_fault(findings: list[Finding], false_alarm: float) -> Finding | None:
-    """The least probable finding, of equals the first; None if a sound engine has one with more than `false_alarm`."""
+    """Return the least probable finding; None if a sound engine shows it with a chance above `false_alarm`."""
     worst = min(findings, key=lambda finding: max(finding.log_p, LEAST_LOG_P))
     return worst if worst.log_p + math.log(len(findings)) < math.log(false_alarm) else None
 
@@ -103,7 +103,7 @@ class _Parameter:
         self.before.append(kept)
 
     def restart(self) -> None:
-        """The next step is that of another engine."""
+        """Expect the steps of another engine."""
         self.before.clear()
 
     def findings(self, name: str, steps: int) -> list[Finding]:
@@ -165,7 +165,7 @@ class NoiseTests:
         self._step_of_engine += 1
 
     def next_engine(self) -> None:
-        """What comes is the noise of another engine, whose secret is another."""
+        """Expect the noise of another engine with another secret."""
         self._engines += 1
         self._step_of_engine = 0
         for parameter in self._parameters.values():
@@ -220,5 +220,5 @@ def _log_chi2(total: float, degrees: int) -> float:
 
 
 def _least(what: str, log_p: NDArray[np.float64]) -> Finding:
-    """The least of several p-values, for all of them."""
+    """Return the least of several p-values, corrected for their number."""
     return Finding(what, min(0.0, float(np.min(log_p)) + math.log(len(log_p))))

@@ -70,7 +70,7 @@ class GradientCanaries:
         self.pull = JUST_BELOW * self._threshold(engine, engine.thresholds.values())
 
     def _threshold(self, engine: PrivacyEngine, thresholds: Iterable[float]) -> float:
-        """That of the group of the canaries' numbers."""
+        """Return the threshold of the group of the canaries' numbers."""
         groups = zip(engine.mechanism.clipping_groups, thresholds, strict=True)
         return next(threshold for names, threshold in groups if _Probed.NAME in names)
 
@@ -89,7 +89,7 @@ class GradientCanaries:
     def losses(
         self, model: nn.Module, x: Tensor, y: Tensor, canary_B: Tensor, weight_B: Tensor, loss: SampleLoss
     ) -> Tensor:
-        """The loss of every row, [B]."""
+        """Return the loss [B] of each row."""
         output, probe_B = model(x, canary_B)
         return weight_B * loss(output, y) + self.pull * probe_B
 
@@ -137,7 +137,7 @@ class InputCanaries:
     def losses(
         self, model: nn.Module, x: Tensor, y: Tensor, canary_B: Tensor, weight_B: Tensor, loss: SampleLoss
     ) -> Tensor:
-        """The loss of every row, [B]."""
+        """Return the loss [B] of each row."""
         return weight_B * loss(model(x), y)
 
     def observe(self, engine: PrivacyEngine, step: int) -> None:

@@ -93,13 +93,8 @@ def audit_releases(
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
-    plain = copy.deepcopy(model).train()
-    elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-    candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
-    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
-    rows = _chosen(gradients)
-    known = _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
-    x, y, gradients = x[rows], y[rows], [gradients[row] for row in rows]
+    rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
+    x, y = x[rows], y[rows]
     prepared = prepare(model)
     step = stepping(prepared)
     tests: NoiseTests | None = None
@@ -137,6 +132,15 @@ def audit_releases(
         elements=sum(game.sizes.values()),
         samples=len(rows) if game.known else 0,
     )
+
+
+def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[list[int], list[dict[str, Tensor]], bool]:
+    """Return the candidates to play with, their gradients, and True if these are the same at each step."""
+    elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
+    gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
+    rows = _chosen(gradients)
+    return rows, [gradients[row] for row in rows], _reproducible(plain, x[rows[:1]], y[rows[:1]], loss)
 
 
 class _Game:
@@ -178,7 +182,7 @@ class _Game:
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
     ) -> Iterator[tuple[dict[str, NDArray[np.float64]], bool]]:
-        """The noise of every step over its deviation, and whether it was alone."""
+        """Yield the noise of each step over its deviation, and True if nothing was added to it."""
         mechanism, device = self.engine.mechanism, next(model.parameters()).device
         model.train()
         for logical_batch in self.engine.batches(data, micro_batch_size):
@@ -249,7 +253,7 @@ class _Game:
         return noise, not drawn_n.any()
 
     def findings(self) -> list[Finding]:
-        """What the sums and the draws show."""
+        """Return the tests of the sums and the draws."""
         found = [Finding("ranks are given different gradients", -math.inf)] if self._disagreement else []
         if not self.known:
             return found

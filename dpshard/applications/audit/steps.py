@@ -84,7 +84,7 @@ class StepsAudit:
         return self.trials.epsilon(delta, confidence)
 
     def refuted_at(self) -> float | None:
-        """A delta at which the trials refute the accounted epsilon; None if there is none.
+        """Return a delta at which the trials refute the accounted epsilon, or None.
 
         A sound engine is refuted with probability 1 - REFUTED_BEYOND at most, over all deltas together.
         """
@@ -114,24 +114,18 @@ def audit_steps(
     """Play `trials` trials of `steps` steps with the last of the N samples, and as many without it.
 
     Args:
-        model: The model to train; it is trained at a learning rate of 0, and given back as an ordinary one.
-        x: Inputs of the N samples, rows of a tensor; the last one is the canary.
-        y: Their targets.
+        model: The model; it is trained at a learning rate of 0, and given back as an ordinary one.
+        x, y: Inputs and targets of the N samples, rows of tensors; the last one is the canary.
         loss: The loss of every sample, [B].
-        trials: Trials with, and trials without the canary; a fifth of them chooses the test.
-        steps: Steps of a trial.
+        trials, steps: Trials with the canary, and as many without, of `steps` steps; a fifth chooses the test.
         batch_size: Expected batch size; by default N, so that every sample is in every batch.
         micro_batch_size: Rows that are computed at once; one that does not divide N has padding in every batch.
-        noise_multiplier: Of the engine under audit. Bounds are tightest where epsilon is neither tiny nor huge.
-        clipping_fn: Of the engine under audit.
-        prepare: Wraps the model for sharded training; what it returns is given to the engine. (Of DeepSpeed, what
-            deepspeed.initialize() returns; the learning rate of its optimizer is set to 0.)
+        prepare: Wraps the model for sharded training (for DeepSpeed, what deepspeed.initialize() returns).
         on_step: Called after each of the 2 * trials * steps steps.
-        options: Of PrivacyEngine.
+        noise_multiplier, clipping_fn, options: Of PrivacyEngine; neither tiny nor huge epsilons prove most.
 
     On several ranks, all of them call it with the same arguments, and get the same result.
-    Raises ConfigurationError if there are too few trials, no noise, or no loss of every sample, or if the canary has no
-    gradient.
+    Raises ConfigurationError for too few trials, no noise, no loss of every sample, or a canary without a gradient.
     """
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
@@ -150,15 +144,7 @@ def audit_steps(
     )
     try:
         odd = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
-        live = float(engine.mechanism.schedule[0] == n and engine.mechanism.adaptive_clipping is None)
-        step, is_canary = stepping(prepared), torch.arange(n) == n - 1
-        datasets = {}
-        for canary in (1.0, 0.0):
-            weights = torch.full((n,), live)
-            weights[-1] = canary
-            # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
-            rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
-            datasets[canary] = TensorDataset(x[rows], y[rows], weights, is_canary)
+        step, datasets = stepping(prepared), {canary: _data(engine, x, y, canary) for canary in (1.0, 0.0)}
         played: dict[float, list[list[tuple[list[float], list[float]]]]] = {1.0: [], 0.0: []}
         for canary in _order(trials):
             found = []
@@ -168,8 +154,18 @@ def audit_steps(
             played[canary].append(found)
     finally:
         engine.detach()
-    without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
-    return StepsAudit(trials=_play(without, within, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    return StepsAudit(trials=_play(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+
+
+def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
+    """Return (x, y, weight, is canary) of a trial; the weight of the canary is `canary`."""
+    n, mechanism = len(x), engine.mechanism
+    live = float(mechanism.schedule[0] == n and mechanism.adaptive_clipping is None)
+    weights = torch.full((n,), live)
+    weights[-1] = canary
+    # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
+    rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
+    return TensorDataset(x[rows], y[rows], weights, torch.arange(n) == n - 1)
 
 
 def _order(trials: int) -> list[float]:
@@ -208,7 +204,7 @@ def _releases(
     steps: int,
     micro_batch_size: int,
 ) -> Iterator[tuple[list[float], list[float]]]:
-    """What each step releases in the canary's direction, and what the canary contributes to it if it is drawn, [P]."""
+    """Yield each release in the canary's direction, and the contribution [P] of the canary if it is drawn."""
     mechanism, device = engine.mechanism, next(model.parameters()).device
     model.train()
     for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
@@ -232,7 +228,7 @@ def _releases(
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
-    """A function that takes a step at a learning rate of 0, and drops the gradients."""
+    """Return a function that takes a step at a learning rate of 0, and drops the gradients."""
     if is_model_engine(prepared):  # DeepSpeed has the optimizer, and a step of its own
         for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
             group["lr"] = 0.0
@@ -247,9 +243,9 @@ def stepping(prepared: nn.Module) -> Callable[[], None]:
 
 
 def noise_unit(engine: PrivacyEngine, step: int) -> float:
-    """What the noise of `step`, the last one released, is sigma times; max_grad_norm, which adaptive thresholds move.
+    """Return the L2 sensitivity in force at `step`, the last one released: std of the noise on the sum / sigma.
 
-    The noise is that of the sum over the batch.
+    With fixed thresholds it is max_grad_norm.
     """
     mechanism = engine.mechanism
     if mechanism.noise_multiplier == 0:
@@ -257,8 +253,9 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
     return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
-def _play(without: _Scores, within: _Scores, mechanism: Mechanism) -> Trials:
+def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
     """Choose a test on the first fifth of the trials, and count its errors on the others."""
+    without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
@@ -293,7 +290,7 @@ def log_likelihood_ratio(
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
-    """The threshold above which a score says "in" that proves most on these trials, and what it would prove."""
+    """Return the threshold for "in" that proves most on these trials, and the bound that it would prove."""
     values = np.unique(np.concatenate([without, within]))
     middles: Sequence[float] = [*((values[1:] + values[:-1]) / 2)] or [float(values[0])]
     thinned = middles[:: max(1, len(middles) // 100)]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from dpshard.applications import user_code
 from dpshard.errors import ConfigurationError
 
 USAGE = (
@@ -56,24 +54,9 @@ class Subject:
 def load(path: str) -> Callable[[], Subject]:
     """Return the function at `path` (package.module:function), wrapped to check every result.
 
-    Puts the working directory on the module path. Raises ConfigurationError if `path` names no
-    function.
+    Raises ConfigurationError if `path` names no function.
     """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigurationError(f"{path!r} names no function. {USAGE}")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(f"{module_name} cannot be imported: {error}.") from error
-        raise ConfigurationError(f"There is no module {module_name!r} in {here} or among those installed.") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigurationError(f"{module_name} has no function {name!r}. {USAGE}")
+    function = user_code.load(path)
     return lambda: _checked(path, function)
 
 

@@ -95,6 +95,45 @@ class Answer:
     """The accountant of which the figure is: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
 
 
+Phases = Annotated[
+    str | None, typer.Option(help="Schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length.")
+]
+Sigma = Annotated[
+    float | None,
+    typer.Option(
+        "--noise-multiplier", "--sigma", help="Noise sigma: standard deviation over the sensitivity, unitless."
+    ),
+]
+Cap = Annotated[
+    int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
+]
+Accountants = Annotated[
+    list[str] | None,
+    typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
+]
+SearchRuns = Annotated[
+    float | None,
+    typer.Option(
+        help="Expected number of such runs, of which the best is kept: epsilon is that of the search (rdp only)."
+    ),
+]
+SearchDistribution = Annotated[
+    str | None,
+    typer.Option(help="Of the number of runs: geometric, logarithmic or poisson. [dim]\\[default: geometric][/]"),
+]
+SearchAlso = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="BATCHxSTEPS,...@SIGMA",
+        help="Other settings that a run of the search may have; epsilon is that of the worst. May be repeated.",
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
+]
+
+
 def command(
     sample_size: Annotated[int, typer.Option(help="Number of training samples N.")],
     batch_size: Annotated[
@@ -102,53 +141,24 @@ def command(
     ] = None,
     epochs: Annotated[float | None, typer.Option(help="Length in expected passes over the samples.")] = None,
     steps: Annotated[int | None, typer.Option(help="Length in optimizer steps; instead of --epochs.")] = None,
-    phases: Annotated[
-        str | None, typer.Option(help="Schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length.")
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option(
-            "--noise-multiplier", "--sigma", help="Noise sigma: standard deviation over the sensitivity, unitless."
-        ),
-    ] = None,
+    phases: Phases = None,
+    noise_multiplier: Sigma = None,
     target_epsilon: Annotated[
         float | None, typer.Option("--target-epsilon", "--epsilon", help="Budget epsilon of the whole run.")
     ] = None,
     target_delta: Annotated[
         float, typer.Option("--target-delta", "--delta", help="Delta, a probability well below 1/N.")
     ] = 1e-5,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
-    ] = None,
+    max_batch_size: Cap = None,
     noise: Annotated[str, typer.Option(help="gaussian, or discrete-gaussian (rdp only).")] = "gaussian",
     elements: Annotated[
         int | None, typer.Option(help="Trainable elements of the model, which discrete noise asks for.")
     ] = None,
-    accountant: Annotated[
-        list[str] | None,
-        typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
-    ] = None,
-    search_runs: Annotated[
-        float | None,
-        typer.Option(
-            help="Expected number of such runs, of which the best is kept: epsilon is that of the search (rdp only)."
-        ),
-    ] = None,
-    search_distribution: Annotated[
-        str | None,
-        typer.Option(help="Of the number of runs: geometric, logarithmic or poisson. [dim]\\[default: geometric][/]"),
-    ] = None,
-    search_also: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="BATCHxSTEPS,...@SIGMA",
-            help="Other settings that a run of the search may have; epsilon is that of the worst. May be repeated.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
-    ] = None,
+    accountant: Accountants = None,
+    search_runs: SearchRuns = None,
+    search_distribution: SearchDistribution = None,
+    search_also: SearchAlso = None,
+    plot: Picture = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compute what a DP-SGD run costs (epsilon), the noise that it needs, or the steps that a budget allows.
@@ -228,7 +238,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 
 def _able(plan: Plan) -> Sequence[str]:
-    """The accountants that can analyse `plan`."""
+    """Return the accountants that can analyse `plan`."""
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]
     if plan.mechanism.max_batch_size is not None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.panel import Panel
 from rich.table import Table
 
-from dpshard.applications.cli import console, launch
+from dpshard.applications.cli import console
 from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.run_folder import RunFolder, write_atomically
-from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
-from dpshard.applications.cli.train import processes, resumed
+from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.settings import TrainSettings, with_options
+from dpshard.applications.cli.train import chosen, in_other_processes, on_all_ranks
 from dpshard.errors import ConfigurationError, RunFolderError
 
 if TYPE_CHECKING:
@@ -39,11 +36,10 @@ RELEASES = 200
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
-class CanaryKind(str, Enum):  # noqa: UP042
-    """See [Note: Canaries] in dpshard/applications/audit/one_run.py."""
-
-    gradient = "gradient"
-    input = "input"
+Kind = Annotated[
+    Literal["gradient", "input"],
+    typer.Option(help="Canaries pull at numbers of their own (gradient), or are samples like no others (input)."),
+]
 
 
 @with_options
@@ -71,98 +67,56 @@ def command(
         ),
     ] = 1,
     canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0: no such audit.", min=0)] = 1000,
-    canary_kind: Annotated[
-        CanaryKind,
-        typer.Option(help="Canaries pull at numbers of their own (gradient), or are samples like no others (input)."),
-    ] = CanaryKind.gradient,
+    canary_kind: Kind = "gradient",
     confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with settings of `dpshard train`, which options override.")
     ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    as_json: console.JsonFile = None,
     **flags: Any,
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon beside the accounted upper ones.
 
-    Three attacks: releases nearly without noise, of which sums, noise and batches are tested; many releases of the
-    same steps with and without an odd sample; and one training run with canaries, each in it by the toss of a coin.
-    Exit code 3 says that one of them proved more than was accounted: then something
-    is wrong with the model, the loss or the engine. All settings of `dpshard train` are options.
+    Three attacks: releases nearly without noise, to test sums, noise and batches; many releases of
+    the same steps with and without an odd sample; and a training run with canaries, each in it by
+    the toss of a coin. Exit code 3: an attack proved more than was accounted, so the model, the
+    loss or the engine is wrong. All settings of `dpshard train` are options.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    if run is None:
-        settings = resolve(read_yaml(config) if config else {}, given)
-    elif given.keys() - set(MAY_CHANGE) or config:
-        raise ConfigurationError(
-            f"An audit of a run takes all settings but {' and '.join(MAY_CHANGE)} from its folder: leave the other "
-            f"options out, or leave the folder out."
-        )
-    else:
-        folder = RunFolder.open(run)
-        settings, as_json = resumed(folder.settings(), given), as_json or folder.audit
-    plan = {
-        "trials": trials,
-        "steps-per-trial": steps_per_trial,
-        "canaries": canaries,
-        "canary-kind": canary_kind.value,
+    settings, folder = chosen(config, flags, run)
+    target = as_json or (folder and folder.audit)
+    plan: dict[str, Any] = {
+        "trials": trials, "steps-per-trial": steps_per_trial, "canaries": canaries, "canary-kind": canary_kind,
         "confidence": confidence,
-    }
+    }  # fmt: skip
     _check(plan)
-    if as_json is not None and not as_json.parent.is_dir():
-        raise RunFolderError(f"The folder of --json {as_json} does not exist: make it first.")
-    if settings.shard.startswith("deepspeed"):
-        from dpshard.applications.cli import zero
-
-        zero.require_deepspeed()
-    if settings.shard != "none" and not launch.joined():
-        raise typer.Exit(_start(settings, plan, as_json))
-    _audit(settings, plan, as_json)
+    if target is not None and not target.parent.is_dir():
+        raise RunFolderError(f"The folder of --json {target} does not exist: make it first.")
+    options = [text for name, value in plan.items() for text in (f"--{name}", str(value))]
+    in_other_processes(settings, ["audit", *options, *(["--json", str(target)] if target else [])])
+    with on_all_ranks(settings) as (settings, ranks):
+        figures = _attack(settings, plan, ranks)
+        _print(figures)
+        if target is not None:
+            content = to_json(figures, 2).encode()
+            ranks.on_first(lambda: write_atomically(target, content))
+        if any(attack.refuted for attack in attacks(figures)):
+            raise typer.Exit(REFUTED)
 
 
 def _check(plan: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for a plan that would prove nothing."""
-    least = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
-    if 0 < plan["trials"] < least:
-        raise ConfigurationError(
-            f"trials={plan['trials']} proves nothing: take at least {least}, better hundreds, or 0 for no such audit."
-        )
-    if 0 < plan["canaries"] < FEWEST_CANARIES:
-        raise ConfigurationError(
-            f"canaries={plan['canaries']} proves nothing: take at least {FEWEST_CANARIES}, better hundreds, or 0 for "
-            f"no such audit."
-        )
+    trials = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
+    for name, least in (("trials", trials), ("canaries", FEWEST_CANARIES)):
+        if 0 < plan[name] < least:
+            raise ConfigurationError(
+                f"{name}={plan[name]} proves nothing: take at least {least}, better hundreds, or 0 for no such audit."
+            )
     if not plan["trials"] and not plan["canaries"]:
         raise ConfigurationError("trials=0 and canaries=0 leave nothing to audit: drop one of the two.")
     if not 0 < plan["confidence"] < 1:
         raise ConfigurationError(
             f"confidence={plan['confidence']:g}: it is a probability, strictly between 0 and 1; for example 0.95."
         )
-
-
-def _start(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) -> int:
-    """Have other processes do the work; their exit code."""
-    count = processes(settings)
-    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
-        config = Path(scratch) / "settings.yaml"
-        config.write_text(replace(settings, nproc=count).to_yaml(), "utf-8")
-        options = [text for name, value in plan.items() for text in (f"--{name}", str(value))]
-        out = ["--json", str(as_json)] if as_json else []
-        return launch.start(count, ["audit", "--config", str(config), *options, *out])
-
-
-def _audit(settings: TrainSettings, plan: dict[str, Any], as_json: Path | None) -> None:
-    with console.out.status("loading ..."):
-        from dpshard.applications.cli import training, world
-
-    device = training.pick_device(settings.device)
-    with world.joined(str(device)) as ranks:
-        figures = _attack(replace(settings, device=str(device)), plan, ranks)
-        _print(figures)
-        if as_json is not None:
-            target = as_json
-            ranks.on_first(lambda: write_atomically(target, to_json(figures, 2).encode()))
-        if any(attack.refuted for attack in attacks(figures)):
-            raise typer.Exit(REFUTED)
 
 
 def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -230,7 +184,7 @@ class Attack(NamedTuple):
 
 
 def attacks(figures: Mapping[str, Any]) -> list[Attack]:
-    """The attacks of audit.json."""
+    """Return the attacks in audit.json."""
     from dpshard.accounting import rounded_up
 
     found = []
@@ -257,13 +211,13 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
 
 
 def _tested(result: Mapping[str, Any]) -> str:
-    """What the attack on the releases looked at, in words."""
+    """Describe the data of the attack on the releases."""
     sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
     return f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
 
 
 def _how(result: Mapping[str, Any]) -> str:
-    """What was done, in words."""
+    """Describe an attack."""
     if "canaries" in result:
         return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
     sampled = ""

@@ -26,8 +26,9 @@ from dpshard.applications.audit.releases import SIGMA
 from dpshard.applications.cli import fitting, models, own_model, sharding
 from dpshard.applications.cli.data import BYTES, Data, Kind, size
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device, sample_losses
+from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device
 from dpshard.backends.ranks import Ranks
+from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
@@ -57,7 +58,7 @@ class Game:
 
 
 def games(steps: int) -> dict[str, Game]:
-    """The games of trials of so many steps, by their keys in audit.json.
+    """Return the games with trials of so many steps, by their keys in audit.json.
 
     Faults of sampling show where there is little noise, and noise that is used again where there is much.
     """
@@ -79,7 +80,7 @@ def audit_game(
     confidence: float,
     on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Many noisy releases with and without an odd sample, as the figures of audit.json.
+    """Play many noisy releases with and without an odd sample; return the figures of audit.json.
 
     `on_step` is called after each of the 2 * trials * game.steps steps.
     """
@@ -89,7 +90,6 @@ def audit_game(
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    options = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     audit = audit_steps(
         model,
         x,
@@ -100,11 +100,8 @@ def audit_game(
         batch_size=game.batch_size,
         micro_batch_size=game.micro_batch_size,
         noise_multiplier=game.noise_multiplier,
-        prepare=lambda model: (
-            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
-        ),
         on_step=on_step,
-        **options,
+        **_of_engine(settings, device),
     )
     return step_figures(audit, settings.target_delta, confidence)
 
@@ -112,7 +109,7 @@ def audit_game(
 def audit_all_releases(
     settings: TrainSettings, data: Data, ranks: Ranks, steps: int, on_step: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """What releases hold beside noise and clipped sums, as the figures of audit.json; `on_step` as of `audit_game`."""
+    """Test the releases for anything beside noise and clipped sums; return the figures of audit.json."""
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
     model = _awake(_model(settings, data, device, ranks))
     x, y = odd_samples(data, CANDIDATES // 2)
@@ -126,11 +123,8 @@ def audit_all_releases(
         y,
         sample_losses,
         steps=steps,
-        prepare=lambda model: (
-            sharding.shard(model, settings.shard, device, lambda m: make_optimizer(m, settings)).model
-        ),
         on_step=on_step,
-        **{name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME},
+        **_of_engine(settings, device),
     )
     fault = audit.fault
     return {
@@ -144,8 +138,18 @@ def audit_all_releases(
     }
 
 
+def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+    """Return the settings of an audit's engine, and `prepare`, which shards its model."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        return sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings)).model
+
+    kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
+    return {"prepare": prepare} | kept
+
+
 def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
-    """An audit of steps as plain values."""
+    """Return an audit of steps as plain values."""
     trials = audit.trials
     return {
         "lower_bound": audit.lower_bound(delta, confidence),
@@ -174,7 +178,9 @@ def audit_run(
     confidence: float,
     on_step: Callable[[int], object] = lambda steps: None,
 ) -> dict[str, Any]:
-    """A whole run with canaries, as the figures of audit.json; `on_step(steps of the run)` is called after each step.
+    """Train a whole run with canaries; return the figures of audit.json.
+
+    Calls `on_step(steps of the run)` after each step.
 
     Noise is calibrated anew for the data set with the canaries, and epsilon is that of this run.
     """
@@ -224,7 +230,7 @@ def _run_figures(canaries: Canaries, engine: PrivacyEngine, kind: str, confidenc
 
 
 def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
-    """Samples like no others: the values of a training sample in random order, for text random bytes; random labels."""
+    """Return unusual samples: values of a training sample in random order, or random bytes; random labels."""
     generator = torch.Generator().manual_seed(0)
     like = [torch.as_tensor(data.train[i % size(data.train)][0]) for i in range(count)]
     if data.kind in (Kind.LANGUAGE, Kind.MASKED):
@@ -239,7 +245,7 @@ def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The sample with the longest gradient."""
+    """Return the sample with the longest gradient."""
     plain = copy.deepcopy(model).train()
     samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
     norms = [norm_of(sample_gradient(plain, *sample, sample_losses).values()) for sample in samples]
@@ -248,7 +254,7 @@ def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _awake(model: nn.Module) -> nn.Module:
-    """`model`, with small values in the place of parameters that are zero: a head of zeros passes no gradient on."""
+    """Fill parameters of zeros with small values, because a head of zeros passes no gradient on; return `model`."""
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from dpshard.applications.cli import console
 from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.plan import parse_clipping
+from dpshard.applications.cli.plan import Clippings, parse_clipping
 from dpshard.applications.cli.run_folder import write_atomically
 from dpshard.config import check_positive
 
@@ -32,19 +31,12 @@ def command(
             "inputs and targets (tensors, or tuples or dicts of them), and loss_fn(model(x), y), its mean loss.",
         ),
     ],
-    clipping: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STYLE[:MODE]",
-            help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode; may be repeated. "
-            "[dim]\\[default: each style, and all-layer:mixed-ghost][/]",
-        ),
-    ] = None,
+    clipping: Clippings = None,
     rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each variant, in turns.")] = 20,
     compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too.")] = False,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, in fresh processes.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    as_json: console.JsonFile = None,
 ) -> None:
     """Measure time, memory and FLOPs of private training for your model, beside ordinary training.
 

@@ -6,7 +6,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -21,6 +22,9 @@ err = Console(highlight=False, soft_wrap=True, stderr=True)
 
 # Some versions of Typer vendor click, others use the installed one.
 UsageError: Any = typer.BadParameter.__base__
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")]
+"""The option --json of commands that print a table, too."""
 
 USER_ERROR = 2
 """Exit code of a refusal, as for a wrong option; bugs have 1."""

@@ -29,7 +29,7 @@ NOT_COVERED = (
 
 
 def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Everything in the report, as plain values; `scores` are those on the test split, "before" and "after"."""
+    """Return the report as plain values; `scores` on the test split are "before" and "after"."""
     data, engine, mechanism = run.data, run.engine, run.engine.mechanism
     return {
         "task": run.settings.task,
@@ -85,7 +85,7 @@ def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None
 
 
 def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What came out, as names and values."""
+    """Return the results as names and values."""
 
     def shown(scores: Mapping[str, float]) -> str:
         return f"perplexity {scores['perplexity']:.2f}" if "perplexity" in scores else f"{scores['accuracy']:.1%} right"

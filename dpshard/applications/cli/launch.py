@@ -15,10 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dpshard.applications.cli import console
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 STORE = "DPSHARD_STORE"
 """Environment variable: path of the file through which ranks of `start` find each other."""
@@ -50,7 +54,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
             LIFELINE: str(lifeline),
         }
         command = [sys.executable, "-m", "dpshard", *arguments]
-        with _Forwarded() as signals:
+        with stop_requests() as signals:
             ranks = [
                 subprocess.Popen(
                     command,
@@ -71,22 +75,22 @@ def start(count: int, arguments: Sequence[str]) -> int:
                 os.close(ours)
 
 
-class _Forwarded:
-    """A context that collects SIGINT and SIGTERM; a second signal acts as usual."""
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Yield a list that collects SIGINT and SIGTERM within the block; a second signal acts as usual."""
+    received: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
-    def __enter__(self) -> list[int]:
-        self.received: list[int] = []
-        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in self.before:
-            signal.signal(number, self._note)
-        return self.received
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
 
-    def _note(self, number: int, _frame: object) -> None:
-        self.received.append(number)
-        signal.signal(number, self.before[signal.Signals(number)])
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

@@ -13,6 +13,7 @@ from dpshard.applications.cli import console, own_model
 from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
+from dpshard.applications.transformer import GPT, Block
 from dpshard.errors import ConfigurationError
 from dpshard.replacements import replace_unsupported
 
@@ -48,7 +49,7 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         return TextClassifier(settings.max_length + 1, data.classes)
     if name == "bert":
         return BERT(settings.max_length + 1, data.classes)
-    return GPT(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
+    return gpt(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
 
 
 def check_fits(name: str, data: Data) -> None:
@@ -82,6 +83,11 @@ def choose(data: Data, task: str) -> str:
     except ConfigurationError:
         return "gpt"
     return "gpt2"
+
+
+def gpt(length: int, width: int = 64, depth: int = 2, heads: int = 4) -> GPT:
+    """Return a small GPT over bytes."""
+    return GPT(VOCABULARY, length, width, depth, lambda: Block(width, heads, causal=True))
 
 
 class MLP(nn.Module):
@@ -132,39 +138,6 @@ class CNN(nn.Module):
         return self.head(self.body(2 * x_BCHW - 1))
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention."""
-
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.causal = causal
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Return attention output [B, T, D]; ignore positions where `attend_BT` is False."""
-        qkv = self.qkv(x_BTD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mask = None if attend_BT is None else attend_BT[:, None, None, :]
-        y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), attn_mask=mask, is_causal=self.causal)
-        return self.out(y_BHTK.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal=causal)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Return hidden states [B, T, D]."""
-        x_BTD = x_BTD + self.attention(self.norm_1(x_BTD), attend_BT)
-        return x_BTD + self.mlp(self.norm_2(x_BTD))
-
-
 class VisionTransformer(nn.Module):
     """Vision transformer of Dosovitskiy et al. 2021, arXiv:2010.11929."""
 
@@ -191,26 +164,6 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD).flatten(1))
-
-
-class GPT(nn.Module):
-    """A causal language model with its token embedding as output head."""
-
-    def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits [B, T, VOCABULARY] of the next token at every position."""
-        x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return F.linear(self.norm(x_BTD), self.tokens.weight)
 
 
 class GPT2(nn.Module):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
+from dpshard.applications import user_code
 from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.settings import OWN_MODEL
 from dpshard.backends.ranks import Ranks
@@ -31,7 +27,7 @@ def build(name: str, data: Data) -> nn.Module:
     ConfigurationError if the function cannot be imported, or if its result is not a module with
     such logits.
     """
-    model = _function(name)(tuple(data.train[0][0].shape), data.classes)
+    model = user_code.load(name)(tuple(data.train[0][0].shape), data.classes)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model={name!r} returned {type(model).__name__}, not a torch.nn.Module.")
     _check_logits(name, model, data)
@@ -48,20 +44,6 @@ def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
             f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which "
             f"--seed seeds, or read them from one file."
         )
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; the program `dpshard` puts its own folder there
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigurationError(f"model={name!r}: {module_name} cannot be imported: {error}.") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigurationError(f"model={name!r}: {module_name} ({module.__file__}) has no function {attribute}.")
-    return function
 
 
 def _check_logits(name: str, model: nn.Module, data: Data) -> None:

@@ -24,28 +24,41 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+Model = Annotated[
+    str,
+    typer.Option(
+        help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, or hf:NAME_OR_PATH, a transformers configuration (name, "
+        "folder, or config.json)."
+    ),
+]
+Shard = Annotated[
+    Literal["ddp", "zero2", "fsdp2", "hsdp"],
+    typer.Option(
+        help="ddp: no shards (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
+        "fsdp2: shards of everything (stage 3); hsdp: shards within a node, replicated over nodes."
+    ),
+]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens of a sample (pixels along a side). [dim]\\[default: the model's][/]")
+]
+Clippings = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="STYLE[:MODE]",
+        help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
+        "may be repeated. [dim]\\[default: several][/]",
+    ),
+]
+
+
 def command(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, or hf:NAME_OR_PATH, a transformers configuration (name, "
-            "folder, or config.json)."
-        ),
-    ] = "gpt-100b",
+    model: Model = "gpt-100b",
     ranks: Annotated[int, typer.Option(help="Number of GPUs.")] = 256,
-    shard: Annotated[
-        Literal["ddp", "zero2", "fsdp2", "hsdp"],
-        typer.Option(
-            help="ddp: no shards (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
-            "fsdp2: shards of everything (stage 3); hsdp: shards within a node, replicated over nodes."
-        ),
-    ] = "fsdp2",
+    shard: Shard = "fsdp2",
     node: Annotated[int, typer.Option(help="GPUs of a node, the shards of hsdp.")] = 8,
     micro_batch: Annotated[int, typer.Option(help="Samples of a rank in one forward.")] = 1,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a rank in one step.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens of a sample (pixels along a side). [dim]\\[default: the model's][/]")
-    ] = None,
+    seq: Length = None,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing/--no-checkpointing", help="Recompute activations in backward.")
     ] = False,
@@ -53,18 +66,11 @@ def command(
         Literal["bf16", "fp32"], typer.Option(help="Of forward and backward; reduction and update are float32.")
     ] = "bf16",
     optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Optimizer with its states.")] = "adamw",
-    clipping: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STYLE[:MODE]",
-            help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
-            "may be repeated. [dim]\\[default: the first three, and all-layer:mixed-ghost][/]",
-        ),
-    ] = None,
+    clipping: Clippings = None,
     gpu_memory: Annotated[
         float | None, typer.Option(help="GiB of a GPU: adds the styles that fit, and the largest micro-batches.")
     ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    as_json: console.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,
 ) -> None:
     """Count collectives, FLOPs and peak memory of a private step on many GPUs, on one core.

@@ -57,7 +57,7 @@ PANELS = (
 
 
 def new_figure(**arguments: Any) -> Any:
-    """A matplotlib figure, without the global state of pyplot."""
+    """Return a matplotlib figure, without the global state of pyplot."""
     from matplotlib.figure import Figure
 
     return Figure(**arguments)
@@ -80,7 +80,7 @@ def draw(folder: RunFolder) -> list[Path]:
 
 
 def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:
-    """Each panel that `rows` have points for, as an <svg> element to put into a page."""
+    """Return an <svg> element for each panel that `rows` have points for."""
     panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
     return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in panels}
 
@@ -97,7 +97,7 @@ def _svg(figure: Any, name: str) -> str:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure as a picture of the type that the name of `path` says; RunFolderError if it cannot be written."""
+    """Write a picture in the format of the suffix of `path`; raise RunFolderError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)
@@ -147,7 +147,7 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], 
 
 
 def styled() -> Any:
-    """A context in which figures are made in our style; ConfigurationError if matplotlib is missing."""
+    """Return a context with our style of figures; raise ConfigurationError if matplotlib is missing."""
     require("matplotlib", "plots", "A plot")
     import matplotlib
 

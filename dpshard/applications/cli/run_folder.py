@@ -1,11 +1,12 @@
-"""A run on disk: settings, metrics, checkpoints, plots and the report, such that a killed run can go on.
+"""A run on disk: settings, metrics, checkpoints, plots and the report; a killed run can resume.
 
 [Note: What survives kill -9]
-Files that are read back on resume are replaced as a whole: written beside their place, flushed to the disk, renamed.
-metrics.jsonl grows by one line a step; after a kill it may be ahead of the last checkpoint, or end in half a line, so
-resuming cuts it back to the checkpoint's step. Nothing private depends on it: damaged lines are left out, and a missing
-file is begun anew. The steps in between are computed again with the same samples. If their sums are the same, they
-cost no further budget (dpshard/noise/digest.py).
+Each file that a resumed run reads is replaced as a whole: written beside its place, flushed to the
+disk, renamed. metrics.jsonl grows by one line per step. After a kill it may be ahead of the last
+checkpoint, or end in half a line, so resuming cuts it back to the checkpoint's step. Nothing
+private depends on it: damaged lines are dropped, and a missing file is begun anew. The steps in
+between are computed again with the same samples. With the same sums, they cost no further budget
+(dpshard/noise/digest.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,28 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The files of one run."""
+    """The files of the run at `path`. Epsilon covers only the weights."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"  # a line of JSON per step: NOT private
+        self.checkpoints = path / "checkpoints"  # they hold the run secret: NOT private
+        self.plots = path / "plots"  # pictures of the metrics: NOT private
+        self.model = path / "model.pt"  # the trained weights: epsilon is about them
+        self.report = path / "report.md"  # report.json beside it says the same
+        self.audit = path / "audit.json"  # bounds that `dpshard audit` proved for the settings
 
     @classmethod
     def create(cls, path: Path | None, settings: TrainSettings) -> RunFolder:
-        """A new folder at `path`, by default runs/TASK-DATE-TIME; RunFolderError if it is taken or unwritable."""
+        """Create a folder at `path`, or runs/TASK-DATE-TIME; raise RunFolderError if it is taken or unwritable."""
         path = path or Path("runs") / f"{settings.task}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = cls(path)
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, not a folder: choose another --out.")
         if path.exists() and any(path.iterdir()):
-            raise RunFolderError(
-                f"The run folder {path} exists already: go on with it by --resume {path}, or choose another --out."
-            )
+            raise RunFolderError(f"{path} exists already: resume that run by --resume {path}, or choose another --out.")
         with _explained(path):
             folder.checkpoints.mkdir(parents=True)
             write_atomically(folder.config, settings.to_yaml().encode())
@@ -53,51 +58,14 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The existing run at `path`; RunFolderError if there is none."""
+        """Return the run at `path`; raise RunFolderError if there is none."""
         folder = cls(path)
         if not folder.config.is_file():
-            raise RunFolderError(
-                f"{path} is no run folder: it has no {folder.config.name}. Name one that dpshard train has made."
-            )
+            raise RunFolderError(f"{path} is no run folder, without config.yaml. Name one that dpshard train has made.")
         return folder
 
-    @property
-    def config(self) -> Path:
-        """The settings."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """A line of JSON per step. NOT private."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """States to resume from. They hold the run secret: NOT private."""
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        """Pictures of the metrics. NOT private."""
-        return self.path / "plots"
-
-    @property
-    def model(self) -> Path:
-        """The trained weights: what epsilon is about."""
-        return self.path / "model.pt"
-
-    @property
-    def report(self) -> Path:
-        """The final report; beside it, the same as JSON."""
-        return self.path / "report.md"
-
-    @property
-    def audit(self) -> Path:
-        """What `dpshard audit` proved about the settings of the run."""
-        return self.path / "audit.json"
-
     def settings(self) -> TrainSettings:
-        """The settings of the run."""
+        """Return the settings of the run."""
         try:
             return resolve(read_yaml(self.config))
         except ConfigurationError as error:
@@ -116,37 +84,36 @@ class RunFolder:
             yield
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete lines of metrics.jsonl."""
+        """Return the complete lines of metrics.jsonl; raise RunFolderError if one is of no step."""
+        rows = self._rows()
+        for number, row in enumerate(rows, 1):
+            if row is None:
+                raise RunFolderError(
+                    f"{self.metrics} was damaged or edited (line {number} is of no step): restore it from a copy."
+                )
+        return [row for row in rows if row is not None]
+
+    def _rows(self) -> list[dict[str, Any] | None]:
+        """Return the metrics in each complete line, or None for a damaged line."""
         with _explained(self.path):
             lines = self.metrics.read_bytes().splitlines(keepends=True)
-        with intact(self.metrics, "restore it from a copy"):
-            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-            for number, row in enumerate(rows, 1):
-                if not (isinstance(row, dict) and is_count(row.get("step"))):
-                    raise ValueError(f"line {number} is of no step")
-            return rows
-
-    def _sound_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """The rows that can be read, of `steps` at least; a warning if some cannot."""
-        with _explained(self.path):
-            lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
-        rows = [row for row in map(_row, lines) if row is not None]
-        if len({row["step"] for row in rows}) < steps:
-            warnings.warn(
-                f"{self.metrics} is missing or damaged: {len(rows)} of its lines can be read, after {steps} steps. "
-                f"The training goes on; plots and metrics lack the other steps.",
-                stacklevel=4,
-            )
-        return rows
+        return [_row(line) for line in lines if line.endswith(b"\n")]
 
     @contextmanager
     def append_metrics(self, *, after_step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Cut the metrics back to the first `after_step` steps, and give a function that appends a row.
+        """Cut the metrics back to the first `after_step` steps, and yield a function that appends a row.
 
-        Warns of lines that are damaged, and leaves them out: plots do without. A row is handed to the operating system
-        at once: killing this process does not take it back.
+        Warns of damaged lines and drops them: plots work without. The operating system gets a row
+        at once, so it survives if this process is killed.
         """
-        kept = [row for row in self._sound_metrics(after_step) if row["step"] <= after_step]
+        rows = [row for row in self._rows() if row is not None] if self.metrics.exists() else []
+        if len({row["step"] for row in rows}) < after_step:
+            warnings.warn(
+                f"{self.metrics} is missing or damaged: {len(rows)} of its lines can be read, after {after_step} "
+                f"steps. The training continues; plots and metrics lack the other steps.",
+                stacklevel=3,
+            )
+        kept = [row for row in rows if row["step"] <= after_step]
         write_atomically(self.metrics, "".join(f"{to_json(row)}\n" for row in kept).encode())
         with _explained(self.path):
             file = self.metrics.open("a", encoding="utf-8")
@@ -161,7 +128,7 @@ class RunFolder:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write `path` such that at every moment, also after a power cut, it is either the old file or the new one."""
+    """Replace `path` by `content` as a whole, so that a power cut leaves the old file or the new one."""
     # A name of this process: two reports of one run may be written at once.
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
@@ -182,9 +149,9 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A complete line of metrics; None for anything else."""
+    """Return the metrics in a line, or None if it holds none."""
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
+        row = json.loads(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and is_count(row.get("step")) else None
@@ -192,10 +159,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def intact(path: Path, remedy: str) -> Iterator[None]:
-    """A block that takes the content of `path` for what dpshard has written; RunFolderError if it turns out not to be.
-
-    `remedy` says what to do then.
-    """
+    """Raise RunFolderError with a `remedy` if the block finds that dpshard did not write `path` so."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -16,8 +17,6 @@ import yaml
 
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
-
-DATA, MODEL, PRIVACY, TRAINING, RANKS = "Data", "Model", "Privacy", "Training", "Several processes"
 
 TEXT_COLUMN = "text"
 
@@ -29,8 +28,15 @@ MAY_CHANGE = ("shard", "nproc")
 """Settings that may change when a run is resumed. Steps that are repeated then count again."""
 
 
-def _setting(panel: str, default: Any, help: str) -> Any:
+def _setting(default: Any, help: str, *, panel: str) -> Any:
     return field(default=default, metadata={"panel": panel, "help": help})
+
+
+_data = partial(_setting, panel="Data")
+_model = partial(_setting, panel="Model")
+_privacy = partial(_setting, panel="Privacy")
+_training = partial(_setting, panel="Training")
+_ranks = partial(_setting, panel="Several processes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,38 +46,33 @@ class TrainSettings:
     `dpshard train --help` shows the help texts below. The YAML file uses the field names as keys.
     """
 
-    task: Literal["digits", "pydoc", "data"] = _setting(
-        DATA,
+    task: Literal["digits", "pydoc", "data"] = _data(
         "digits",
         "What to learn: handwritten digits (scikit-learn's), the text of Python's own documentation (a language "
         "model), or the data of --data.",
     )
-    data: str | None = _setting(
-        DATA,
+    data: str | None = _data(
         None,
         "Your own data: a folder of images with a sub-folder per class; a .jsonl or .csv file with a text column or "
         "number columns, and a label column; an .npz file with arrays x and y; or hf:NAME[:CONFIG], a Hugging Face "
         "data set. Text without a label column trains a language model. Implies --task data.",
     )
-    text_column: str = _setting(DATA, TEXT_COLUMN, "Name of the text column or field.")
-    label_column: str = _setting(DATA, "label", "Name of the label column or field.")
-    objective: Literal["next", "masked"] = _setting(
-        DATA, "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
+    text_column: str = _data(TEXT_COLUMN, "Name of the text column or field.")
+    label_column: str = _data("label", "Name of the label column or field.")
+    objective: Literal["next", "masked"] = _data(
+        "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
     )
-    feature_scale: float = _setting(
-        DATA, 1.0, "Number columns are divided by this. Choose it without looking at the data."
+    feature_scale: float = _data(1.0, "Number columns are divided by this. Choose it without looking at the data.")
+    image_size: int = _data(32, "Images are resized to this many pixels a side.")
+    max_length: int = _data(128, "Texts are cut after this many bytes (a token is a byte).")
+    test_fraction: float = _data(
+        0.2, "Share of the samples that is held out for the final score, 0 to 1; always the same samples."
     )
-    image_size: int = _setting(DATA, 32, "Images are resized to this many pixels a side.")
-    max_length: int = _setting(DATA, 128, "Texts are cut after this many bytes (a token is a byte).")
-    test_fraction: float = _setting(
-        DATA, 0.2, "Share of the samples that is held out for the final score, 0 to 1; always the same samples."
-    )
-    validation_fraction: float = _setting(
-        DATA, 0.1, "Share of the samples that is held out for the scores during the run, 0 to 1."
+    validation_fraction: float = _data(
+        0.1, "Share of the samples that is held out for the scores during the run, 0 to 1."
     )
 
-    model: str = _setting(
-        MODEL,
+    model: str = _model(
         "auto",
         "Network: mlp (numbers, or images without their brightness and contrast), cnn or vit (images), gpt "
         "(ours) or gpt2 (transformers' GPT-2, small) for the next byte, bert (transformers' BERT, small) for masked "
@@ -79,102 +80,87 @@ class TrainSettings:
         "picks one that fits the data. Or your own, package.module:function: function(shape, classes) returns "
         "a module with logits for x of that shape.",
     )
-    replace_unsupported: bool = _setting(
-        MODEL,
-        False,
-        "In your own network, replace layers without per-sample gradients: BatchNorm by GroupNorm.",
+    replace_unsupported: bool = _model(
+        False, "In your own network, replace layers without per-sample gradients: BatchNorm by GroupNorm."
     )
 
-    target_epsilon: float | None = _setting(
-        PRIVACY, 3.0, "Privacy budget epsilon of the whole run (natural-log units); the noise is calibrated to it."
+    target_epsilon: float | None = _privacy(
+        3.0, "Privacy budget epsilon of the whole run (natural-log units); the noise is calibrated to it."
     )
-    noise_multiplier: float | None = _setting(
-        PRIVACY, None, "Noise sigma: standard deviation over max_grad_norm, unitless; instead of --target-epsilon."
+    noise_multiplier: float | None = _privacy(
+        None, "Noise sigma: standard deviation over max_grad_norm, unitless; instead of --target-epsilon."
     )
-    target_delta: float = _setting(PRIVACY, 1e-5, "Delta of the guarantee, a probability well below 1/(samples).")
-    max_grad_norm: float = _setting(PRIVACY, 1.0, "L2 norm to which the gradient of every sample is clipped.")
-    clipping_fn: Literal["automatic", "abadi", "global"] = _setting(
-        PRIVACY, "automatic", "How a gradient is clipped: R/(|g|+0.01), min(1, R/|g|), or dropped above R."
+    target_delta: float = _privacy(1e-5, "Delta of the guarantee, a probability well below 1/(samples).")
+    max_grad_norm: float = _privacy(1.0, "L2 norm to which the gradient of every sample is clipped.")
+    clipping_fn: Literal["automatic", "abadi", "global"] = _privacy(
+        "automatic", "How a gradient is clipped: R/(|g|+0.01), min(1, R/|g|), or dropped above R."
     )
-    clipping_style: ClippingStyle = _setting(PRIVACY, "all-layer", "Which parameters share one norm.")
-    clipping_quantile: float | None = _setting(
-        PRIVACY,
+    clipping_style: ClippingStyle = _privacy("all-layer", "Which parameters share one norm.")
+    clipping_quantile: float | None = _privacy(
         None,
         "Each threshold follows this quantile of the gradient norms, 0 to 1, from max_grad_norm on; epsilon covers it.",
     )
-    accountant: AccountantName = _setting(
-        PRIVACY, "pld", "Method for epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
+    accountant: AccountantName = _privacy(
+        "pld", "Method for epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
     )
-    max_batch_size: str | None = _setting(
-        PRIVACY, None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
+    max_batch_size: str | None = _privacy(
+        None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
-    secure_mode: bool = _setting(
-        PRIVACY,
-        False,
-        "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing.",
+    secure_mode: bool = _privacy(
+        False, "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing."
     )
-    noise: NoiseName = _setting(
-        PRIVACY,
+    noise: NoiseName = _privacy(
         "gaussian",
         "Distribution of the noise; discrete-gaussian is exact, on a grid to which sums are rounded (accountant rdp).",
     )
 
-    recipe: Literal["none", "dp-bert"] = _setting(
-        TRAINING,
+    recipe: Literal["none", "dp-bert"] = _training(
         "none",
         "Set of settings; each option overrides its own: dp-bert pre-trains a BERT from scratch as "
         "Anil et al. 2021 did, with growing batches (docs/recipes.md).",
     )
-    batch_size: int | None = _setting(
-        TRAINING,
+    batch_size: int | None = _training(
         650,
         "Expected logical batch in samples, drawn by Poisson sampling; large ones suit privacy. For your own data: "
         "256, or half of the samples if they are few.",
     )
-    epochs: float | None = _setting(TRAINING, 30.0, "Length of the run in expected passes over the samples.")
-    steps: int | None = _setting(TRAINING, None, "Length of the run in optimizer steps; instead of --epochs.")
-    phases: str | None = _setting(
-        TRAINING, None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
+    epochs: float | None = _training(30.0, "Length of the run in expected passes over the samples.")
+    steps: int | None = _training(None, "Length of the run in optimizer steps; instead of --epochs.")
+    phases: str | None = _training(
+        None, "Batch-size schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length."
     )
-    micro_batch_size: int = _setting(
-        TRAINING, 256, "Samples per forward; decides memory and speed, and the result only by rounding."
+    micro_batch_size: int = _training(
+        256, "Samples per forward; decides memory and speed, and the result only by rounding."
     )
-    optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _setting(
-        TRAINING,
-        "sgd",
-        "Optimizer; auto is adam to classify text, else sgd; dp-bert is adamw with the paper's moments.",
+    optimizer: Literal["auto", "sgd", "adam", "adamw", "dp-bert"] = _training(
+        "sgd", "Optimizer; auto is adam to classify text, else sgd; dp-bert is adamw with the paper's moments."
     )
-    learning_rate: float | None = _setting(
-        TRAINING, 0.5, "Learning rate at the first step; for your own data, the optimizer decides."
+    learning_rate: float | None = _training(
+        0.5, "Learning rate at the first step; for your own data, the optimizer decides."
     )
-    momentum: float = _setting(TRAINING, 0.9, "Momentum of sgd, 0 to 1.")
-    weight_decay: float = _setting(TRAINING, 0.0, "Weight decay of the optimizer.")
-    lr_schedule: Literal["cosine", "constant", "quadratic"] = _setting(
-        TRAINING,
+    momentum: float = _training(0.9, "Momentum of sgd, 0 to 1.")
+    weight_decay: float = _training(0.0, "Weight decay of the optimizer.")
+    lr_schedule: Literal["cosine", "constant", "quadratic"] = _training(
         "cosine",
         "Learning rate over the run: down to 0 along a cosine, constant, or up for 3/8 of the steps and down to 0 "
         "along a parabola.",
     )
-    clipping_mode: str = _setting(
-        TRAINING, "auto", "How norms are computed (see docs/guide.md); decides memory and speed, never the result."
+    clipping_mode: str = _training(
+        "auto", "How norms are computed (see docs/guide.md); decides memory and speed, never the result."
     )
-    seed: int = _setting(
-        TRAINING, 0, "Seed of initial weights and dropout. Noise and batches come from a secret of the run."
-    )
-    device: str = _setting(TRAINING, "auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
-    num_workers: int = _setting(TRAINING, 0, "Processes that read samples ahead; 0 reads in the main process.")
-    checkpoint_every: int = _setting(TRAINING, 25, "Steps from one checkpoint to the next.")
-    evaluations: int = _setting(TRAINING, 20, "How often the validation split is scored and epsilon computed.")
+    seed: int = _training(0, "Seed of initial weights and dropout. Noise and batches come from a secret of the run.")
+    device: str = _training("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
+    num_workers: int = _training(0, "Processes that read samples ahead; 0 reads in the main process.")
+    checkpoint_every: int = _training(25, "Steps from one checkpoint to the next.")
+    evaluations: int = _training(20, "How often the validation split is scored and epsilon computed.")
 
-    shard: Literal["none", "ddp", "fsdp2", "hsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"] = _setting(
-        RANKS,
+    shard: Literal["none", "ddp", "fsdp2", "hsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"] = _ranks(
         "none",
         "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
         "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
         "guarantee stay the same. May change at --resume, where steps that are repeated count again.",
     )
-    nproc: int | None = _setting(
-        RANKS,
+    nproc: int | None = _ranks(
         None,
         "Processes to start on this machine, by default one for each GPU. Leave it out under torchrun or srun, "
         "which start them. Each takes --micro-batch-size samples at once. May change at --resume.",
@@ -334,19 +320,9 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 _MECHANISM = (
-    "epochs",
-    "steps",
-    "target_epsilon",
-    "noise_multiplier",
-    "target_delta",
-    "max_grad_norm",
-    "clipping_fn",
-    "clipping_style",
-    "clipping_mode",
-    "accountant",
-    "secure_mode",
-    "noise",
-)
+    "epochs steps target_epsilon noise_multiplier target_delta max_grad_norm clipping_fn clipping_style clipping_mode "
+    "accountant secure_mode noise"
+).split()
 
 _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (("num_workers", "seed"), lambda x: x >= 0, "at least 0"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import tempfile
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,47 +43,62 @@ def command(
     after a crash. Steps that are repeated exactly cost nothing more. On other processes they count
     again, and the report says so.
     """
+    if resume is not None and out is not None:
+        raise ConfigurationError("--resume continues in the run folder: leave --out out.")
+    settings, folder = chosen(config, flags, resume)
+    if folder is not None and folder.report.exists():
+        console.out.print(f"The run has finished already: its report is {folder.report}.")
+        return
+    target = ["--out", str(out)] if out else []
+    in_other_processes(settings, ["train", *(target if folder is None else ["--resume", str(folder.path)])])
+    with on_all_ranks(settings) as (settings, ranks):
+        if ranks.size > 1 and settings.shard == "none":
+            raise ConfigurationError(
+                f"{ranks.size} processes are running: say how they share the model, as --shard fsdp2 does."
+            )
+        if settings.nproc not in (None, ranks.size):
+            raise ConfigurationError(
+                f"nproc={settings.nproc}, but {ranks.size} processes are running: leave --nproc out."
+            )
+        _train(settings, folder, out, ranks)
+
+
+def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> tuple[TrainSettings, RunFolder | None]:
+    """Return the settings of a command: of the file `config`, or of the folder of a `run`, changed by `flags`.
+
+    Raises ConfigurationError if a run comes with settings that must not change.
+    """
     given = {name: value for name, value in flags.items() if value is not None}
-    if resume is None:
-        settings, folder = resolve(read_yaml(config) if config else {}, given), None
-    elif given.keys() - set(MAY_CHANGE) or config or out:
+    if run is None:
+        return resolve(read_yaml(config) if config else {}, given), None
+    if given.keys() - set(MAY_CHANGE) or config:
         raise ConfigurationError(
-            f"--resume takes all settings except {' and '.join(MAY_CHANGE)} from the run folder: leave the other "
-            f"options out."
+            f"A run folder has all settings except {' and '.join(MAY_CHANGE)}: leave the other options out."
         )
-    else:
-        folder = RunFolder.open(resume)
-        settings = resumed(folder.settings(), given)
-        if folder.report.exists():
-            console.out.print(f"The run has finished already: its report is {folder.report}.")
-            return
+    folder = RunFolder.open(run)
+    if given.get("shard") == "none":
+        given = {"nproc": None} | given
+    return replace(folder.settings(), **given), folder
+
+
+def in_other_processes(settings: TrainSettings, command: Sequence[str]) -> None:
+    """Run `command` in as many processes as the settings ask for, and exit; return if they ask for none.
+
+    Ranks get the settings as a file, except with --resume.
+    """
     if settings.shard.startswith("deepspeed"):
         from dpshard.applications.cli import zero
 
         zero.require_deepspeed()
-    if settings.shard != "none" and not launch.joined():
-        raise typer.Exit(_start(settings, folder, out))
-    _train(settings, folder, out)
-
-
-def resumed(settings: TrainSettings, given: dict[str, Any]) -> TrainSettings:
-    """Return the settings of a run with the changes in `given`."""
-    if given.get("shard") == "none":
-        given = {"nproc": None} | given
-    return replace(settings, **given)
-
-
-def _start(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> int:
-    """Run the training in other processes, and return their exit code."""
+    if settings.shard == "none" or launch.joined():
+        return
     count = processes(settings)
-    if folder is not None:
-        return launch.start(
-            count, ["train", "--resume", str(folder.path), "--shard", settings.shard, "--nproc", str(count)]
-        )
     with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
         config = Path(scratch) / "settings.yaml"
         config.write_text(replace(settings, nproc=count).to_yaml(), "utf-8")
-        return launch.start(count, ["train", "--config", str(config), *(["--out", str(out)] if out else [])])
+        resumed = ["--shard", settings.shard, "--nproc", str(count)]
+        given = resumed if "--resume" in command else ["--config", str(config)]
+        raise typer.Exit(launch.start(count, [*command, *given]))
 
 
 def processes(settings: TrainSettings) -> int:
@@ -94,25 +110,19 @@ def processes(settings: TrainSettings) -> int:
     return max(1, torch.cuda.device_count()) if settings.device in ("auto", "cuda") else 1
 
 
-def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None) -> None:
-    """Start a run, or resume the run in `folder`, and write its report."""
-    with console.out.status("loading and calibrating the noise ..."):
+@contextmanager
+def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks]]:
+    """Yield the settings with the device, and all ranks of the run."""
+    with console.out.status("loading ..."):
         from dpshard.applications.cli import training, world
 
-    device = training.pick_device(settings.device)
-    with world.joined(str(device)) as ranks:
-        _check_ranks(settings, ranks.size)
-        _work(replace(settings, device=str(device)), folder, out, ranks)
+    device = str(training.pick_device(settings.device))
+    with world.joined(device) as ranks:
+        yield replace(settings, device=device), ranks
 
 
-def _check_ranks(settings: TrainSettings, count: int) -> None:
-    if count > 1 and settings.shard == "none":
-        raise ConfigurationError(f"{count} processes are running: say how they share the model, as --shard fsdp2 does.")
-    if settings.nproc not in (None, count):
-        raise ConfigurationError(f"nproc={settings.nproc}, but {count} processes are running: leave --nproc out.")
-
-
-def _work(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
+def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
+    """Start a run, or resume the run in `folder`, and write its report."""
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
         from dpshard.applications.cli import data, final_report, training

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
@@ -32,27 +32,15 @@ from torch.utils.data import BatchSampler, DataLoader
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.applications.cli import fitting, models, own_model, sharding
 from dpshard.applications.cli.data import IGNORED, Data, Kind, size
+from dpshard.applications.cli.launch import STOP_SIGNALS, stop_requests
 from dpshard.applications.cli.progress import TrainingProgress
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
 from dpshard.applications.cli.sharding import Sharded
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
+from dpshard.losses import sample_losses
 from dpshard.recipes import DP_BERT, warmup_quadratic_decay
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy [B] of each sample: logits [B, C], y [B]; or [B, T, C] and [B, T].
-
-    The loss of a text is the mean over its own tokens. Dividing by the tokens of the micro-batch
-    would make every sample's gradient depend on the length of the others.
-    """
-    if y.dim() == 1:
-        return F.cross_entropy(logits, y, reduction="none")
-    losses_BT = F.cross_entropy(logits.mT, y, reduction="none", ignore_index=IGNORED)
-    return losses_BT.sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
 @dataclass
@@ -243,28 +231,6 @@ def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
 def draw_seed(*key: int) -> int:
     """Return the seed of PyTorch's draws under `key`; see [Note: Bit for bit]."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, so that the run finishes and saves a step.
-
-    A second signal acts as usual.
-    """
-    received: list[int] = []
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        signal.signal(number, handlers[number])
-
-    for number in handlers:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

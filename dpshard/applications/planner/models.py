@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpshard.applications.extras import require
+from dpshard.applications.transformer import GPT, Block
 from dpshard.config import check_choice
 from dpshard.errors import ConfigurationError
 
@@ -56,7 +58,12 @@ class Transformer:
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
         """Build the model for inputs of `seq` tokens or pixels."""
         length = seq or self.seq
-        model = _ViT(self, length, checkpointing) if self.patch else _GPT(self, length, checkpointing)
+        kind, causal = _Checkpointed if checkpointing else Block, self.patch is None
+        block = partial(kind, self.width, self.heads, causal=causal, hidden=self.hidden)
+        if self.patch is None:
+            model = GPT(self.vocabulary, length, self.width, self.layers, block, head=not self.tied)
+        else:
+            model = _ViT(self, self.patch, length, block)
 
         def inputs(batch: int) -> tuple[dict[str, Tensor], Tensor]:
             if self.patch:
@@ -87,61 +94,21 @@ def _cross_entropy(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
 
-class _Block(nn.Module):
-    """A pre-norm transformer block."""
+class _Checkpointed(Block):
+    """A block that computes its activations again in backward."""
 
-    def __init__(self, shape: Transformer, *, causal: bool, checkpointing: bool) -> None:
-        super().__init__()
-        width, hidden = shape.width, shape.hidden or 4 * shape.width
-        self.heads, self.causal, self.checkpointing = shape.heads, causal, checkpointing
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
         """Return hidden states [B, T, D]."""
-        if self.checkpointing:
-            return checkpoint(self._run, x_BTD, use_reentrant=False, preserve_rng_state=False)
-        return self._run(x_BTD)
-
-    def _run(self, x_BTD: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm_1(x_BTD)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=self.causal)
-        x_BTD = x_BTD + self.out(y_BHTK.transpose(1, 2).flatten(2))
-        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
-
-
-class _GPT(nn.Module):
-    def __init__(self, shape: Transformer, length: int, checkpointing: bool) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(length, shape.width)
-        self.blocks = nn.ModuleList(
-            _Block(shape, causal=True, checkpointing=checkpointing) for _ in range(shape.layers)
-        )
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scores [B, T, V] of token ids [B, T]."""
-        h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            h_BTD = block(h_BTD)
-        return self.head(self.norm(h_BTD))
+        return checkpoint(super().forward, x_BTD, use_reentrant=False, preserve_rng_state=False)
 
 
 class _ViT(nn.Module):
-    def __init__(self, shape: Transformer, pixels: int, checkpointing: bool) -> None:
+    def __init__(self, shape: Transformer, patch: int, pixels: int, block: Callable[[], Block]) -> None:
         super().__init__()
-        assert shape.patch is not None
-        self.patches = nn.Conv2d(3, shape.width, shape.patch, shape.patch)
+        self.patches = nn.Conv2d(3, shape.width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, shape.width))
-        self.positions = nn.Parameter(torch.zeros(1, 1 + (pixels // shape.patch) ** 2, shape.width))
-        self.blocks = nn.ModuleList(
-            _Block(shape, causal=False, checkpointing=checkpointing) for _ in range(shape.layers)
-        )
+        self.positions = nn.Parameter(torch.zeros(1, 1 + (pixels // patch) ** 2, shape.width))
+        self.blocks = nn.ModuleList(block() for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary)
 

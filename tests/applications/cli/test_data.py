@@ -257,6 +257,6 @@ def test_a_language_model_without_transformers_is_our_own(monkeypatch):
 
 
 def test_the_head_of_the_language_model_is_its_embedding():
-    model = models.GPT(8)
+    model = models.gpt(8)
     assert not any("head" in name for name, _ in model.named_parameters())
     assert model(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, data.VOCABULARY)
