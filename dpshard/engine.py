@@ -40,11 +40,10 @@ from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
     MicroBatchPlan,
-    PoissonSampler,
     check_micro_batch_size,
     default_cap,
     load,
-    plan_micro_batches,
+    poisson_plans,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
@@ -153,21 +152,22 @@ class PrivacyEngine:
         function = parse_clipping_fn(clipping_fn)
 
         optimizer_hook.refuse_shared(model)
-        self._backend = choose(model, model_parallel_group)
-        self.model = model = self._backend.outermost
-        if not self._backend.parameters:
+        self._backend = backend = choose(model, model_parallel_group)
+        sharding = backend.sharding
+        self.model = model = sharding.outermost
+        if not sharding.parameters:
             raise ConfigurationError(
                 f"{type(model).__name__} has no trainable parameter, so there is nothing to privatize. Set "
                 f"requires_grad_(True) on what shall be trained before making the engine."
             )
         try:
-            if execution.backward_passes == 2 and not self._backend.two_passes:
+            if execution.backward_passes == 2 and not sharding.two_passes:
                 raise ConfigurationError(
                     f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
                     f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
                     f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
                 )
-            groups = partition(self._backend.core, clipping_style, list(self._backend.parameters), max_grad_norm)
+            groups = partition(sharding.core, clipping_style, list(sharding.parameters), max_grad_norm)
             cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
             warn_of_low_cap(cap, schedule)
             mechanism = Mechanism(
@@ -175,7 +175,7 @@ class PrivacyEngine:
                 sample_size=sample_size,
                 max_batch_size=cap,
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
-                discretized_elements=None if noise == "gaussian" else self._elements,
+                discretized_elements=None if noise == "gaussian" else sharding.elements,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -191,7 +191,7 @@ class PrivacyEngine:
             self._backend.detach()
             raise
         self._verify = verify
-        self._secret = self._backend.share(new_run_secret())
+        self._secret = self._backend.communicator.broadcast(new_run_secret())
         self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
@@ -204,10 +204,15 @@ class PrivacyEngine:
         tracked = adaptive_clipping
         self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
         self._verifier = Verifier(
-            self._backend, clipper, self._moment, lambda: self._secret, mean=loss_reduction == "mean"
+            sharding,
+            backend.communicator,
+            clipper,
+            self._moment,
+            lambda: self._secret,
+            mean=loss_reduction == "mean",
         )
-        sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
-        self._interception = Interception(model, sources, self._collector, self._backend, self._before_forward)
+        sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
+        self._interception = Interception(model, sources, self._collector, sharding, self._before_forward)
         try:
             self._require_agreement(clipping_mode)
             self._interception.install()
@@ -219,15 +224,15 @@ class PrivacyEngine:
 
     def _require_agreement(self, clipping_mode: str) -> None:
         """Ranks that disagree would draw other batches, or shards of other noise, than the one that tells epsilon."""
-        backend = self._backend
+        sharding = self._backend.sharding
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         facts |= {
             "clipping_mode": clipping_mode,
             "verify": self._verify,
             "may_exceed_budget": self._budget.allow_overspend,
         }
-        facts["parameters"] = [(n, tuple(backend.shapes[n]), p.dtype) for n, p in backend.parameters.items()]
-        if wrong := backend.mismatches(facts):
+        facts["parameters"] = [(n, tuple(sharding.shapes[n]), p.dtype) for n, p in sharding.parameters.items()]
+        if wrong := self._backend.communicator.mismatches(facts):
             raise ConfigurationError(
                 f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
                 f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
@@ -270,7 +275,7 @@ class PrivacyEngine:
 
     def statement(self) -> str:
         """The guarantee reached so far, in one sentence."""
-        mechanism, device = self.mechanism, next(iter(self._backend.parameters.values())).device
+        mechanism, device = self.mechanism, self._backend.sharding.device
         return self._budget.statement(generator_name(device, mechanism.noise, secure=mechanism.secure))
 
     def metrics(self) -> dict[str, float]:
@@ -336,19 +341,18 @@ class PrivacyEngine:
     ) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
-        mechanism, backend = self.mechanism, self._backend
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
-        sampler = PoissonSampler(
-            mechanism.sample_size,
-            mechanism.schedule,
-            self._secret,
-            max_batch_size=mechanism.max_batch_size,
-        )
         end = self.steps if steps is None else self.step + steps
-        for step in range(self.step, end):
-            drawn = sampler.draw(step)
-            size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
-            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size, pad=pad)
+        ranks = self._backend.communicator
+        yield from poisson_plans(
+            self.mechanism,
+            self._secret,
+            range(self.step, end),
+            micro_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            pad=pad,
+        )
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
@@ -374,8 +378,10 @@ class PrivacyEngine:
         on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
         kind = KeyedGaussian if mechanism.discretized_elements is None else KeyedDiscreteGaussian
         noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
-        signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
-        collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
+        signal_norm = backend.gradients.privatize(
+            lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size)
+        )
+        collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
@@ -395,12 +401,6 @@ class PrivacyEngine:
             self._digest = self._secret, SumDigest(self._secret)
         return self._digest[1]
 
-    @property
-    def _elements(self) -> int:
-        """Real numbers in the trained parameters; a complex one is two."""
-        shapes, parameters = self._backend.shapes, self._backend.parameters
-        return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in parameters.items())
-
     def verify(
         self,
         *model_inputs: Any,
@@ -417,7 +417,7 @@ class PrivacyEngine:
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         module = self.model
-        with self._backend.guard_disabled():
+        with self._backend.sharding.guard_disabled():
             args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
             run = plan_run(module, self._interception.original(module), args, kwargs, None)
             self._interception.layout_of(run, verify=False)
@@ -465,7 +465,7 @@ class PrivacyEngine:
                 f"{account['ledger']['steps']} of the state."
             )
         loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
-        if self._backend.mismatches(loaded):
+        if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."

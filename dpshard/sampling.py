@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -151,6 +151,46 @@ def plan_micro_batches(
         everywhere = min(max(least - position * B, 0), B)
         plans.append(MicroBatchPlan(step, position, count, row_B[:rows], is_padding_B[:rows], everywhere))
     return plans
+
+
+class Sampled(Protocol):
+    """The facts of a mechanism that decide who is in a logical batch."""
+
+    @property
+    def sample_size(self) -> int:
+        """Number of samples of the data set."""
+        ...
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Expected batch size of every step."""
+        ...
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Cap of a logical batch."""
+        ...
+
+
+def poisson_plans(
+    mechanism: Sampled,
+    secret: bytes,
+    steps: Iterable[int],
+    micro_batch_size: int | None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pad: bool = True,
+) -> Iterator[MicroBatchPlan]:
+    """Yield the micro-batches that `rank` runs in each of `steps`, drawn by a PoissonSampler.
+
+    With `micro_batch_size` None, each logical batch is one micro-batch of as many rows as were drawn.
+    """
+    sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
+    for step in steps:
+        drawn = sampler.draw(step)
+        size = micro_batch_size or max(1, math.ceil(len(drawn) / world_size))
+        yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad)
 
 
 def check_micro_batch_size(size: int) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dpshard.errors import DpshardError
 
@@ -57,13 +55,6 @@ class Ranks:
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
-
-
-def stacked(x_X: Tensor, group: Any, device: torch.device) -> Tensor:
-    """The vectors of all ranks of a group as rows [W, X], in one collective."""
-    rows = [torch.empty_like(x_X, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, x_X.to(device), group=group)
-    return torch.stack(rows)
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, DpshardError | None]:
