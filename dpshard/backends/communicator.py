@@ -36,7 +36,8 @@ class Communicator:
         """The process group of the ranks; None for one process."""
         if self._find_group is None:
             return None
-        return self._find_group() or dist.group.WORLD  # None is the default group, as torch has it
+        found = self._find_group()
+        return dist.group.WORLD if found is None else found  # as torch has it
 
     @property
     def rank(self) -> int:
