@@ -223,7 +223,7 @@ class PrivacyEngine:
         optimizer_hook.register(self)
 
     def _require_agreement(self, clipping_mode: str) -> None:
-        """Ranks that disagree would draw other batches, or shards of other noise, than the one that tells epsilon."""
+        """Raise ConfigurationError if ranks disagree: they would draw other batches, or shards of other noise."""
         sharding = self._backend.sharding
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         facts |= {
@@ -270,16 +270,16 @@ class PrivacyEngine:
         return {group.label: group.threshold for group in self._clipper.groups}
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
+        """Return epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
         return self._budget.ledger.epsilon(self.mechanism.target_delta if delta is None else delta)
 
     def statement(self) -> str:
-        """The guarantee reached so far, in one sentence."""
+        """Return the guarantee reached so far, in one sentence."""
         mechanism, device = self.mechanism, self._backend.sharding.device
         return self._budget.statement(generator_name(device, mechanism.noise, secure=mechanism.secure))
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last logical batch, over all ranks. NOT private: they are data, epsilon does not cover them.
+        """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
         loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
         gradient_snr (norm of the clipped sum over expected norm of the noise; Anil et al. 2021, Sec. 5.2.1),
@@ -308,7 +308,7 @@ class PrivacyEngine:
         worker_init_fn: Callable[[int], None] | None = None,
         pad: bool = True,
     ) -> Iterator[LogicalBatch]:
-        """The logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
+        """Yield the logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
         contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. With `pad=False`
@@ -391,7 +391,7 @@ class PrivacyEngine:
             wait()
 
     def _spend(self, identity: bytes) -> list[Callable[[], object]]:
-        """Count and note the next release; what waits until the notes are on the disk."""
+        """Count and note the next release; return what waits until the notes are on the disk."""
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return self.internals.note(step, identity) if counts else []
@@ -432,7 +432,7 @@ class PrivacyEngine:
         optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, step, run secret and mechanism, as plain Python values. Keep it as secret as the data."""
+        """Return ledger, step, run secret and mechanism, as plain values. Keep them as secret as the data."""
         return checkpoint.pack(
             self.mechanism,
             self._secret,
@@ -491,7 +491,7 @@ class PrivacyEngine:
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused, and with it copies and pickles: a copy would draw the same noise."""
+        """Refuse copies and pickles: a copy would draw the same noise."""
         raise EngineInUseError(
             "A PrivacyEngine cannot be copied or pickled: two of them would draw the same noise. Copy the model only "
             "(the copy is an ordinary one) and make an engine for it, or save and load state_dict()."

@@ -48,7 +48,7 @@ _PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe")
 
 
 def processes() -> int:
-    """Number of processes of the default group, 1 without one."""
+    """Return the number of processes of the default group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -108,7 +108,7 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """A block of forwards, in each of which a rank must compute on samples of its own alone, see [Note].
+    """Run forwards in a block, in each of which a rank must compute on samples of its own only, see [Note].
 
     It raises ConfigurationError for any other. One process is not watched.
     """
@@ -134,7 +134,7 @@ def _refuse_pipeline(callers: Iterator[str]) -> None:
 
 
 def _callers() -> Iterator[str]:
-    """Names of the modules whose functions are running in this thread, innermost first."""
+    """Yield the names of the modules whose functions run in this thread, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
@@ -142,7 +142,7 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Called for every operator of a forward that is watched."""
+    """Raise ConfigurationError for an operator of a watched forward that mixes ranks."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -155,7 +155,7 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _is_of_a_framework() -> bool:
-    """Whether what shards the model has called, in a hook around a module's forward."""
+    """Return True if the caller is the framework that shards the model, in a hook around a module's forward."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

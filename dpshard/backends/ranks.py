@@ -30,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` returns on every rank, on every rank; an error of the package on one is raised on all."""
+        """Return what `work()` returns on each rank, on every rank; an error of the package on one is raised on all."""
         outcomes = self.gather(_outcome(work))
         for _, error in outcomes:
             if error is not None:
@@ -46,7 +46,7 @@ class Ranks:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on rank 0, on every rank; an error of the package there is raised on all."""
+        """Return what `work()` returns on rank 0, on every rank; an error of the package there is raised on all."""
         outcome = [_outcome(work) if self.first else None]
         if not self.alone:
             dist.broadcast_object_list(outcome, src=0, group=self.group)

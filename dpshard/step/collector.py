@@ -212,7 +212,7 @@ class Collector:
     # --- one logical batch after another ----------------------------------------------------------------------------
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
-        """The logical batches that were `loaded`, each of which must be released; `next_step` numbers the releases."""
+        """Yield the logical batches that were `loaded`, each to be released; `next_step` numbers the releases."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
@@ -236,7 +236,7 @@ class Collector:
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """What the closure of an optimizer's step returns.
+        """Return what the closure of an optimizer's step returns.
 
         Raises LogicalBatchError if the samples of a loop of the user's own were differentiated before it, too.
         """
@@ -248,7 +248,7 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Whether there is anything to release: not if the gradients are private already, or nothing was collected.
+        """Return True if there is anything to release: not if gradients are private already, or nothing was collected.
 
         Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
         of `step`, which the release would be counted as.
@@ -285,7 +285,7 @@ class Collector:
         return sums
 
     def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """The micro-batches that do not count whole, each with the reason, and whether all ranks had to run it."""
+        """Return the micro-batches that do not count whole, with the reason, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.gap, False) for tape in self._own if tape.gap]
         found = []
@@ -304,7 +304,7 @@ class Collector:
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        """What else speaks against the release on this rank, int64 [one a kind of doubt]."""
+        """Return what else speaks against the release on this rank, int64 [one a kind of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
@@ -316,7 +316,7 @@ class Collector:
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
-        """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
+        """End the logical batch, whose noise is in; return its figures, over all ranks."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
@@ -331,7 +331,7 @@ class Collector:
         self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """The figures of this logical batch, over all ranks, of which no micro-batch is left."""
+        """Return the figures of this logical batch, over all ranks, after its last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None:
@@ -360,7 +360,7 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Another state was loaded: logical batches that were drawn before do not count."""
+        """Begin anew after another state was loaded: logical batches that were drawn before do not count."""
         self._begin_anew()
 
     def close(self) -> None:
