@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -14,6 +15,7 @@ from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose
+from dpshard.backends.sharding import Sharding
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import partition
@@ -24,6 +26,7 @@ from dpshard.config import (
     BatchSchedule,
     BatchSize,
     ClippingStyle,
+    Execution,
     LossReduction,
     NoiseName,
     check_choice,
@@ -127,46 +130,20 @@ class PrivacyEngine:
         on_budget: Literal["raise", "continue"] = "raise",
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(
-                f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
-            )
-        check_choice("accountant", accountant, get_args(AccountantName))
-        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-        check_choice("on_budget", on_budget, ("raise", "continue"))
-        check_choice("secure_mode", secure_mode, (False, True))
-        check_choice("noise", noise, get_args(NoiseName))
-        check_choice("verify", verify, (False, True))
+        _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_positive("max_grad_norm", max_grad_norm)
-        if not isinstance(adaptive_clipping, QuantileTracking | None):
-            raise ConfigurationError(
-                f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
-            )
-        if adaptive_clipping is not None and noise != "gaussian":
-            raise ConfigurationError(
-                f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
-                f"Gaussian: fix the thresholds, or take noise='gaussian'."
-            )
+        _check_adaptive_clipping(adaptive_clipping, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
 
         optimizer_hook.refuse_shared(model)
         self._backend = backend = choose(model, model_parallel_group)
-        sharding = backend.sharding
-        self.model = model = sharding.outermost
-        if not sharding.parameters:
-            raise ConfigurationError(
-                f"{type(model).__name__} has no trainable parameter, so there is nothing to privatize. Set "
-                f"requires_grad_(True) on what shall be trained before making the engine."
-            )
-        try:
-            if execution.backward_passes == 2 and not sharding.two_passes:
-                raise ConfigurationError(
-                    f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
-                    f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
-                    f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
-                )
+        sharding, mean = backend.sharding, loss_reduction == "mean"
+        self.model = sharding.outermost
+        with ExitStack() as undo:
+            undo.callback(backend.detach)
+            _check_trainable(sharding, execution, clipping_mode)
             groups = partition(sharding.core, clipping_style, list(sharding.parameters), max_grad_norm)
             cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
             warn_of_low_cap(cap, schedule)
@@ -187,40 +164,36 @@ class PrivacyEngine:
                 target_epsilon=target_epsilon,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
-        except Exception:
-            self._backend.detach()
-            raise
+            self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
+            self._begin(verify=verify, clipping_mode=clipping_mode)
+            self._collector = Collector(backend, groups, function, execution, mean=mean)
+            self._watch(adaptive_clipping, mean=mean)
+            self._require_agreement(clipping_mode)
+            undo.callback(self._interception.uninstall)
+            self._interception.install()
+            undo.pop_all()
+        optimizer_hook.register(self)
+
+    def _begin(self, *, verify: bool, clipping_mode: str) -> None:
+        """Set what a run begins with: its secret, shared by all ranks, and nothing released."""
         self._verify = verify
         self._secret = self._backend.communicator.broadcast(new_run_secret())
-        self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
-        self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
-        self.internals = Internals(self._backend, self._collector)
+
+    def _watch(self, adaptive: QuantileTracking | None, *, mean: bool) -> None:
+        """Make what stands around the collector: thresholds, verification, and interception of the forwards."""
+        sharding, collector = self._backend.sharding, self._collector
+        self.internals = Internals(self._backend, collector)
         """What the optimizer hook, Checkpointer and audits ask; not for scripts."""
-        self._clipper = clipper = self._collector.clipper
-        tracked = adaptive_clipping
-        self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
-        self._verifier = Verifier(
-            sharding,
-            backend.communicator,
-            clipper,
-            self._moment,
-            lambda: self._secret,
-            mean=loss_reduction == "mean",
-        )
+        self._clipper = clipper = collector.clipper
+        self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
+        ranks, secret = self._backend.communicator, lambda: self._secret
+        self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
-        self._interception = Interception(model, sources, self._collector, sharding, self._before_forward)
-        try:
-            self._require_agreement(clipping_mode)
-            self._interception.install()
-        except Exception:
-            self._interception.uninstall()
-            self._backend.detach()
-            raise
-        optimizer_hook.register(self)
+        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward)
 
     def _require_agreement(self, clipping_mode: str) -> None:
         """Raise ConfigurationError if ranks disagree: they would draw other batches, or shards of other noise."""
@@ -507,3 +480,45 @@ class PrivacyEngine:
         batch = self._collector.batch
         micro = None if batch is None else batch.micro
         return (self.step, None, 1) if micro is None else (self.step, micro.plan.position, micro.plan.count)
+
+
+def _check_choices(
+    model: Any, accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
+        )
+    check_choice("accountant", accountant, get_args(AccountantName))
+    check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+    check_choice("on_budget", on_budget, ("raise", "continue"))
+    check_choice("secure_mode", secure_mode, (False, True))
+    check_choice("noise", noise, get_args(NoiseName))
+    check_choice("verify", verify, (False, True))
+
+
+def _check_adaptive_clipping(adaptive_clipping: Any, noise: NoiseName) -> None:
+    if not isinstance(adaptive_clipping, QuantileTracking | None):
+        raise ConfigurationError(
+            f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
+        )
+    if adaptive_clipping is not None and noise != "gaussian":
+        raise ConfigurationError(
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
+            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
+
+
+def _check_trainable(sharding: Sharding, execution: Execution, clipping_mode: str) -> None:
+    """Raise ConfigurationError if no parameter can be trained, or not in this clipping mode."""
+    if not sharding.parameters:
+        raise ConfigurationError(
+            f"{type(sharding.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
+            f"requires_grad_(True) on what shall be trained before making the engine."
+        )
+    if execution.backward_passes == 2 and not sharding.two_passes:
+        raise ConfigurationError(
+            f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
+            f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
+            f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
+        )
