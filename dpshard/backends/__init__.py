@@ -1,4 +1,9 @@
-"""Where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO. The engine finds out by itself."""
+"""Where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO. The engine finds out by itself.
+
+A back-end is a `Backend`: a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore`. `roles.py` and
+`sharding.py` say what these are asked for; `local.py`, `ddp.py`, `fsdp2/` and `deepspeed/` put them together.
+May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.deepspeed.config import is_managed, is_model_engine
+from dpshard.backends.deepspeed.linear import keep_linear
 from dpshard.backends.local import local_backend
 from dpshard.backends.model_parallel import (
     refuse_foreign_placements,
@@ -28,6 +34,7 @@ def choose(model: nn.Module, model_parallel_group: Any = None) -> Backend:
     Raises ConfigurationError for what is not supported, and for ranks that share no data, see PrivacyEngine.
     """
     require_known_group(model_parallel_group)
+    keep_linear()
     backend = _chosen(model)
     try:
         require_all_ranks(
