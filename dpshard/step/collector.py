@@ -336,10 +336,9 @@ class Collector:
             self._completed = self.metrics
             if self.batch is not None:
                 self.metrics.samples = self.batch.samples
-            if self._backend.communicator.world_size > 1:
-                self.metrics.over_ranks(
-                    [group.label for group in self.clipper.groups], self._backend.communicator.all_gather
-                )
+            ranks = self._backend.communicator
+            if ranks.world_size > 1:
+                self.metrics.over_ranks([group.label for group in self.clipper.groups], ranks.all_gather)
         return self.metrics
 
     def require_rest(self) -> None:
