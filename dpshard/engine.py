@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -14,6 +15,7 @@ from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose
+from dpshard.backends.sharding import Sharding
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import partition
@@ -24,6 +26,7 @@ from dpshard.config import (
     BatchSchedule,
     BatchSize,
     ClippingStyle,
+    Execution,
     LossReduction,
     NoiseName,
     check_choice,
@@ -40,11 +43,10 @@ from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
     MicroBatchPlan,
-    PoissonSampler,
     check_micro_batch_size,
     default_cap,
     load,
-    plan_micro_batches,
+    poisson_plans,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
@@ -128,46 +130,21 @@ class PrivacyEngine:
         on_budget: Literal["raise", "continue"] = "raise",
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(
-                f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
-            )
-        check_choice("accountant", accountant, get_args(AccountantName))
-        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-        check_choice("on_budget", on_budget, ("raise", "continue"))
-        check_choice("secure_mode", secure_mode, (False, True))
-        check_choice("noise", noise, get_args(NoiseName))
-        check_choice("verify", verify, (False, True))
+        _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_positive("max_grad_norm", max_grad_norm)
-        if not isinstance(adaptive_clipping, QuantileTracking | None):
-            raise ConfigurationError(
-                f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
-            )
-        if adaptive_clipping is not None and noise != "gaussian":
-            raise ConfigurationError(
-                f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
-                f"Gaussian: fix the thresholds, or take noise='gaussian'."
-            )
+        _check_adaptive_clipping(adaptive_clipping, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
 
         optimizer_hook.refuse_shared(model)
-        self._backend = choose(model, model_parallel_group)
-        self.model = model = self._backend.outermost
-        if not self._backend.parameters:
-            raise ConfigurationError(
-                f"{type(model).__name__} has no trainable parameter, so there is nothing to privatize. Set "
-                f"requires_grad_(True) on what shall be trained before making the engine."
-            )
-        try:
-            if execution.backward_passes == 2 and not self._backend.two_passes:
-                raise ConfigurationError(
-                    f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
-                    f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
-                    f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
-                )
-            groups = partition(self._backend.core, clipping_style, list(self._backend.parameters), max_grad_norm)
+        self._backend = backend = choose(model, model_parallel_group)
+        sharding, mean = backend.sharding, loss_reduction == "mean"
+        self.model = sharding.outermost
+        with ExitStack() as undo:
+            undo.callback(backend.detach)
+            _check_trainable(sharding, execution, clipping_mode)
+            groups = partition(sharding.core, clipping_style, list(sharding.parameters), max_grad_norm)
             cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
             warn_of_low_cap(cap, schedule)
             mechanism = Mechanism(
@@ -175,7 +152,7 @@ class PrivacyEngine:
                 sample_size=sample_size,
                 max_batch_size=cap,
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
-                discretized_elements=None if noise == "gaussian" else self._elements,
+                discretized_elements=None if noise == "gaussian" else sharding.elements,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -187,47 +164,48 @@ class PrivacyEngine:
                 target_epsilon=target_epsilon,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
-        except Exception:
-            self._backend.detach()
-            raise
+            self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
+            self._begin(verify=verify, clipping_mode=clipping_mode)
+            self._collector = Collector(backend, groups, function, execution, mean=mean)
+            self._watch(adaptive_clipping, mean=mean)
+            self._require_agreement(clipping_mode)
+            undo.callback(self._interception.uninstall)
+            self._interception.install()
+            undo.pop_all()
+        optimizer_hook.register(self)
+
+    def _begin(self, *, verify: bool, clipping_mode: str) -> None:
+        """Set what a run begins with: its secret, shared by all ranks, and nothing released."""
         self._verify = verify
-        self._secret = self._backend.share(new_run_secret())
-        self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
+        self._secret = self._backend.communicator.broadcast(new_run_secret())
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
-        self._collector = Collector(self._backend, groups, function, execution, mean=loss_reduction == "mean")
-        self.internals = Internals(self._backend, self._collector)
+
+    def _watch(self, adaptive: QuantileTracking | None, *, mean: bool) -> None:
+        """Make what stands around the collector: thresholds, verification, and interception of the forwards."""
+        sharding, collector = self._backend.sharding, self._collector
+        self.internals = Internals(self._backend, collector)
         """What the optimizer hook, Checkpointer and audits ask; not for scripts."""
-        self._clipper = clipper = self._collector.clipper
-        tracked = adaptive_clipping
-        self._thresholds = Thresholds(clipper) if tracked is None else TrackedThresholds(clipper, tracked)
-        self._verifier = Verifier(
-            self._backend, clipper, self._moment, lambda: self._secret, mean=loss_reduction == "mean"
-        )
-        sources: dict[Tensor, Source] = {p: self._clipper.sources[name] for name, p in self._backend.parameters.items()}
-        self._interception = Interception(model, sources, self._collector, self._backend, self._before_forward)
-        try:
-            self._require_agreement(clipping_mode)
-            self._interception.install()
-        except Exception:
-            self._interception.uninstall()
-            self._backend.detach()
-            raise
-        optimizer_hook.register(self)
+        self._clipper = clipper = collector.clipper
+        self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
+        ranks, secret = self._backend.communicator, lambda: self._secret
+        self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
+        sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
+        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward)
 
     def _require_agreement(self, clipping_mode: str) -> None:
-        """Ranks that disagree would draw other batches, or shards of other noise, than the one that tells epsilon."""
-        backend = self._backend
+        """Raise ConfigurationError if ranks disagree: they would draw other batches, or shards of other noise."""
+        sharding = self._backend.sharding
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         facts |= {
             "clipping_mode": clipping_mode,
             "verify": self._verify,
             "may_exceed_budget": self._budget.allow_overspend,
         }
-        facts["parameters"] = [(n, tuple(backend.shapes[n]), p.dtype) for n, p in backend.parameters.items()]
-        if wrong := backend.mismatches(facts):
+        facts["parameters"] = [(n, tuple(sharding.shapes[n]), p.dtype) for n, p in sharding.parameters.items()]
+        if wrong := self._backend.communicator.mismatches(facts):
             raise ConfigurationError(
                 f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
                 f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
@@ -265,16 +243,16 @@ class PrivacyEngine:
         return {group.label: group.threshold for group in self._clipper.groups}
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
+        """Return epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
         return self._budget.ledger.epsilon(self.mechanism.target_delta if delta is None else delta)
 
     def statement(self) -> str:
-        """The guarantee reached so far, in one sentence."""
-        mechanism, device = self.mechanism, next(iter(self._backend.parameters.values())).device
+        """Return the guarantee reached so far, in one sentence."""
+        mechanism, device = self.mechanism, self._backend.sharding.device
         return self._budget.statement(generator_name(device, mechanism.noise, secure=mechanism.secure))
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last logical batch, over all ranks. NOT private: they are data, epsilon does not cover them.
+        """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
         loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
         gradient_snr (norm of the clipped sum over expected norm of the noise; Anil et al. 2021, Sec. 5.2.1),
@@ -303,7 +281,7 @@ class PrivacyEngine:
         worker_init_fn: Callable[[int], None] | None = None,
         pad: bool = True,
     ) -> Iterator[LogicalBatch]:
-        """The logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
+        """Yield the logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
         contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. With `pad=False`
@@ -336,19 +314,18 @@ class PrivacyEngine:
     ) -> Iterator[MicroBatchPlan]:
         # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
         # come in between.
-        mechanism, backend = self.mechanism, self._backend
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
-        sampler = PoissonSampler(
-            mechanism.sample_size,
-            mechanism.schedule,
-            self._secret,
-            max_batch_size=mechanism.max_batch_size,
-        )
         end = self.steps if steps is None else self.step + steps
-        for step in range(self.step, end):
-            drawn = sampler.draw(step)
-            size = micro_batch_size or max(1, math.ceil(len(drawn) / backend.world_size))
-            yield from plan_micro_batches(drawn, step, size, backend.rank, backend.world_size, pad=pad)
+        ranks = self._backend.communicator
+        yield from poisson_plans(
+            self.mechanism,
+            self._secret,
+            range(self.step, end),
+            micro_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            pad=pad,
+        )
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
@@ -374,8 +351,10 @@ class PrivacyEngine:
         on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
         kind = KeyedGaussian if mechanism.discretized_elements is None else KeyedDiscreteGaussian
         noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
-        signal_norm = backend.privatize(lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size))
-        collector.metrics.observe_sum(signal_norm, std * math.sqrt(self._elements))
+        signal_norm = backend.gradients.privatize(
+            lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size)
+        )
+        collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
         self._gradient_noise_std = std / batch_size
         self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
@@ -385,7 +364,7 @@ class PrivacyEngine:
             wait()
 
     def _spend(self, identity: bytes) -> list[Callable[[], object]]:
-        """Count and note the next release; what waits until the notes are on the disk."""
+        """Count and note the next release; return what waits until the notes are on the disk."""
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return self.internals.note(step, identity) if counts else []
@@ -394,12 +373,6 @@ class PrivacyEngine:
         if self._digest is None or self._digest[0] != self._secret:
             self._digest = self._secret, SumDigest(self._secret)
         return self._digest[1]
-
-    @property
-    def _elements(self) -> int:
-        """Real numbers in the trained parameters; a complex one is two."""
-        shapes, parameters = self._backend.shapes, self._backend.parameters
-        return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in parameters.items())
 
     def verify(
         self,
@@ -417,7 +390,7 @@ class PrivacyEngine:
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         module = self.model
-        with self._backend.guard_disabled():
+        with self._backend.sharding.guard_disabled():
             args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
             run = plan_run(module, self._interception.original(module), args, kwargs, None)
             self._interception.layout_of(run, verify=False)
@@ -432,7 +405,7 @@ class PrivacyEngine:
         optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, step, run secret and mechanism, as plain Python values. Keep it as secret as the data."""
+        """Return ledger, step, run secret and mechanism, as plain values. Keep them as secret as the data."""
         return checkpoint.pack(
             self.mechanism,
             self._secret,
@@ -465,7 +438,7 @@ class PrivacyEngine:
                 f"{account['ledger']['steps']} of the state."
             )
         loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
-        if self._backend.mismatches(loaded):
+        if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."
@@ -491,7 +464,7 @@ class PrivacyEngine:
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused, and with it copies and pickles: a copy would draw the same noise."""
+        """Refuse copies and pickles: a copy would draw the same noise."""
         raise EngineInUseError(
             "A PrivacyEngine cannot be copied or pickled: two of them would draw the same noise. Copy the model only "
             "(the copy is an ordinary one) and make an engine for it, or save and load state_dict()."
@@ -507,3 +480,45 @@ class PrivacyEngine:
         batch = self._collector.batch
         micro = None if batch is None else batch.micro
         return (self.step, None, 1) if micro is None else (self.step, micro.plan.position, micro.plan.count)
+
+
+def _check_choices(
+    model: Any, accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
+        )
+    check_choice("accountant", accountant, get_args(AccountantName))
+    check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+    check_choice("on_budget", on_budget, ("raise", "continue"))
+    check_choice("secure_mode", secure_mode, (False, True))
+    check_choice("noise", noise, get_args(NoiseName))
+    check_choice("verify", verify, (False, True))
+
+
+def _check_adaptive_clipping(adaptive_clipping: Any, noise: NoiseName) -> None:
+    if not isinstance(adaptive_clipping, QuantileTracking | None):
+        raise ConfigurationError(
+            f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
+        )
+    if adaptive_clipping is not None and noise != "gaussian":
+        raise ConfigurationError(
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
+            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
+
+
+def _check_trainable(sharding: Sharding, execution: Execution, clipping_mode: str) -> None:
+    """Raise ConfigurationError if no parameter can be trained, or not in this clipping mode."""
+    if not sharding.parameters:
+        raise ConfigurationError(
+            f"{type(sharding.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
+            f"requires_grad_(True) on what shall be trained before making the engine."
+        )
+    if execution.backward_passes == 2 and not sharding.two_passes:
+        raise ConfigurationError(
+            f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
+            f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
+            f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
+        )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,11 +51,11 @@ class PoissonSampler:
             raise ConfigurationError(f"max_batch_size={self.max_batch_size}: a cap is at least 1, or None.")
 
     def probability(self, step: int) -> float:
-        """Probability with which each sample is in the batch of `step` (before the cap)."""
+        """Return the probability with which each sample is in the batch of `step` (before the cap)."""
         return self.schedule[step] / self.sample_size
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Sorted distinct indices [n] of the logical batch of `step`, n random; time and memory O(q N), never O(N).
+        """Return sorted distinct indices [n] of the logical batch of `step`; time and memory O(q N), never O(N).
 
         With a cap, of more than `max_batch_size` drawn samples a uniformly random subset of that size is kept.
         """
@@ -70,7 +70,7 @@ class PoissonSampler:
 
 
 def default_cap(batch_size: int) -> int:
-    """The cap ceil(B + 6 sqrt(B)) for expected batch size B.
+    """Return the cap ceil(B + 6 sqrt(B)) for expected batch size B.
 
     At least six standard deviations above the mean, so it is almost never reached and adds little to epsilon.
     """
@@ -78,7 +78,7 @@ def default_cap(batch_size: int) -> int:
 
 
 def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
-    """Successes among `n` trials of probability `q`, by jumps from one to the next: floor(log u / log(1 - q)) failures.
+    """Return successes among `n` trials of probability `q`, by jumps of floor(log u / log(1 - q)) failures.
 
     Devroye 1986, "Non-uniform random variate generation", X.2: for u uniform in (0, 1] the jump is geometric.
     """
@@ -127,7 +127,7 @@ def plan_micro_batches(
     *,
     pad: bool = True,
 ) -> list[MicroBatchPlan]:
-    """The K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
+    """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
     K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
     and the shares of two ranks differ by at most one. Without `pad`, rows are samples, but for the one row of a
@@ -153,6 +153,46 @@ def plan_micro_batches(
     return plans
 
 
+class Sampled(Protocol):
+    """The facts of a mechanism that decide who is in a logical batch."""
+
+    @property
+    def sample_size(self) -> int:
+        """Number of samples of the data set."""
+        ...
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Expected batch size of every step."""
+        ...
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Cap of a logical batch."""
+        ...
+
+
+def poisson_plans(
+    mechanism: Sampled,
+    secret: bytes,
+    steps: Iterable[int],
+    micro_batch_size: int | None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pad: bool = True,
+) -> Iterator[MicroBatchPlan]:
+    """Yield the micro-batches that `rank` runs in each of `steps`, drawn by a PoissonSampler.
+
+    With `micro_batch_size` None, each logical batch is one micro-batch of as many rows as were drawn.
+    """
+    sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
+    for step in steps:
+        drawn = sampler.draw(step)
+        size = micro_batch_size or max(1, math.ceil(len(drawn) / world_size))
+        yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad)
+
+
 def check_micro_batch_size(size: int) -> None:
     """Raise ConfigurationError unless `size` is a positive int."""
     if not is_count(size):
@@ -170,7 +210,7 @@ def load(
     prefetch_factor: int | None = None,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
-    """Pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
+    """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
     `plans` is consumed lazily, a few plans ahead of the data, so it may describe a run of any length. The other
     arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once, as `check_dataset` does.
@@ -230,7 +270,7 @@ class _Announced:
 
 
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
-    """Collated data of the samples of `plan`, filled up to B rows with copies of the last one.
+    """Return collated data of the samples of `plan`, filled up to B rows with copies of the last one.
 
     Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also within tuples, lists
     and dicts. Raises DataError if no part of `data` has a row per sample.

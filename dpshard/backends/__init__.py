@@ -1,4 +1,9 @@
-"""Where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO. The engine finds out by itself."""
+"""Where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO. The engine finds out by itself.
+
+A back-end is a `Backend`: a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore`. `roles.py` and
+`sharding.py` say what these are asked for; `local.py`, `ddp.py`, `fsdp2/` and `deepspeed/` put them together.
+May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpshard.backends.backend import Backend
 from dpshard.backends.deepspeed.config import is_managed, is_model_engine
-from dpshard.backends.local import LocalBackend
+from dpshard.backends.deepspeed.linear import keep_linear
+from dpshard.backends.local import local_backend
 from dpshard.backends.model_parallel import (
     refuse_foreign_placements,
     require_all_ranks,
@@ -18,29 +25,32 @@ from dpshard.backends.model_parallel import (
 )
 from dpshard.errors import ConfigurationError
 
-__all__ = ["choose", "require_one_training"]
+__all__ = ["Backend", "choose", "require_one_training"]
 
 
-def choose(model: nn.Module, model_parallel_group: Any = None) -> LocalBackend:
-    """The back-end for what `model` is wrapped in.
+def choose(model: nn.Module, model_parallel_group: Any = None) -> Backend:
+    """Return the back-end for what `model` is wrapped in.
 
     Raises ConfigurationError for what is not supported, and for ranks that share no data, see PrivacyEngine.
     """
     require_known_group(model_parallel_group)
+    keep_linear()
     backend = _chosen(model)
     try:
-        require_all_ranks(backend, model_parallel_group=model_parallel_group)
+        require_all_ranks(
+            backend.sharding.core, backend.communicator.world_size, model_parallel_group=model_parallel_group
+        )
     except ConfigurationError:
         backend.detach()
         raise
     return backend
 
 
-def _chosen(model: nn.Module) -> LocalBackend:
+def _chosen(model: nn.Module) -> Backend:
     if is_model_engine(model):
-        from dpshard.backends.deepspeed.backend import DeepSpeedBackend
+        from dpshard.backends.deepspeed.backend import deepspeed_backend
 
-        return DeepSpeedBackend(model)
+        return deepspeed_backend(model)
     if is_managed(model):
         raise ConfigurationError(
             f"{type(model).__name__} is trained by DeepSpeed, which takes its gradients before they have their noise. "
@@ -53,11 +63,11 @@ def _chosen(model: nn.Module) -> LocalBackend:
         )
     if not dist.is_available() or not dist.is_initialized():
         refuse_foreign_placements(model)
-        return LocalBackend(model)
+        return local_backend(model)
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    from dpshard.backends.ddp import DDPBackend
-    from dpshard.backends.fsdp2 import FSDP2Backend
+    from dpshard.backends.ddp import ddp_backend
+    from dpshard.backends.fsdp2 import fsdp2_backend
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigurationError(
@@ -66,6 +76,6 @@ def _chosen(model: nn.Module) -> LocalBackend:
             "--fsdp_version 2."
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return FSDP2Backend(model)
+        return fsdp2_backend(model)
     refuse_foreign_placements(model)
-    return DDPBackend(model) if isinstance(model, DistributedDataParallel) else LocalBackend(model)
+    return ddp_backend(model) if isinstance(model, DistributedDataParallel) else local_backend(model)

@@ -84,7 +84,7 @@ class Guard:
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """A block in which plain gradients may reach the parameters: they go to nobody's `.grad`."""
+        """Let plain gradients reach the parameters in a block that takes them by torch.autograd.grad."""
         before, self._watching = self._watching, False
         try:
             yield
@@ -100,19 +100,19 @@ class Guard:
             self._noted[name] = _Noted(gradient, self._versions(gradient), checksum(self._local(gradient)))
 
     def holds_anything(self, name: str) -> bool:
-        """Whether this rank's part of `.grad` is there, and not all zeros."""
+        """Return True if this rank's part of `.grad` is there, and not all zeros."""
         gradient = self._parameters[name].grad
         return gradient is not None and bool(self._local(gradient).any())
 
     def is_untouched(self, name: str) -> bool:
-        """Whether `.grad` is the tensor that backward has left, as far as torch tells."""
+        """Return True if `.grad` is the tensor that backward has left, as far as torch tells."""
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
             return not self.holds_anything(name)  # zero_grad(set_to_none=False)
         return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
 
     def all_thrown_away(self) -> bool:
-        """Whether zero_grad() was called. That all gradients are zero does not tell: they may be stand-ins."""
+        """Return True if zero_grad() was called. That all gradients are zero does not tell: they may be stand-ins."""
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
@@ -142,7 +142,7 @@ class Guard:
         return gradient._version, self._local(gradient)._version
 
     def _rewritten(self, names: Collection[str]) -> str | None:
-        """Name of a gradient that has other bits than backward has left."""
+        """Return the name of a gradient that has other bits than backward has left."""
         noted = {name: self._noted[name] for name in names if name in self._noted}
         if not noted:
             return None
@@ -195,7 +195,7 @@ class _Noted:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, at the speed of memory."""
+    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, and fast."""
     x = as_real(x)
     if x.dtype == torch.float64:
         words = x.detach().contiguous().view(torch.int64)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -47,15 +47,8 @@ _MODULE_CALL = "torch.nn.modules.module"
 _PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe")
 
 
-class _Backend(Protocol):
-    core: nn.Module
-
-    @property
-    def world_size(self) -> int: ...
-
-
 def processes() -> int:
-    """Number of processes of the default group, 1 without one."""
+    """Return the number of processes of the default group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -75,11 +68,11 @@ def require_known_group(group: Any) -> None:
         )
 
 
-def require_all_ranks(backend: _Backend, *, model_parallel_group: Any = None) -> None:
-    """Raise ConfigurationError if some ranks do not share the data, and nobody says what they do."""
-    if model_parallel_group is None and backend.world_size < processes():
+def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group: Any = None) -> None:
+    """Raise ConfigurationError if only `world_size` ranks share the data, and no group says what the others do."""
+    if model_parallel_group is None and world_size < processes():
         raise ConfigurationError(
-            f"{backend.world_size} of {processes()} ranks share the data of this {type(backend.core).__name__}, "
+            f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, "
             f"and nothing tells what the others do. If it is not distributed yet, wrap it in DistributedDataParallel, "
             f"or call fully_shard on it, and make the engine of the result. (A compiled model is wrapped, not the "
             f"other way round: DistributedDataParallel(torch.compile(model)).) If ranks hold parts of one model or of "
@@ -89,11 +82,11 @@ def require_all_ranks(backend: _Backend, *, model_parallel_group: Any = None) ->
         )
 
 
-def require_one_training(backend: _Backend) -> None:
-    """Raise ConfigurationError if some ranks train another model."""
-    if backend.world_size < processes():
+def require_one_training(world_size: int) -> None:
+    """Raise ConfigurationError if only `world_size` ranks train this model."""
+    if world_size < processes():
         raise ConfigurationError(
-            f"A Checkpointer is called by all {processes()} ranks together, of which {backend.world_size} train this "
+            f"A Checkpointer is called by all {processes()} ranks together, of which {world_size} train this "
             f"model. Save engine.state_dict(), and the states of model and optimizer, in a folder for each training; "
             f"or start each by a launcher of its own."
         )
@@ -115,7 +108,7 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """A block of forwards, in each of which a rank must compute on samples of its own alone, see [Note].
+    """Run forwards in a block, in each of which a rank must compute on samples of its own only, see [Note].
 
     It raises ConfigurationError for any other. One process is not watched.
     """
@@ -141,7 +134,7 @@ def _refuse_pipeline(callers: Iterator[str]) -> None:
 
 
 def _callers() -> Iterator[str]:
-    """Names of the modules whose functions are running in this thread, innermost first."""
+    """Yield the names of the modules whose functions run in this thread, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
@@ -149,7 +142,7 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Called for every operator of a forward that is watched."""
+    """Raise ConfigurationError for an operator of a watched forward that mixes ranks."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -162,7 +155,7 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _is_of_a_framework() -> bool:
-    """Whether what shards the model has called, in a hook around a module's forward."""
+    """Return True if the caller is the framework that shards the model, in a hook around a module's forward."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dpshard.errors import DpshardError
 
@@ -32,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -40,7 +38,7 @@ class Ranks:
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` returns on every rank, on every rank; an error of the package on one is raised on all."""
+        """Return what `work()` returns on each rank, on every rank; an error of the package on one is raised on all."""
         outcomes = self.gather(_outcome(work))
         for _, error in outcomes:
             if error is not None:
@@ -48,7 +46,7 @@ class Ranks:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on rank 0, on every rank; an error of the package there is raised on all."""
+        """Return what `work()` returns on rank 0, on every rank; an error of the package there is raised on all."""
         outcome = [_outcome(work) if self.first else None]
         if not self.alone:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
@@ -57,13 +55,6 @@ class Ranks:
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
-
-
-def stacked(x_X: Tensor, group: Any, device: torch.device) -> Tensor:
-    """The vectors of all ranks of a group as rows [W, X], in one collective."""
-    rows = [torch.empty_like(x_X, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, x_X.to(device), group=group)
-    return torch.stack(rows)
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, DpshardError | None]:

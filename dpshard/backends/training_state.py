@@ -42,11 +42,11 @@ class TrainingState(Protocol):
     """Model and optimizer, as a checkpoint sees them. All ranks call every method, in one order."""
 
     def snapshot(self) -> Snapshot:
-        """The state as it is."""
+        """Return the state as it is."""
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
-        """A block that reads a checkpoint into the tensors of a snapshot, which is taken over at its end.
+        """Read a checkpoint, in a block, into the tensors of a snapshot, which is taken over at its end.
 
         `saved` describes what the checkpoint holds, by name. If the block raises before it has changed a tensor,
         nothing has changed. Raises CheckpointError for what belongs to another optimizer.

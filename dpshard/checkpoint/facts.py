@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from dpshard.backends.local import LocalBackend
+from dpshard.backends import Backend
 from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
 
@@ -30,7 +30,7 @@ ROWS = 64
 class Facts:
     """The facts of one engine, beside those of the state that it has loaded; see [Note: Facts of a run]."""
 
-    def __init__(self, backend: LocalBackend, clipping_mode: str) -> None:
+    def __init__(self, backend: Backend, clipping_mode: str) -> None:
         self._backend, self._clipping_mode = backend, clipping_mode
         self._of_batches: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
@@ -38,10 +38,10 @@ class Facts:
     def state_dict(self) -> dict[str, Any]:
         """Return all known facts, as plain values."""
         backend = self._backend
-        device = _described(next(iter(backend.parameters.values())).device)
+        device = _described(backend.sharding.device)
         return {
             "device": device,
-            "ranks": backend.world_size,
+            "ranks": backend.communicator.world_size,
             "layout": backend.layout,
             "clipping_mode": self._clipping_mode,
             "torch": str(torch.__version__),

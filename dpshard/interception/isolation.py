@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from dpshard.interception.determinism import AS_DRAWN, Draws
-from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.model_state import ModelState
 from dpshard.interception.parameter_writes import ParameterWrites
 
@@ -28,7 +27,6 @@ class IsolatedForward:
         self._stack = ExitStack()
 
     def __enter__(self) -> IsolatedForward:
-        undo_foreign_patches()
         self._generators: dict[torch.device | None, torch.Tensor] = {None: torch.random.get_rng_state()}
         for device in {p.device for p in self.module.parameters() if p.device.type == "cuda"}:
             self._generators[device] = torch.cuda.get_rng_state(device)

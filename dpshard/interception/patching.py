@@ -28,7 +28,6 @@ from dpshard.errors import REENTRANT, BatchLayoutError, DpshardError, Unsupporte
 from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.compiled import CompiledRegions
 from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Draws
-from dpshard.interception.foreign_patches import undo_foreign_patches
 from dpshard.interception.isolation import IsolatedForward, eager
 from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.mode import InterceptionMode, UnknownCall
@@ -287,7 +286,6 @@ class Interception:
         refuse_batch_norm(self._batch_norms)
         if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
             refuse_hooks(module)
-        undo_foreign_patches()
         if not compiled:
             original = with_recomputed_weights(module, original)
         run = plan_run(module, self._repeatable(module, original), args, kwargs, self.session.plan)

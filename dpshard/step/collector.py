@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpshard.backends.local import LocalBackend
+from dpshard.backends import Backend
 from dpshard.clipping.autograd_nodes import accumulates
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
@@ -59,7 +59,7 @@ class Collector:
 
     def __init__(
         self,
-        backend: LocalBackend,
+        backend: Backend,
         groups: tuple[ClippingGroup, ...],
         function: ClippingFunction,
         execution: Execution,
@@ -73,24 +73,24 @@ class Collector:
         """Of the logical batch in progress."""
         self.two_passes = execution.backward_passes == 2
         self.clipper = Clipper(
-            backend.shapes,
+            backend.sharding.shapes,
             groups,
             function,
             execution,
             self._deliver,
             self._observe,
-            backend.anchored,
-            backend.values,
+            backend.sharding.anchored,
+            backend.sharding.values,
         )
         self._backend = backend
-        self._device = next(iter(backend.parameters.values())).device
+        self._device = backend.sharding.device
         self._mean = mean
         self._loop: Feed | None = None  # of the loop over `batches` that is running
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
         self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
-        self._first_gradients = FirstGradients(backend.parameters)
+        self._first_gradients = FirstGradients(backend.sharding.parameters)
         self._process = os.getpid()
         self._completed: BatchMetrics | None = None
 
@@ -127,7 +127,7 @@ class Collector:
         if self.clipper.pending:
             self.clipper.abort()  # a backward that raised left records behind
         if self.state is not BatchState.COLLECTING:
-            self._backend.refuse_changed_parameters()
+            self._backend.sharding.refuse_changed_parameters()
         scale = float(batch_size) if self._mean else 1.0
         micro = self._micro
         if micro is None:
@@ -173,7 +173,7 @@ class Collector:
                 "forwards of one step. engine.batches(dataset, micro_batch_size) sees to both.",
                 stacklevel=2,
             )
-        if module is not self._backend.outermost:
+        if module is not self._backend.sharding.outermost:
             raise LogicalBatchError(
                 f"{type(module).__name__}, a part of the model, was called directly: its gradients would be clipped "
                 f"apart from the rest. Call the whole model, or iterate over engine.batches(...), which says which "
@@ -188,18 +188,18 @@ class Collector:
                 self._own.clear()  # nothing was collected, and the script is told to begin anew
             raise
         self.state = BatchState.COLLECTING
-        return self._backend.reduce(names, self._first_gradients.noting(take))
+        return self._backend.reduction.reduce(names, self._first_gradients.noting(take))
 
     def _require_clean(self, names: Sequence[str]) -> None:
         """Raise LogicalBatchError if clipped sums would be handed out, or be added to gradients of before."""
-        leaf = self._backend.anchored[names[0]]
+        leaf = self._backend.sharding.anchored[names[0]]
         if leaf.requires_grad and not accumulates(leaf):
             raise LogicalBatchError(
                 "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
                 "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
             )
         if self.state is not BatchState.COLLECTING:
-            self._backend.refuse_stale_gradients()
+            self._backend.gradients.refuse_stale()
 
     def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         self.metrics.observe(group, norm_B, is_padding_B)
@@ -212,7 +212,7 @@ class Collector:
     # --- one logical batch after another ----------------------------------------------------------------------------
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
-        """The logical batches that were `loaded`, each of which must be released; `next_step` numbers the releases."""
+        """Yield the logical batches that were `loaded`, each to be released; `next_step` numbers the releases."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
@@ -221,7 +221,7 @@ class Collector:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
                     raise LogicalBatchError(refusals.superseded(detached=self.state is BatchState.CLOSED))
-                self.batch = LogicalBatch(plan, feed, lambda: self.epoch, self._backend.micro_batch)
+                self.batch = LogicalBatch(plan, feed, lambda: self.epoch, self._backend.reduction.micro_batch)
                 self.state, self.metrics = BatchState.EMPTY, BatchMetrics()
                 self._begin_doubts()
                 yield self.batch
@@ -236,7 +236,7 @@ class Collector:
                 # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """What the closure of an optimizer's step returns.
+        """Return what the closure of an optimizer's step returns.
 
         Raises LogicalBatchError if the samples of a loop of the user's own were differentiated before it, too.
         """
@@ -248,7 +248,7 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Whether there is anything to release: not if the gradients are private already, or nothing was collected.
+        """Return True if there is anything to release: not if gradients are private already, or nothing was collected.
 
         Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
         of `step`, which the release would be counted as.
@@ -264,13 +264,13 @@ class Collector:
             # The batch of a step decides who is protected by its release.
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
-            self._backend.refuse_stale_gradients()
+            self._backend.gradients.refuse_stale()
             if self.batch is None:
                 return False  # a step before any backward
         return True
 
     def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
-        """Sum over ranks, and return the digest of the sums; see LocalBackend.
+        """Sum over ranks, and return the digest of the sums; see Backend.
 
         LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
         """
@@ -285,12 +285,12 @@ class Collector:
         return sums
 
     def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """The micro-batches that do not count whole, each with the reason, and whether all ranks had to run it."""
+        """Return the micro-batches that do not count whole, with the reason, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.gap, False) for tape in self._own if tape.gap]
         found = []
         for micro, gap in self.batch.gaps():
-            everywhere = self._backend.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
+            everywhere = self._backend.reduction.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
             untrained = micro.tape is None or micro.tape.forwards.untrained
             if micro.plan.samples or everywhere:
                 found.append((micro, gap, everywhere and untrained))
@@ -304,19 +304,19 @@ class Collector:
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        """What else speaks against the release on this rank, int64 [one a kind of doubt]."""
+        """Return what else speaks against the release on this rank, int64 [one a kind of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
         return self._doubts.flags(self._device)
 
     def _begin_doubts(self) -> None:
-        self._doubts = Doubts(at_once=self._backend.world_size == 1)
+        self._doubts = Doubts(at_once=self._backend.communicator.world_size == 1)
         self._silence.begin()
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
-        """The noise is in: what comes now is another logical batch. Returns the figures of this one, over all ranks."""
+        """End the logical batch, whose noise is in; return its figures, over all ranks."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
@@ -328,16 +328,17 @@ class Collector:
 
     def warn_of_unreached(self) -> None:
         """Warn, once, of parameters that got no gradient in the first logical batch."""
-        self._first_gradients.tell(self._backend.stack)
+        self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """The figures of this logical batch, over all ranks, of which no micro-batch is left."""
+        """Return the figures of this logical batch, over all ranks, after its last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None:
                 self.metrics.samples = self.batch.samples
-            if self._backend.world_size > 1:
-                self.metrics.over_ranks([group.label for group in self.clipper.groups], self._backend.stack)
+            ranks = self._backend.communicator
+            if ranks.world_size > 1:
+                self.metrics.over_ranks([group.label for group in self.clipper.groups], ranks.all_gather)
         return self.metrics
 
     def require_rest(self) -> None:
@@ -358,7 +359,7 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Another state was loaded: logical batches that were drawn before do not count."""
+        """Begin anew after another state was loaded: logical batches that were drawn before do not count."""
         self._begin_anew()
 
     def close(self) -> None:
@@ -373,5 +374,5 @@ class Collector:
         self._own.clear()
         if self.state is BatchState.COLLECTING:
             self.clipper.abort()
-            self._backend.drop_gradients()
+            self._backend.gradients.drop()
         self.state, self.metrics = BatchState.EMPTY, BatchMetrics()

@@ -21,7 +21,7 @@ class FirstGradients:
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
-        """`take`, which notes for whom there was a sum: of zeros, too, as the first ones of adapters are."""
+        """Return a `take` that notes for which parameters there was a sum, of zeros too: adapters begin with these."""
         reached = self._reached
         if reached is None:
             return take

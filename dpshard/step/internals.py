@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dpshard.backends import require_one_training
-from dpshard.backends.local import LocalBackend
+from dpshard.backends import Backend, require_one_training
 from dpshard.step.collector import Collector
 
 if TYPE_CHECKING:
@@ -21,13 +20,13 @@ NoteRelease = Callable[[int, bytes], Callable[[], object]]
 class Internals:
     """Parameters, gradients and releases of an engine, as other rooms see them."""
 
-    def __init__(self, backend: LocalBackend, collector: Collector) -> None:
+    def __init__(self, backend: Backend, collector: Collector) -> None:
         self._backend, self._collector = backend, collector
         self._notes: list[NoteRelease] = []
 
     def owned(self) -> set[Tensor]:
         """Return the parameters that the engine privatizes, and what optimizers may hold in their place."""
-        return self._backend.held
+        return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return the result of the closure of an optimizer's step; LogicalBatchError if its samples count already."""
@@ -35,7 +34,7 @@ class Internals:
 
     def install_gradients(self, held: set[Tensor]) -> None:
         """Put private gradients where the optimizer that is about to step on `held` looks for them."""
-        self._backend.install_gradients(held)
+        self._backend.gradients.install(held)
 
     def note_releases(self, note: NoteRelease) -> None:
         """Call `note` for every release from now on."""
@@ -47,8 +46,8 @@ class Internals:
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and optimizer as a Checkpointer saves and loads them."""
-        require_one_training(self._backend)
-        return self._backend.training_state(optimizer)
+        require_one_training(self._backend.communicator.world_size)
+        return self._backend.sharding.training_state(optimizer)
 
     def require_rest(self) -> None:
         """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
@@ -62,8 +61,8 @@ class Internals:
         if there are no private gradients.
         """
         self._collector.require_private()
-        return self._backend.full_gradient(name)
+        return self._backend.gradients.full_gradient(name)
 
     def full_value(self, name: str) -> Tensor:
         """Return a whole trainable parameter, on every rank; called like `full_gradient`, at any time."""
-        return self._backend.full_value(name)
+        return self._backend.sharding.full_value(name)

@@ -26,13 +26,13 @@ class Feed:
         self._next: tuple[MicroBatchPlan, Any] | None = None
 
     def peek(self) -> MicroBatchPlan | None:
-        """The plan of the next micro-batch, which stays; None at the end of the run."""
+        """Return the plan of the next micro-batch, which stays; None at the end of the run."""
         if self._next is None:
             self._next = next(self._loaded, None)
         return None if self._next is None else self._next[0]
 
     def take(self) -> tuple[MicroBatchPlan, Any]:
-        """The next micro-batch."""
+        """Return the next micro-batch."""
         taken, self._next = self._next, None
         return next(self._loaded) if taken is None else taken
 
@@ -121,7 +121,7 @@ class LogicalBatch:
         return self._micro.plan.is_padding
 
     def __len__(self) -> NoReturn:
-        """Refused: the number of micro-batches depends on who was drawn. See UnknownLengthError."""
+        """Refuse: the number of micro-batches depends on who was drawn. See UnknownLengthError."""
         raise UnknownLengthError(
             "A logical batch has no len(): the number of its micro-batches depends on which samples were drawn. A loss "
             "divided by it would make every gradient depend on all samples, before clipping. Do not divide: the "
@@ -130,7 +130,7 @@ class LogicalBatch:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """The data of each micro-batch, as the data set and collate_fn give it."""
+        """Yield the data of each micro-batch, as the data set and collate_fn give it."""
         if self._position:
             raise LogicalBatchError(
                 "A logical batch can be iterated once: its samples would count twice. To begin it anew after an error, "
@@ -151,7 +151,7 @@ class LogicalBatch:
             self.end_micro_batch()
 
     def progress(self) -> str:
-        """How many of its micro-batches were handed out, for errors: no loss may depend on their number."""
+        """Return how many micro-batches were handed out, for errors: no loss may depend on their number."""
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:
@@ -161,6 +161,6 @@ class LogicalBatch:
         self._micro = None
 
     def gaps(self) -> list[tuple[MicroBatch, str]]:
-        """The micro-batches handed out so far that do not count whole, each with the reason."""
+        """Return the micro-batches handed out so far that do not count whole, each with the reason."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]

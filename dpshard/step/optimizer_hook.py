@@ -110,7 +110,7 @@ class _Once:
         self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """The value, once, and where it was computed."""
+        """Return the value, once, and where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
                 f"The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
@@ -129,7 +129,7 @@ _TWO_STEPS = "Or call optimizer.step() without a closure after each backward(): 
 
 
 def _version(p: Tensor) -> tuple[int, int, int]:
-    """What changes when a parameter is moved, or its gradient replaced or rewritten."""
+    """Return what changes when a parameter is moved, or its gradient replaced or rewritten."""
     return (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
 
 
@@ -145,7 +145,7 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
-    """Parameters of a private model that its engine does not know: unfrozen, replaced or added since."""
+    """Refuse parameters of a private model that its engine does not know: unfrozen, replaced or added since."""
     for engine in list(_engines):
         owned = engine.internals.owned()
         for name, parameter in engine.model.named_parameters():

@@ -27,7 +27,7 @@ BACKWARD_BEFORE_CLOSURE = (
 
 
 def superseded(*, detached: bool) -> str:
-    """Why a loop over logical batches cannot go on after something else has begun."""
+    """Say why a loop over logical batches cannot continue after something else has begun."""
     return (
         DETACHED
         if detached
@@ -39,7 +39,7 @@ def superseded(*, detached: bool) -> str:
 
 
 def unreleased(batch: LogicalBatch) -> str:
-    """Why the next logical batch cannot begin."""
+    """Say why the next logical batch cannot begin."""
     return (
         f"The logical batch of step {batch.step} was not released: call optimizer.step() after its micro-batches (also "
         f"if it is empty), then optimizer.zero_grad(). If it was called, the optimizer holds none of the engine's "
@@ -48,7 +48,7 @@ def unreleased(batch: LogicalBatch) -> str:
 
 
 def half_finished(batch: LogicalBatch) -> str:
-    """Why a step within the loop over micro-batches is refused."""
+    """Say why a step within the loop over micro-batches is refused."""
     return (
         f"optimizer.step() came after {batch.progress()} of this logical batch. Step once per logical batch, after the "
         f"loop over its micro-batches."
@@ -56,7 +56,7 @@ def half_finished(batch: LogicalBatch) -> str:
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
-    """Why a logical batch cannot be released after its release has failed."""
+    """Say why a logical batch cannot be released after its release has failed."""
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not have the noise of step "
         f"{step}. Leave the loop: engine.batches(...) goes on with step {step}."
@@ -64,7 +64,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Why a logical batch cannot be released when a micro-batch, or a forward, had no complete backward."""
+    """Say why a logical batch cannot be released when a micro-batch, or a forward, had no complete backward."""
     reason = (
         "Samples that are left out because of the data let one sample decide about all of its micro-batch. Leave no "
         "micro-batch out for a loss that is NaN or inf: samples without a finite gradient contribute 0. Call the model "

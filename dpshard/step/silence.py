@@ -35,7 +35,7 @@ class Silence:
         self._sound: Tensor | None = None  # samples with a gradient, their micro-batches, steps with mixed ones
 
     def begin(self) -> None:
-        """A logical batch begins."""
+        """Begin a logical batch."""
         self._norms.clear()
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
@@ -46,7 +46,7 @@ class Silence:
         self._norms.setdefault(id(is_padding_B), (is_padding_B, []))[1].append(norm_B.detach() / group.threshold)
 
     def end(self, doubts: Doubts) -> None:
-        """All backward passes of the logical batch are through: note whether silence in it is no chance."""
+        """Note, after all backward passes of the logical batch, whether silence in it is no chance."""
         if not self._norms:
             return
         totals = [torch.stack(norms).sum(0).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]

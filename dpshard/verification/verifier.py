@@ -36,20 +36,10 @@ from dpshard.verification.wide import can_widen, widened
 
 
 class Owner(Protocol):
-    """The parts of a back-end that verification uses."""
+    """The part of a back-end that holds the parameters."""
 
     parameters: dict[str, nn.Parameter]
     differentiated: Mapping[str, Tensor]
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the data."""
-        ...
 
     def guard_disabled(self) -> AbstractContextManager[Any]:
         """Return a block in which plain gradients may reach the parameters."""
@@ -64,6 +54,17 @@ class Owner(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """The part of a back-end that talks to the other ranks."""
+
+    world_size: int
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        ...
+
+
 Moment = tuple[int, int | None, int]
 """Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
@@ -72,9 +73,16 @@ class Verifier:
     """Verifies a model before its first forward, and again when it changes."""
 
     def __init__(
-        self, owner: Owner, clipper: Clipper, moment: Callable[[], Moment], secret: Callable[[], bytes], *, mean: bool
+        self,
+        owner: Owner,
+        ranks: Ranks,
+        clipper: Clipper,
+        moment: Callable[[], Moment],
+        secret: Callable[[], bytes],
+        *,
+        mean: bool,
     ) -> None:
-        self._owner, self._clipper, self._moment, self._secret = owner, clipper, moment, secret
+        self._owner, self._ranks, self._clipper, self._moment, self._secret = owner, ranks, clipper, moment, secret
         self._mean = mean
         self._kinds: set[Any] = set()  # kinds of inputs that were verified
         self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
@@ -146,7 +154,7 @@ class Verifier:
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
             counters = check_memory(bench, thorough=thorough) if thorough or not gradients else set()
             if thorough:
-                check_other_ranks(bench, owner.rank, owner.world_size)
+                check_other_ranks(bench, self._ranks.rank, self._ranks.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             if gradients:
@@ -175,7 +183,7 @@ class Verifier:
                     continue  # forward refuses invented numbers
                 if (
                     not differs
-                    or not can_widen(bench, self._owner)
+                    or not can_widen(bench, self._owner, self._ranks.world_size)
                     or not self._agrees_in_double(bench, found, compare)
                 ):
                     raise

@@ -24,11 +24,11 @@ class Widened:
     differentiated: Mapping[str, Tensor]
 
 
-def can_widen(bench: Bench, owned: Any) -> bool:
+def can_widen(bench: Bench, owned: Any, world_size: int) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.interception.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    alone = owned.world_size == 1 and not bench.interception.sharding.gathers(bench.run.module)
+    alone = world_size == 1 and not bench.interception.sharding.gathers(bench.run.module)
     return plain and alone and owned.differentiated is owned.parameters and not bench.half
 
 

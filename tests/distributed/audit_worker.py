@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dpshard.engine
 from dpshard import PrivacyEngine
 from dpshard.applications.audit import audit_steps
-from dpshard.backends.local import LocalBackend
+from dpshard.backends.local import local_backend
 from tests.applications.audit import faults
 from tests.applications.audit.test_steps import classifier
 from tests.distributed.rank import main
@@ -59,7 +59,7 @@ def shown(how: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def audit(trials: int, how: str) -> tuple[float, list[tuple[bool, float]]]:
     with taken_for_equal():  # which the sums are, but for rounding
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr("dpshard.engine.choose", lambda model, group: LocalBackend(model))
+            monkeypatch.setattr("dpshard.engine.choose", lambda model, group: local_backend(model))
             expected = shown("none")
         found = shown(how)
     pairs = ((ours[n], own[n]) for ours, own in zip(found, expected, strict=True) for n in own)

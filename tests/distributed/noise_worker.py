@@ -71,7 +71,8 @@ def noise() -> None:
         for name, p in model.named_parameters():
             steps.setdefault(canonical_name(name).removeprefix("module."), []).append(-local(p).flatten().clone())
         optimizer.zero_grad()
-    starts = {name: engine._backend._start(name) for name in engine._backend.parameters}
+    sharding = engine._backend.sharding
+    starts = {name: sharding.start(name) for name in sharding.parameters}
     torch.save(
         {name: (starts[name], torch.stack(rows)) for name, rows in steps.items()}, folder / f"{dist.get_rank()}.pt"
     )

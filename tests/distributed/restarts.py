@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine, checkpoint
-from dpshard.backends import fsdp2
+from dpshard.backends.fsdp2 import reduction
 from tests.distributed.update_worker import SECRET, Model, shard, whole
 from tests.sums import taken_for_equal
 
@@ -48,7 +48,7 @@ DEADLY = {
     "mkdir": (pathlib.Path, "mkdir"),
     "torch.save": (torch, "save"),
     "gather": (dist, "all_gather_object"),
-    "reduce_scatter": (fsdp2, "reduce_scatter"),
+    "reduce_scatter": (reduction, "reduce_scatter"),
     "adam": (torch.optim.Adam, "step"),
 }
 """Calls in which a rank may be killed: in every phase of a save, and of a step."""

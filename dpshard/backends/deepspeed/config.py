@@ -19,7 +19,7 @@ _KNOWN = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_St
 
 
 def is_model_engine(model: nn.Module) -> bool:
-    """Whether `model` is what deepspeed.initialize() returns, without importing DeepSpeed."""
+    """Return True if `model` is what deepspeed.initialize() returns, without importing DeepSpeed."""
     return any(
         kind.__name__ == "DeepSpeedEngine" and kind.__module__.partition(".")[0] == "deepspeed"
         for kind in type(model).__mro__
@@ -27,12 +27,12 @@ def is_model_engine(model: nn.Module) -> bool:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Whether DeepSpeed has partitioned parameters of `model`."""
+    """Return True if DeepSpeed has partitioned parameters of `model`."""
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
 
 
 def refuse_unsupported(model_engine: Any) -> int:
-    """The ZeRO stage (1, 2 or 3); ConfigurationError for what cannot be private, or was not proved to be exact."""
+    """Return the ZeRO stage (1, 2 or 3); ConfigurationError for what cannot be private, or was not proved exact."""
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The boxes that elements `start` to `start + length` of a tensor of `shape` make up, in their order."""
+    """Yield the boxes that elements `start` to `start + length` of a tensor of `shape` make up, in their order."""
     if not length:
         return
     if len(shape) <= 1:
@@ -53,7 +53,7 @@ class Piece(Tensor):
     start: int
 
     def __new__(cls, elements: Tensor, start: int, shape: Sequence[int]) -> Piece:
-        """A view of `elements` [n]."""
+        """Make a view of `elements` [n]."""
         piece = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=elements.dtype, device=elements.device
         )
@@ -69,7 +69,7 @@ class Piece(Tensor):
         raise NotImplementedError(f"{func} of a part of a tensor that is for checkpoints alone")
 
     def __repr__(self, **_: Any) -> str:
-        """Which elements of what."""
+        """Return which elements of what it holds."""
         return f"Piece({self.start} to {self.start + self.elements.numel()} of {tuple(self.shape)})"
 
     def _boxes(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -84,7 +84,7 @@ class Piece(Tensor):
     # --- torch.distributed._checkpointable ----------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
-        """What this rank writes."""
+        """Return what this rank writes."""
         properties = TensorProperties.create_from_tensor(self.elements)
         return [
             WriteItem(
@@ -96,9 +96,9 @@ class Piece(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank reads."""
+        """Return what this rank reads."""
         return [chunk for chunk, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The elements of a box, a view."""
+        """Return the elements of a box, a view."""
         return next(box for chunk, box in self._boxes() if chunk.offsets == index.offset)

@@ -45,7 +45,7 @@ class ZeroLayout:
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """The layout of a ZeRO optimizer over the parameters that have `names`; ConfigurationError if it cannot be proved.
+    """Return the layout of a ZeRO optimizer over the parameters with `names`; ConfigurationError if it is not proved.
 
     `zero` is DeepSpeed's wrapper around the optimizer.
     """

@@ -116,14 +116,14 @@ class Reducer:
         self._totals.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """The summed fragments, laid out as the masters, by id of the master; the next sums begin at zero."""
+        """Return the summed fragments, laid out as the masters, by id of the master; the next sums begin at zero."""
         for name in self.shapes:
             self.fragment(name)  # a master that nothing was added to has a sum of zeros
         totals, self._totals = self._totals, {}
         return totals
 
     def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
-        """This rank's fragment of a running sum (or of what `take` returned), a view [length]."""
+        """Return this rank's fragment of a running sum (or of what `take` returned), a view [length]."""
         totals = self._totals if totals is None else totals
         place, shape = self.layout.fragments[name], self.shapes[name]
         if id(place.master) not in totals:

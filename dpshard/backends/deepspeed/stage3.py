@@ -38,7 +38,7 @@ _AROUND = (
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Whether this rank has the whole parameter now."""
+    """Return True if this rank has the whole parameter now."""
     return parameter.ds_status.name == "AVAILABLE"
 
 
@@ -145,7 +145,7 @@ class Zero3:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """A block of forwards without backward."""
+        """Run forwards without backward in a block."""
         self.marking = False
         try:
             yield
@@ -154,7 +154,7 @@ class Zero3:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """A block of forwards and backwards that leaves DeepSpeed's bookkeeping as it was."""
+        """Run forwards and backwards in a block that leaves DeepSpeed's bookkeeping as it was."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []
         for hooks in saving:

@@ -93,7 +93,7 @@ class ZeroState:
     # --- what is where ----------------------------------------------------------------------------------------------
 
     def _piece(self, name: str, flat: Tensor) -> Tensor:
-        """The fragment of a parameter in something that is laid out as its master."""
+        """Return the fragment of a parameter in something that is laid out as its master."""
         place = self.layout.fragments[name]
         return _part(flat[place.offset : place.offset + place.length], place.start, self.shapes[name])
 
@@ -102,7 +102,7 @@ class ZeroState:
         return {canonical_name(n): self._own(value) for n, value in self.core.state_dict(keep_vars=True).items()}
 
     def _own(self, value: Any) -> Any:
-        """What this rank holds of an item of the model's state."""
+        """Return what this rank holds of an item of the model's state."""
         if not isinstance(value, Tensor):
             return value
         if value in self.names:
@@ -136,7 +136,7 @@ class ZeroState:
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:
-        """By id of the master, what the optimizer remembers of elements: its own tensors, or new ones, to read into."""
+        """Return, by id of the master, the tensors to read optimizer state into: the optimizer's own, or new ones."""
         kinds: dict[str, list[bool]] = {}
         for name in self.shapes:
             for key, item in described.get(name, {}).items():
@@ -157,7 +157,7 @@ class ZeroState:
     def _with_singles(
         self, partitions: Mapping[int, dict[str, Any]], remembered: Mapping[str, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Beside the flat tensors, what was read for each parameter, and is remembered once a partition."""
+        """Return the flat tensors, and the values that the optimizer remembers once a partition."""
         states = {master: dict(flat) for master, flat in partitions.items()}
         for name, place in self.layout.fragments.items():
             flat, state = partitions[id(place.master)], states[id(place.master)]
@@ -226,7 +226,7 @@ def _described(saved: Mapping[str, Any]) -> _Described:
 
 
 def _single(item: Any) -> Any:
-    """Room for a value that is not one of elements."""
+    """Return room for a value that is not one of elements."""
     return torch.zeros(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else b""
 
 

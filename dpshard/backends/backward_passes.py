@@ -1,0 +1,36 @@
+"""When a backward pass begins and ends, as far as autograd tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class BackwardPasses:
+    """The backward passes that deliver clipped sums, one after the other."""
+
+    def __init__(self) -> None:
+        self.failed = False
+        """Whether a backward pass of this logical batch did not come to its end."""
+        self._number = -1  # of the pass that delivers, until it has come to its end
+
+    def begins(self, ended: Callable[[], object]) -> bool:
+        """Return True if a backward pass begins with this call; `ended` is called when it is through."""
+        number = torch._C._current_graph_task_id()
+        if number == self._number:
+            return False
+        self.failed = self.failed or self._number != -1
+        self._number = number
+
+        def end() -> None:
+            self._number = -1
+            ended()
+
+        # Autograd drops the callbacks of a backward that raises.
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return True
+
+    def reset(self) -> None:
+        """Begin another logical batch."""
+        self._number, self.failed = -1, False

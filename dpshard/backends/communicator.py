@@ -1,0 +1,74 @@
+"""How the ranks that share the data of a model talk to each other."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpshard.backends.collectives import meet_for_probe
+
+
+class Communicator:
+    """The ranks that share the data of one model; by default, one process.
+
+    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` together, in one order. `group` returns their
+    process group, and is called when they first talk: a hybrid-sharded mesh makes one then. Tensors travel on `device`.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        group: Callable[[], dist.ProcessGroup | None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.world_size = world_size
+        """Number of ranks that share the data."""
+        self._find_group, self._device = group, device
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks; None for one process."""
+        if self._find_group is None:
+            return None
+        found = self._find_group()
+        return dist.group.WORLD if found is None else found  # as torch has it
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that share the data."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def broadcast(self, secret: bytes) -> bytes:
+        """Return the bytes that rank 0 holds, on every rank."""
+        if self.group is None:
+            return secret
+        shared = torch.tensor(list(secret), dtype=torch.uint8, device=self._device)
+        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return bytes(shared.cpu().tolist())
+
+    def all_gather(self, x_X: Tensor) -> Tensor:
+        """Return the vectors of all ranks as rows [W, X], in one collective."""
+        if self.group is None:
+            return x_X[None]
+        rows = [torch.empty_like(x_X, device=self._device) for _ in range(self.world_size)]
+        dist.all_gather(rows, x_X.to(self._device), group=self.group)
+        return torch.stack(rows)
+
+    def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
+        """Return the names of the facts (plain values) on which ranks disagree; all ranks pass the same names."""
+        digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
+        own = torch.tensor(list(digests), dtype=torch.uint8)
+        ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))
+        agree_F = (ranks_WFD == ranks_WFD[0]).all(2).all(0)
+        return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
+
+    def meet(self) -> None:
+        """Wait until all ranks are about to probe the model; BatchLayoutError if they do not come."""
+        if self.group is not None:
+            meet_for_probe(self.group)

@@ -1,0 +1,175 @@
+"""Clipped sums of a model that DeepSpeed trains: on their way over ranks, and where its optimizer looks for them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.backends.backward_passes import BackwardPasses
+from dpshard.backends.deepspeed.config import require_no_accumulation
+from dpshard.backends.deepspeed.reducer import Reducer, Shape
+from dpshard.backends.deepspeed.sharding import ZeroSharding
+from dpshard.backends.roles import Take
+from dpshard.errors import LogicalBatchError
+from dpshard.noise.keyed import Shard
+
+
+def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
+    """Return what sums over ranks for a model; stage 1 has whole gradients on every rank anyway."""
+    shapes = {
+        name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
+        for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
+    }
+    group = sharding.communicator.group
+    assert group is not None
+    return Reducer(sharding.layout, shapes, group, late=stage == 1)
+
+
+class PartitionReduction:
+    """The Reduction by a Reducer, beside DeepSpeed; see [Note: Why DeepSpeed does not reduce]."""
+
+    is_unsummed = True
+
+    def __init__(self, model_engine: Any, reducer: Reducer, *, stage: int) -> None:
+        self._model_engine, self._reducer, self._stage = model_engine, reducer, stage
+        self._passes = BackwardPasses()
+        self._restored = list(_keep_from_reducing(model_engine))
+
+    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
+        """Reduce the clipped sums; no gradient reaches the parameters, see [Note: What reaches DeepSpeed]."""
+        require_no_accumulation(self._model_engine)
+        if self._passes.begins(self._reducer.finish):
+            self._reducer.abandon()  # what a backward pass that failed has left
+        for name in reversed(names):
+            self._reducer.put(name, take(name))
+        return [None] * len(names)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Work on a micro-batch; model_engine.step() within the loop steps after the last micro-batch only."""
+        return self._micro_batch(last)
+
+    @contextmanager
+    def _micro_batch(self, last: bool) -> Iterator[None]:
+        engine = self._model_engine
+        if engine.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(last)
+        before = self._reducer.passes
+        yield
+        if self._reducer.passes == before:
+            # No backward here, since all rows are padding, say; but perhaps elsewhere.
+            self._reducer.finish()
+            if engine.enable_backward_allreduce:
+                engine.allreduce_gradients()
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """Return True under stage 3, which unshards parameters in every forward and backward."""
+        return self._stage == 3
+
+    def fault(self) -> None:
+        """Return None: no script has hold of the sums."""
+        return
+
+    def sum_rest(self) -> None:
+        """Reduce what was held back."""
+        self._reducer.complete()
+
+    def whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        """Return the digest of the fragments together."""
+        return ranks_WL.sum(0)
+
+    def detach(self) -> None:
+        """Let DeepSpeed reduce, and count micro-batches, by itself again."""
+        for restore in self._restored:
+            restore()
+        if self._model_engine.managed_gradient_accumulation():
+            self._model_engine.set_gradient_accumulation_boundary(None)
+
+
+class PartitionStore:
+    """Keeps clipped sums in the Reducer's accumulators, laid out as DeepSpeed's fp32 partitions."""
+
+    def __init__(self, sharding: ZeroSharding, reducer: Reducer) -> None:
+        self._sharding, self._reducer = sharding, reducer
+        self._parameters, self._guard = sharding.parameters, sharding.guard
+        self._private: dict[int, Tensor] = {}  # noisy gradients that DeepSpeed has not stepped with yet
+
+    def shards(self) -> list[Shard]:
+        """Return the sums of this rank as the noise sees them."""
+        fragments = self._sharding.layout.fragments
+        return [
+            Shard(name, self._reducer.fragment(name), fragments[name].start)
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+        """Keep the private gradients until DeepSpeed steps; see GradientStore."""
+        with torch.no_grad():
+            shards = self.shards()
+            self._private = self._reducer.take()
+            for name, parameter in self._parameters.items():
+                if not parameter.requires_grad:
+                    self._reducer.fragment(name, self._private).zero_()  # frozen since
+            norm = release_(shards)
+        self._guard.reset()
+        return self._sharding.over_shards(norm.square()).sqrt()
+
+    def install(self, held: set[Tensor]) -> None:
+        """Put private gradients on the fp32 partitions that DeepSpeed's optimizer is about to step on."""
+        for master in held & set(self._sharding.layout.masters):
+            gradient = self._private.pop(id(master), None)
+            if gradient is None:
+                raise LogicalBatchError(
+                    "DeepSpeed is about to step without a private gradient: this logical batch was stepped with "
+                    "already, or had no backward pass. Call model_engine.step() once per logical batch."
+                )
+            if master.grad is None:
+                master.grad = gradient.to(master.device, master.dtype)
+            else:
+                master.grad.copy_(gradient)  # it may be a buffer that DeepSpeed keeps
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """Return the whole private gradient of a parameter, on every rank; see GradientStore."""
+        if not self._private:
+            return None
+        return self._sharding.unshard(name, self._reducer.fragment(name, self._private))
+
+    def refuse_stale(self) -> None:
+        """Raise LogicalBatchError if DeepSpeed has not stepped since the last release."""
+        if self._private:
+            raise LogicalBatchError(
+                "DeepSpeed has not stepped with the gradient of the last logical batch. Call model_engine.step() "
+                "after every logical batch."
+            )
+
+    def drop(self) -> None:
+        """Forget clipped sums, and gradients that DeepSpeed has not stepped with."""
+        self._reducer.clear()
+        self._private.clear()
+        self._guard.reset()
+
+    def forget(self) -> None:
+        """Forget what the guard has noted."""
+        self._guard.forget()
+
+
+def _keep_from_reducing(model_engine: Any) -> Iterator[Callable[[], object]]:
+    """Keep DeepSpeed from reducing gradients that never come; yields what undoes it.
+
+    Stages 1 and 2 would fail on a bucket that no gradient was put into, and BF16_Optimizer would sum up zeros.
+    """
+    zero = model_engine.optimizer
+    if hasattr(zero, "reduce_ipg_grads"):
+        # Compiled backwards run the hooks of parameters that have no gradient, too.
+        for name in ("reduce_ipg_grads", "process_gradients"):
+            setattr(zero, name, lambda *_, **__: None)
+            yield functools.partial(delattr, zero, name)
+    elif hasattr(zero, "bf16_groups"):
+        model_engine.enable_backward_allreduce = False
+        yield lambda: setattr(model_engine, "enable_backward_allreduce", True)

@@ -1,0 +1,124 @@
+"""The parameters of a model that DeepSpeed trains, and the flat partitions on which its optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.deepspeed.partitions import read_layout
+from dpshard.backends.deepspeed.stage3 import Zero3
+from dpshard.backends.deepspeed.state import ZeroState
+from dpshard.backends.sharding import Sharding
+from dpshard.errors import ConfigurationError
+
+
+class ZeroSharding(Sharding):
+    """The parameters of a DeepSpeedEngine; optimizers step on flat partitions in their place.
+
+    Raises ConfigurationError if DeepSpeed's partitions are not where dpshard looks for them.
+    """
+
+    def __init__(self, model_engine: Any, stage: int) -> None:
+        super().__init__(model_engine.module, model_engine.module)
+        self.compute_device = torch.device(model_engine.device)
+        self._zero = zero = model_engine.optimizer
+        group = zero.dp_process_group
+        self.communicator = Communicator(dist.get_world_size(group), lambda: group, self.compute_device)
+        self._zero3: Zero3 | None = None
+        try:
+            names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+            self.layout = read_layout(zero, names, self.communicator.rank)
+            """Where this rank's fragment of each parameter lies."""
+            if stage == 3:
+                self._zero3 = Zero3(self.core, zero.parameter_offload, self.parameters)
+        except Exception:
+            self.detach()
+            raise
+        self.two_passes = stage < 3
+        self.anchored = {
+            name: torch.zeros(0, device=self.compute_device, requires_grad=True) for name in self.parameters
+        }
+
+    @property
+    def held(self) -> set[Tensor]:
+        """The parameters, and the fp32 partitions in their place."""
+        return super().held | set(self.layout.masters)
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """The shapes of the whole parameters; stage 3 leaves them without elements where they are not in use."""
+        return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        """The parameters as forward sees them."""
+        return self.parameters if self._zero3 is None else self._zero3.values
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def gathers(self, module: nn.Module) -> bool:
+        """Return True for the outermost module under stage 3."""
+        return self._zero3 is not None and module is self.core
+
+    def gather(self, module: nn.Module) -> None:
+        """Unshard the parameters that the outermost module owns itself."""
+        if self._zero3 is not None:
+            self._zero3.gather()
+
+    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Return nothing: DeepSpeed unshards the parameters in place."""
+        return ()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._zero3 is None else self._zero3.beside()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        if self._zero3 is None:
+            yield
+            return
+        self.communicator.meet()
+        with self._zero3.unmarked():
+            yield
+
+    # --- shards -----------------------------------------------------------------------------------------------------
+
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole of a tensor of which every rank has the fragment that the layout says."""
+        place, shape = self.layout.fragments[name], self.shapes[name]
+        full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
+        full[place.start : place.start + place.length] = shard
+        dist.all_reduce(full, group=self.communicator.group)  # no other rank has these elements
+        return full.view(*shape)
+
+    def full_value(self, name: str) -> Tensor:
+        """Return the whole of a parameter, in the precision of the fp32 partitions."""
+        place = self.layout.fragments[name]
+        return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
+
+    def over_shards(self, x: Tensor) -> Tensor:
+        """Return the sum of a scalar over ranks."""
+        return self.communicator.all_gather(x.view(1)).sum()
+
+    def training_state(self, optimizer: Any) -> ZeroState:
+        """Return model and optimizer by partitions; DeepSpeed's wrapper may stand for the optimizer."""
+        zero = self._zero
+        if optimizer is not zero and optimizer is not zero.optimizer:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not the optimizer that DeepSpeed steps with: hand over the one "
+                f"that deepspeed.initialize() returns."
+            )
+        return ZeroState(zero, self.core, self.layout, self.parameters, self.communicator.rank)
+
+    def detach(self) -> None:
+        """Remove every trace from the parameters, and from DeepSpeed's hooks around modules."""
+        super().detach()
+        if self._zero3 is not None:
+            self._zero3.detach()

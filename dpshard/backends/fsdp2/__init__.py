@@ -1,0 +1,23 @@
+"""FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise live in shards.
+
+`sharding.py`: who holds the shards, and how they are unsharded. `units.py`: which parameters FSDP gathers together, and
+over which mesh. `reduction.py`: from clipped sums to shards. Gradients are kept by `GradStore`, as in one process.
+May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dpshard.backends.backend import Backend
+from dpshard.backends.fsdp2.reduction import UnitReduction
+from dpshard.backends.fsdp2.sharding import FSDP2Sharding
+from dpshard.backends.grad_store import GradStore
+
+
+def fsdp2_backend(model: nn.Module) -> Backend:
+    """Return the back-end of a model on which `fully_shard` was called."""
+    sharding = FSDP2Sharding(model)
+    store = GradStore(sharding)
+    layout = f"shards on a mesh of {' x '.join(map(str, sharding.mesh.shape))}"
+    return Backend(layout, sharding.communicator, sharding, UnitReduction(sharding, store), store)

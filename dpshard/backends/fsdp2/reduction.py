@@ -1,0 +1,204 @@
+"""From clipped sums to shards: what FSDP2's own reduction is replaced by.
+
+[Note: From clipped sums to shards]
+Anchors differentiate the sharded parameters, whatever the clipping style, and what FSDP reduces stays empty. The
+clipped sums of a unit (the parameters that FSDP gathers and frees together) fill one bucket in float32 or wider, and
+as soon as the last of them is in, one reduce-scatter takes it to the shards, while the sums of the next unit are
+computed. So the collectives are those of FSDP, one a unit, but
+- the sum over ranks is a sum, never a mean: the sensitivity is that of the sum;
+- nothing is rounded to the dtype of the parameters before the noise is in. FSDP would take the gradients of a bfloat16
+  forward in bfloat16, and rounding can move the sum by more than one sample does;
+- all ranks reduce all units in one fixed order, also units whose layers did not run here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpshard.backends.collectives import reduce_scatter
+from dpshard.backends.fsdp2.sharding import FSDP2Sharding
+from dpshard.backends.fsdp2.units import Unit
+from dpshard.backends.grad_store import GradStore, add
+from dpshard.backends.roles import Take
+from dpshard.errors import DpshardError, LogicalBatchError
+from dpshard.records import as_real
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """The reductions of one backward pass: a queue of units, in an order that all ranks share."""
+
+    waiting: list[Unit]
+    """Units that were not reduced yet, in the order in which they will be."""
+    arrived: set[str] = field(default_factory=set)
+    """Names of the parameters whose clipped sum is in, or will not come."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Clipped sums [whole shape] of units that are not the next one."""
+    bucket: Tensor | None = None
+    """Of the next unit, [ranks, elements of a rank's padded shards]: it fills sum by sum, so none is held twice."""
+    running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
+    """Unit, its shards, the bucket that they come from, and the reduction in flight: one at a time."""
+
+
+class UnitReduction:
+    """The Reduction of an FSDP2 model: one reduce-scatter a unit; see [Note: From clipped sums to shards]."""
+
+    is_unsummed = False
+
+    def __init__(self, sharding: FSDP2Sharding, store: GradStore) -> None:
+        self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
+        self._pass: _Pass | None = None
+
+    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
+        """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
+        if self._store.passes.begins(self._end):
+            self._pass = None  # of a backward pass that failed
+        self._store.require_untouched(names)
+        if self._pass is None:
+            self._pass = _Pass([unit for unit in reversed(self._sharding.units) if unit.names])
+        reduction, asked = self._pass, set(names)
+        for unit in list(reduction.waiting):
+            for name in unit.names:
+                if name in asked:
+                    self._collect(reduction, unit, name, take(name))
+            self._launch_complete(reduction)
+        return [None] * len(names)
+
+    def _collect(self, reduction: _Pass, unit: Unit, name: str, total: Tensor | None) -> None:
+        """Take in the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
+        reduction.arrived.add(name)
+        if total is None:
+            return
+        if not unit.reduces():
+            add(self._store.unreduced, name, total)
+            self._store.stand_in(name)
+        elif unit is reduction.waiting[0]:
+            self._fill(reduction, name, total)
+        else:
+            reduction.sums[name] = total
+
+    def _launch_complete(self, reduction: _Pass) -> None:
+        while reduction.waiting and reduction.arrived.issuperset(reduction.waiting[0].names):
+            unit = reduction.waiting[0]
+            if unit.reduces():
+                launched = self._reduce_scatter(reduction)
+                self._finish(reduction)
+                reduction.running = launched
+            del reduction.waiting[0]
+            for name in reduction.waiting[0].names if reduction.waiting else ():
+                if name in reduction.sums:
+                    self._fill(reduction, name, reduction.sums.pop(name))
+
+    def _end(self) -> None:
+        reduction, self._pass = self._pass, None
+        if reduction is None:
+            return
+        for unit in reduction.waiting:
+            reduction.arrived.update(unit.names)  # a layer that did not run here may have run elsewhere
+        self._launch_complete(reduction)
+        self._finish(reduction)
+
+    def _finish(self, reduction: _Pass) -> None:
+        if reduction.running is None:
+            return
+        unit, shards, _, work = reduction.running
+        reduction.running = None
+        work.wait()
+        for group in self._sharding.replica_groups():
+            dist.all_reduce(shards, group=group)
+        self._store.require_untouched(unit.names)  # also those of layers that did not run here: not checked yet
+        with torch.no_grad():
+            for name, columns in self._columns(unit):
+                local = as_real(self._sharding.local(self._parameters[name]))
+                self._store.add_shard(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
+
+    def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
+        """Yield where the padded shards of a unit's parameters lie in a row of its bucket, complex ones as pairs."""
+        start = 0
+        for name in unit.names:
+            local = as_real(self._sharding.local(self._parameters[name]))
+            stop = start + self._sharding.rows(name) * local.shape[1:].numel()
+            yield name, slice(start, stop)
+            start = stop
+
+    def _bucket(self, reduction: _Pass) -> Tensor:
+        """Return the bucket of the next unit."""
+        if reduction.bucket is None:
+            unit = reduction.waiting[0]
+            width = max(columns.stop for _, columns in self._columns(unit))
+            dtypes = (self._parameters[name].dtype.to_real() for name in unit.names)
+            dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            ranks, device = self._sharding.shard_mesh.size(), self._sharding.compute_device
+            reduction.bucket = torch.zeros(ranks, width, dtype=dtype, device=device)
+        return reduction.bucket
+
+    def _fill(self, reduction: _Pass, name: str, total: Tensor) -> None:
+        columns = dict(self._columns(reduction.waiting[0]))[name]
+        _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._sharding.rows(name))
+
+    def _reduce_scatter(self, reduction: _Pass) -> tuple[Unit, Tensor, Tensor, dist.Work]:
+        """Start the one reduce-scatter of the next unit, bucket -> shards."""
+        unit, bucket = reduction.waiting[0], self._bucket(reduction)
+        reduction.bucket = None
+        for name, columns in self._columns(unit):
+            held = self._store.unreduced.pop(name, None)
+            if held is not None:
+                _add_chunks(bucket[:, columns], as_real(held), self._sharding.rows(name))
+        shards = bucket.new_empty(bucket.shape[1])
+        work = reduce_scatter(shards, bucket.view(-1), group=self._sharding.shard_mesh.get_group(), async_op=True)
+        assert work is not None
+        return unit, shards, bucket, work
+
+    # --- one logical batch ------------------------------------------------------------------------------------------
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return an empty block: every backward reduces."""
+        return nullcontext()
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """Return True: every forward and backward unshards parameters."""
+        return True
+
+    def fault(self) -> DpshardError | None:
+        """Return an error for sums that FSDP was told not to reduce, or the store's error."""
+        if self._store.unreduced:
+            return LogicalBatchError(
+                f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "
+                f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
+            )
+        return self._store.fault()
+
+    def sum_rest(self) -> None:
+        """Do nothing."""
+
+    def whole_digest(self, ranks_WL: Tensor) -> Tensor:
+        """Return the digest of the shards together; LogicalBatchError if replicas of HSDP differ."""
+        mesh, shard_dim = self._sharding.mesh, self._sharding.shard_dim
+        replicas_RL = ranks_WL.unflatten(0, mesh.shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
+        if bool((replicas_RL != replicas_RL[0]).any()):
+            raise LogicalBatchError(
+                "The clipped sums of this logical batch differ between the replicas of a hybrid-sharded model, so "
+                "these would drift apart. All ranks run the same micro-batches and backward passes; zero_grad() then "
+                "makes a fresh start."
+            )
+        return replicas_RL[0]
+
+    def detach(self) -> None:
+        """Do nothing."""
+
+
+def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
+    """Add a whole sum to its columns of a bucket [ranks, columns]: shard r of dimension 0 to row r."""
+    full = total.shape[0] // rows_per_rank  # ranks whose shard is not cut short
+    rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
+    rest = total[full * rows_per_rank :]
+    if len(rest):
+        rows[full, : rest.numel()] += rest.reshape(-1)

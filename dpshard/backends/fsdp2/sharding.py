@@ -1,0 +1,169 @@
+"""Parameters that `fully_shard` has sharded, and how they are unsharded for a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
+from dpshard.backends.sharding import Sharding
+from dpshard.errors import ConfigurationError, UnsupportedParameterError
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
+
+
+class FSDP2Sharding(Sharding):
+    """Parameters that are DTensors, sharded over one dimension of a mesh.
+
+    Raises ConfigurationError for parameters that FSDP, or dpshard, does not know in such a place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, model)
+        try:
+            self.mesh, self.shard_dim = mesh_of(model, self.parameters)
+            self.units = list(units_of(model, {id(p): name for name, p in self.parameters.items()}))
+            for unit in self.units:
+                self._refuse_mixed(unit)
+        except ConfigurationError:
+            self.detach()
+            raise
+        self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
+        self.whole: dict[str, Tensor] = dict(self.parameters)
+        """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
+        self.differentiated: Mapping[str, Tensor] = self.whole
+        self.communicator = Communicator(self.mesh.size(), self._group, self.compute_device)
+
+    def _refuse_mixed(self, unit: Unit) -> None:
+        """Raise ConfigurationError for what FSDP would refuse in the first forward."""
+        complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
+        if complex_ones and len(complex_ones) < len(unit.names):
+            raise ConfigurationError(
+                f"{complex_ones[0]} is complex, but FSDP gathers parameters of one dtype together. Call fully_shard on "
+                f"the module that owns it, without real parameters; or store it as real numbers [..., 2], and call "
+                f"torch.view_as_complex in forward."
+            )
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forwards run; shards may be offloaded."""
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh._flatten().get_group()
+
+    def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
+        # FSDP swaps the attributes of a module while it runs.
+        return self.parameters.get(name) is parameter or self.whole.get(name) is parameter
+
+    def _accumulated(self, name: str) -> None:
+        # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
+        if not self.guard.is_untouched(name):
+            raise UnsupportedParameterError(
+                f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
+                f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
+                f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
+                f"let training use parameters in forward alone."
+            )
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def gathers(self, module: nn.Module) -> bool:
+        """Return True for a module on which `fully_shard` was called."""
+        return isinstance(module, FSDPModule)
+
+    def gather(self, module: nn.Module) -> None:
+        """Unshard the parameters of a unit."""
+        assert isinstance(module, FSDPModule)
+        module.unshard()
+
+    def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and unsharded parameters of the unit whose forward begins."""
+        unit = self._unit_of_module.get(module)
+        for owner, attribute, name in unit.places if unit is not None else ():
+            parameter = owner._parameters[attribute]
+            assert parameter is not None
+            if self.whole[name] is not parameter:
+                self.whole[name] = parameter
+                self.guard.watch(name, parameter.requires_grad_())
+            # FSDP makes it once, and does not learn of a sharded parameter that is frozen, or thawed, later.
+            parameter.requires_grad_(self.parameters[name].requires_grad)
+            yield name, parameter
+
+    def _together(self) -> AbstractContextManager[Any]:
+        self.communicator.meet()  # all ranks unshard parameters in the forwards of a probe
+        return nullcontext()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for unit in self.units:
+            if unit.is_sharded():
+                # The last forward leaves the root unsharded, and an optimizer made then would hold what FSDP frees.
+                stack.callback(unit.module.reshard)
+        return stack
+
+    # --- shards -----------------------------------------------------------------------------------------------------
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that hold different shards."""
+        return self.mesh if self.mesh.ndim == 1 else self._part(self.shard_dim)
+
+    def replica_groups(self) -> Iterator[dist.ProcessGroup]:
+        """Yield the groups of ranks that hold the same shard (HSDP)."""
+        for dim in range(self.mesh.ndim):
+            if dim != self.shard_dim:
+                yield self._part(dim).get_group()
+
+    def _part(self, dim: int) -> DeviceMesh:
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[dim]]
+
+    def rows(self, name: str) -> int:
+        """Return the number of rows of a padded shard; the last ranks hold fewer, or none."""
+        return -(-self.parameters[name].shape[0] // self.shard_mesh.size())
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return the shard of this rank."""
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole of a DTensor."""
+        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+    def start(self, name: str) -> int:
+        """Return where the shard of this rank begins in the flattened parameter."""
+        shape = self.parameters[name].shape
+        return min(shape[0], self.rows(name) * self.shard_mesh.get_local_rank()) * shape[1:].numel()
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Put the shard of this rank in `.grad`, as a DTensor."""
+        p = parameter
+        assert isinstance(p, DTensor)
+        parameter.grad = DTensor.from_local(
+            gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+    def over_shards(self, x: Tensor) -> Tensor:
+        """Return the sum of a scalar over the ranks that hold different shards."""
+        x = x.to(self.compute_device)
+        dist.all_reduce(x, group=self.shard_mesh.get_group())
+        return x
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Return model and optimizer by the names of the parameters."""
+        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
+
+        return NamedState(self.outermost, optimizer, self.names)

@@ -1,0 +1,110 @@
+"""The units and the mesh of a model on which `fully_shard` was called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dpshard.backends.model_parallel import refuse_foreign_placements
+from dpshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """One FSDP unit: the parameters that are gathered, freed and reduced together."""
+
+    modules: tuple[nn.Module, ...]
+    places: tuple[tuple[nn.Module, str, str], ...]
+    """(owning module, attribute, name) of each of its parameters; a shared parameter has several places."""
+    names: tuple[str, ...]
+
+    @property
+    def module(self) -> FSDPModule:
+        """The module by which FSDP knows the unit."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
+
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
+        return all(group.reduce_grads for group in _groups(self.modules[0]))
+
+    def is_sharded(self) -> bool:
+        """Whether no parameter of the unit is unsharded now."""
+        return all(group.is_sharded for group in _groups(self.modules[0]))
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that FSDP gathers together for `module`, on which fully_shard was called."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh, int]:
+    """Return the one mesh of all parameters, and the dimension over which they are sharded.
+
+    HSDP replicates over the other dimension.
+
+    Raises ConfigurationError for parameters that dpshard does not know in such a place.
+    """
+    whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if whole:
+        raise ConfigurationError(
+            f"{whole[0]} is not sharded, so ranks would update it apart. Call fully_shard on the root module too."
+        )
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    placed = [p for unit in units for group in _groups(unit) for p in group.fsdp_params if _is_placed_by_fsdp(p)]
+    refuse_foreign_placements(model, {id(p.sharded_param) for p in placed})
+    trained = [p for p in placed if p.sharded_param.requires_grad] or placed
+    # By value: without mesh=, each call of fully_shard makes one of its own over all ranks.
+    meshes = {(p.mesh_info.mesh, p.mesh_info.shard_mesh_dim) for p in trained}
+    if len(meshes) != 1:
+        raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
+    ((mesh, shard_dim),) = meshes
+    for name, p in parameters.items():
+        assert isinstance(p, DTensor)
+        if [placement for placement in p.placements if not isinstance(placement, Replicate)] != [Shard(0)]:
+            raise ConfigurationError(
+                f"{name} is placed as {p.placements}; dpshard knows parameters that FSDP has sharded along dimension "
+                f"0, and replicated over nodes (HSDP)."
+            )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ConfigurationError("A hybrid-sharded mesh needs names: init_device_mesh(..., mesh_dim_names=...).")
+    return mesh, shard_dim
+
+
+def _is_placed_by_fsdp(parameter: Any) -> bool:
+    """Whether each dimension of a parameter's mesh is one over which FSDP shards or replicates it.
+
+    Placements do not tell: a norm of a tensor-parallel model lies as under HSDP.
+    """
+    sharded, info = parameter.sharded_param, parameter.mesh_info
+    own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
+    return sharded.device_mesh == info.mesh and own == set(range(info.mesh.ndim)) and not parameter.is_dtensor
+
+
+def units_of(model: nn.Module, names: Mapping[int, str]) -> Iterator[Unit]:
+    """Yield the FSDP units of a model, outermost first; `fully_shard` makes one of a list of modules, too."""
+    modules: dict[int, list[nn.Module]] = {}
+    for module in reversed(list(model.modules())):
+        if isinstance(module, FSDPModule):
+            unit = id(module._get_fsdp_state())
+            modules[unit] = [*modules.pop(unit, []), module]  # behind all units within
+    taken: set[int] = set()
+    found: list[Unit] = []
+    for unit in modules.values():
+        places = []
+        for owner in dict.fromkeys(owner for module in unit for owner in module.modules()):
+            for attribute, parameter in owner._parameters.items():
+                if parameter is not None and id(parameter) in names and id(parameter) not in taken:
+                    places.append((owner, attribute, names[id(parameter)]))
+        taken.update(id(owner._parameters[attribute]) for owner, attribute, _ in places)
+        found.append(Unit(tuple(unit), tuple(places), tuple(dict.fromkeys(name for _, _, name in places))))
+    yield from reversed(found)

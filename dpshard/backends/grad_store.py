@@ -1,0 +1,204 @@
+"""Clipped sums that are kept where torch keeps gradients: in `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.backends.backward_passes import BackwardPasses
+from dpshard.backends.guard import Guard
+from dpshard.backends.sharding import WIDE
+from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
+from dpshard.noise.keyed import Shard
+from dpshard.records import accum_dtype, as_real, wide
+
+
+class GradShards(Protocol):
+    """The Sharding of parameters that optimizers step on themselves: whole ones, or DTensors."""
+
+    parameters: dict[str, nn.Parameter]
+    guard: Guard
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return the part of a parameter or gradient that this rank holds."""
+        ...
+
+    def start(self, name: str) -> int:
+        """Return where that part begins in the flattened parameter."""
+        ...
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Put that part of a gradient in `.grad`."""
+        ...
+
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole of a gradient."""
+        ...
+
+    def over_shards(self, x: Tensor) -> Tensor:
+        """Return the sum of a scalar over the ranks that hold different shards."""
+        ...
+
+
+class GradStore:
+    """Keeps clipped sums in `.grad`, and in float32 beside it where parameters are of half precision.
+
+    Half-precision parameters have half-precision `.grad`s, in which micro-batches must not accumulate. Zeros stand in
+    for such a sum in `.grad`, so that the guard notices when gradients are dropped or changed there.
+    """
+
+    def __init__(self, sharding: GradShards) -> None:
+        self.passes = BackwardPasses()
+        self.beside: dict[str, Tensor] = {}
+        """The sums that are kept in float32, summed over ranks."""
+        self.unreduced: dict[str, Tensor] = {}
+        """The sums of this rank's samples only, which a Reduction keeps here until it reduces them."""
+        self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
+
+    # --- during backward --------------------------------------------------------------------------------------------
+
+    def through_autograd(self, name: str, clipped_sum: Tensor | None, beside: dict[str, Tensor]) -> Tensor | None:
+        """Return the gradient for which autograd adds a sum to `.grad`; one of half precision goes to `beside`."""
+        parameter = self._parameters[name]
+        if clipped_sum is None or not parameter.requires_grad:  # frozen since
+            return None
+        if parameter.dtype in WIDE:
+            return self._guard.expect(name, clipped_sum.to(parameter.dtype))
+        add(beside, name, clipped_sum)
+        return self._guard.expect(name, torch.zeros_like(parameter))
+
+    def add_shard(self, name: str, shard: Tensor) -> None:
+        """Add this rank's part of a sum; of a complex parameter, its pairs of parts."""
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:  # frozen since
+            return
+        shard = shard.to(self._sharding.local(parameter).device)
+        if parameter.dtype in WIDE:
+            if parameter.grad is None:
+                # A copy: `shard` lies in a buffer beside those of other parameters.
+                gradient = torch.empty_like(self._sharding.local(parameter))
+                as_real(gradient).copy_(shard)
+                self._sharding.assign(parameter, gradient)
+            else:
+                as_real(self._sharding.local(parameter.grad)).add_(shard)
+        else:
+            kept = self.beside.get(name)
+            self.beside[name] = shard.clone() if kept is None else kept.add_(shard)
+            self.stand_in(name)
+        self._guard.note(name)
+
+    def stand_in(self, name: str) -> None:
+        """Put zeros in `.grad` for a sum that is kept elsewhere."""
+        parameter = self._parameters[name]
+        if parameter.requires_grad and parameter.grad is None:
+            self._sharding.assign(parameter, torch.zeros_like(self._sharding.local(parameter)))
+            self._guard.note(name)
+
+    # --- between backward and the noise -----------------------------------------------------------------------------
+
+    def require_untouched(self, names: Collection[str]) -> None:
+        """Raise LogicalBatchError if gradients are not what backward has left; see [Note: Guarding the gradients]."""
+        if self.passes.failed and self._guard.all_thrown_away():
+            self.forget()
+            self.passes.failed = False
+        try:
+            self._guard.require_untouched(names)
+        except LogicalBatchError:
+            self.forget()  # what is left is lost; zero_grad() then makes a fresh start
+            raise
+
+    def fault(self) -> DpshardError | None:
+        """Return the reason why the sums of this rank must not be released, if there is one."""
+        try:
+            self.require_untouched(self._parameters)
+        except (LogicalBatchError, UnsupportedParameterError) as error:
+            return error
+        return None
+
+    def refuse_stale(self) -> None:
+        """Raise LogicalBatchError if a parameter still has a gradient of an earlier step."""
+        for name in self._parameters:
+            if self._guard.holds_anything(name):
+                raise LogicalBatchError(
+                    f"{name} still has a gradient from before this logical batch. Call optimizer.zero_grad() after "
+                    f"every optimizer.step() and before the first backward(). If no optimizer holds {name}, freeze it "
+                    f"before making the engine, or call model.zero_grad()."
+                )
+
+    # --- noise ------------------------------------------------------------------------------------------------------
+
+    def shards(self) -> list[Shard]:
+        """Return the sums of this rank as the noise sees them."""
+        return self._as_shards(self._totals())
+
+    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+        """Leave the private gradients in `.grad`; see GradientStore."""
+        with torch.no_grad():
+            totals = self._totals()
+            norm = release_(self._as_shards(totals))
+            for name, total in totals.items():
+                parameter = self._parameters[name]
+                if parameter.grad is None or total is not self._sharding.local(parameter.grad):
+                    self._sharding.assign(parameter, total.to(parameter.dtype))
+        self._reset()
+        return self._sharding.over_shards(norm.square()).sqrt()
+
+    def _totals(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the sums, by name, in float32 or wider; zeros where no gradient arrived.
+
+        A parameter that was frozen since, and has no gradient, is left out: its optimizer would move it.
+        """
+        totals: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            total = None if gradient is None else self._sharding.local(gradient)
+            total = self.beside.get(name, self.unreduced.get(name, total))
+            if total is None and not parameter.requires_grad:
+                continue
+            if total is None:
+                shard = self._sharding.local(parameter)
+                total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
+            totals[name] = wide(total)
+        return totals
+
+    def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
+        """Return what noise is added to: of a complex sum its two parts, each of which gets its own."""
+        return [
+            Shard(name, as_real(total), self._sharding.start(name) * (2 if total.is_complex() else 1))
+            for name, total in totals.items()
+        ]
+
+    def install(self, held: set[Tensor]) -> None:
+        """Do nothing: optimizers look for gradients in `.grad`."""
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """Return the whole of `.grad`, on every rank; see GradientStore."""
+        gradient = self._parameters[name].grad
+        return None if gradient is None else self._sharding.unshard(name, gradient)
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forget clipped sums that were not privatized, and take `.grad` from the parameters."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._reset()
+
+    def forget(self) -> None:
+        """Forget the sums beside `.grad`, and what the guard has noted."""
+        self.beside.clear()
+        self.unreduced.clear()
+        self._guard.forget()
+
+    def _reset(self) -> None:
+        self.forget()
+        self._guard.reset()
+        self.passes.reset()
+
+
+def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
+    """Add `x` to a running sum, which may be the very tensor that arrived first."""
+    sums[name] = sums[name] + x if name in sums else x
