@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.kernels import native
+from dpshard.kernels.underflow import hidden
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize
-from dpshard.records.numerics import accum_dtype, blank, gram, norms, wide
-from dpshard.records.outer_product import OuterProduct, floored, floored_gram
+from dpshard.records.numerics import accum_dtype, blank, gram, gram_bound, norms, wide
+from dpshard.records.outer_product import OuterProduct, floored
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.precision import exact_convolutions
 
@@ -74,7 +75,7 @@ class Convolution:
         rows_BGTR = wide(self._rows())
         product = self._gram_of_windows().mul_(gram(rows_BGTR))
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
-        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._overlap)
+        return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
         """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
@@ -104,13 +105,8 @@ class Convolution:
         return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
 
     def _floored(self, norm_B: Tensor) -> Tensor:
-        return floored(norm_B, self.gradient, self.input, self._overlap)
-
-    @property
-    def _overlap(self) -> float:
-        """How many times that of the input the norm of all windows may be."""
-        # An element of the input is in at most so many windows as the kernel has elements.
-        return self.shape[2:].numel() ** 0.5
+        # An element of the input is in at most as many windows as the kernel has elements.
+        return floored(norm_B, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

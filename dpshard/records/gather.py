@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, blank, sum_floor, wide
+from dpshard.records.numerics import as_real, blank, norms, sum_floor, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class EmbeddingRecord:
         values = values.gather(1, order[:, :, None].expand_as(values))
         runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
         floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
-        return torch.maximum(torch.linalg.vector_norm(runs, dim=(1, 2)), floor).square()
+        return torch.maximum(norms(runs), floor).square()
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

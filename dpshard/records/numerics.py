@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
+from dpshard.kernels.underflow import hidden
+
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -36,15 +38,18 @@ def flat(x: Tensor) -> Tensor:
 
 
 def norms(x: Tensor) -> Tensor:
-    """The norm of each sample [B] of `x` [B, ...], float32 or wider."""
+    """Return the norm of each sample [B] of `x` [B, ...], with what underflow may hide; float32 or wider."""
     rows, dtype = x.reshape(len(x), x.shape[1:].numel()), accum_dtype(x)
-    whole = rows.shape[1] // _LONG * _LONG
+    n = rows.shape[1]
+    whole = n // _LONG * _LONG
     if not whole:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    # On a CPU the squares of a row are few sums, which large ones keep from growing by small ones.
-    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _LONG)), dim=2, dtype=dtype)
-    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=dtype)
-    return torch.linalg.vector_norm(torch.cat((parts, rest), 1), dim=1)
+        norm_B = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    else:
+        # On a CPU the squares of a row are few sums, which large ones keep from growing by small ones.
+        parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _LONG)), dim=2, dtype=dtype)
+        rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=dtype)
+        norm_B = torch.linalg.vector_norm(torch.cat((parts, rest), 1), dim=1)
+    return norm_B + hidden(n, dtype) ** 0.5
 
 
 def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:
@@ -53,11 +58,17 @@ def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def gram(x: Tensor, start: int = 0) -> Tensor:
-    """Inner products [..., T - start, T] of the vectors from `start` on with all of `x` [..., T, n]."""
-    # A library may sum in one go: the rounding of sums as long as a vocabulary would be more than gram_floor allows.
-    parts = x.split(_CHUNK, dim=-1)
-    return functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
+def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return inner products [..., stop - start, stop] of the vectors from `start` on of x [..., T, n] with all of them.
+
+    What underflow may hide of them is added to the diagonal; see [Note: Underflow].
+    """
+    T, n = x.shape[-2:]
+    # A library may sum in one go: the rounding of sums as long as a vocabulary would be more than the floor allows.
+    parts = x[..., :stop, :].split(_CHUNK, dim=-1)
+    product = functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
+    product.diagonal(start, -2, -1).add_(hidden(T * n, x.dtype))
+    return product
 
 
 _LONG = 2**16
@@ -70,45 +81,23 @@ RESOLUTION = 1024
 """Roundings by which a sum may be off, in units of eps times the sum of the absolute values of its terms."""
 
 
-def gram_floor(scale_sq: Tensor) -> Tensor:
-    """The squared norm below which a sum of inner products, as large as `scale_sq` in all, is lost to rounding.
-
-    What cancels in a sum of inner products is lost, but not in the clipped sum: a norm that comes out too small would
-    let a sample contribute more than the threshold. So no norm is taken to be below this. Positions whose gradients
-    are orthogonal have the squared norm scale_sq / T, which is below it from T = 8,192 on in float32.
-    """
-    return relative_floor(scale_sq.dtype) * scale_sq
-
-
-def underflow_slack(rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """What squares that underflow may hide of the norms [B] of sums of products of `rows` and `cols` [B, ...].
-
-    The norm of all columns that take part is at most `overlap` times that of `cols`: a convolution has windows of them.
-
-    Half of the exponents are too small to be squared: a row whose norm is measured as 0 may meet a column that is as
-    large as 1e19. What is lost of a norm is at most a root of the smallest normal number for each element; of data
-    between 1e-10 and 1e10 no digit of the norm.
-    """
-    of_rows, of_cols = _lost(rows), overlap * _lost(cols)
-    # of_rows (|cols| + of_cols) + of_cols (|rows| + of_rows), in few operations
-    return torch.add(norms(cols) * (overlap * of_rows), norms(rows), alpha=of_cols) + 2 * of_rows * of_cols
-
-
-def norm_upper_bounds(x: Tensor) -> Tensor:
-    """The norm of each sample [B] of `x` [B, ...], with all that squares that underflow may hide of it."""
-    return norms(x) + _lost(x)
-
-
-def _lost(x: Tensor) -> float:
-    """What squares that underflow may hide of the norm of a sample of `x` [B, ...]."""
-    return (x.shape[1:].numel() * torch.finfo(accum_dtype(x)).tiny) ** 0.5
-
-
 def relative_floor(dtype: torch.dtype) -> float:
-    """What a sum in `dtype` may be off by, over the sum of the absolute values of its terms."""
+    """Return what a sum in `dtype` may be off by, over the sum of the absolute values of its terms."""
     return RESOLUTION * torch.finfo(dtype).eps
 
 
+def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
+    """Return upper bounds [B] of squared norms that were measured as sums `norm_sq` of inner products.
+
+    `scale` [B] is the sum of the norms of all gradients that the inner products are of. What cancels among them is lost
+    to rounding, but not in the clipped sum. A norm that comes out too small would let a sample contribute more than
+    the threshold. So no squared norm is below the rounding of scale^2. T positions of orthogonal gradients have the
+    squared norm scale^2 / T, which is below it from T = 8,192 on in float32.
+    """
+    # abs: a sum of inner products may be infinite and negative.
+    return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())
+
+
 def sum_floor(scale: Tensor) -> Tensor:
-    """The same for the norm of a sum of gradients of norms `scale` in all: the norm, not its square, is off by eps."""
+    """Return the norms below which sums of gradients of the norms `scale` in all are lost to rounding."""
     return relative_floor(scale.dtype) * scale

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.kernels import native, triton
+from dpshard.kernels.underflow import hidden
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
@@ -17,11 +18,10 @@ from dpshard.records.numerics import (
     as_real,
     blank,
     gram,
-    gram_floor,
-    norm_upper_bounds,
+    gram_bound,
     norms,
     relative_floor,
-    underflow_slack,
+    sum_floor,
     wide,
 )
 
@@ -49,27 +49,29 @@ class OuterProduct:
         """Squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.take(self.rows, self.cols):
-                return floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt(), self.rows, self.cols)
+                return self._floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt())
             return self.instantiated()[1]
         B, G, T, _ = self.rows.shape
         if triton.take(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
-            norm_sq, scale = triton.ghost_norm_sq(self.rows, self.cols)
-            return floored_gram(norm_sq, scale, self.rows, self.cols)
+            return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            norm_BG = norm_upper_bounds(rows.flatten(0, 1)) * norm_upper_bounds(cols.flatten(0, 1))
-            return norm_BG.view(B, G).square().sum(1)
+            norm_BG = norms(rows.flatten(0, 1)) * norms(cols.flatten(0, 1))
+            return norm_BG.view(B, G).square().sum(1) + hidden(G, norm_BG.dtype)
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
-        return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
+        return gram_bound(*_ghost_norm_sq(rows, cols))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Per-sample gradients [B, *shape], and their squared norms [B]."""
         if triton.take(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
-            return gradient.view(-1, *self.shape), floored(norm_sq.sqrt(), self.rows, self.cols)
+            return gradient.view(-1, *self.shape), self._floored(norm_sq.sqrt())
         gradient = self.per_sample()
-        return gradient, floored(norms(gradient), self.rows, self.cols)
+        return gradient, self._floored(norms(gradient))
+
+    def _floored(self, norm_B: Tensor) -> Tensor:
+        return floored(norm_B, self.rows, self.cols)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -106,24 +108,13 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
 
 
-def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """`norm_sq` [B], of Gram matrices of `rows` and `cols` [B, ...], and no less than it may have lost.
-
-    `scale` [B] is what its rounding is relative to; see `underflow_slack` for `overlap`.
-    """
-    # abs: a sum of products may be infinite and negative.
-    norm_B = norm_sq.abs().sqrt() + underflow_slack(rows, cols, overlap)
-    return torch.maximum(norm_B.square(), gram_floor(scale.square()))
-
-
 def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
+    """Return upper bounds [B] of the squared norms of sums of products of rows and cols, measured as norms `norm_B`.
 
-    See `underflow_slack` for `overlap`.
+    The norm of all columns that take part is at most `overlap` times that of `cols`: a convolution has windows of them.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    rounding = relative_floor(accum_dtype(rows)) * overlap
-    return torch.maximum(norm_B, norm_upper_bounds(rows) * rounding * norm_upper_bounds(cols)).square()
+    return torch.maximum(norm_B, sum_floor(overlap * norms(rows) * norms(cols))).square()
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,10 +130,10 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     terms, scales = [], []
     for start in range(0, max(1, T), size):
         stop = min(T, start + size)
-        product = gram(cols[:, :stop], start).mul_(gram(rows[:, :stop], start))
+        product = gram(cols, start, stop).mul_(gram(rows, start, stop))
         scales.append(product.diagonal(start, 1, 2).sqrt())
         if start:
             product[..., :start].mul_(2)
         terms.append(product.sum((1, 2)))
     norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
-    return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)
+    return norm_sq.view(B, G).sum(1) + hidden(G * T * T, rows.dtype), scale.view(B, G).sum(1)
