@@ -24,10 +24,13 @@ products. The proof leaves out rounding, which numerics.RESOLUTION covers.
    both factors are gradients.
 5. *Overflow.* A square above the largest number makes the norm infinite or NaN, and the sample counts as zero.
 6. *Clipped sums.* A row times its factor may underflow as well. It is off by less than tiny, and columns that it meets
-   are shorter than 2e19, or the norm is infinite. Of R rows, T positions change the sum by less than 3e-19 sqrt(R T).
+   are shorter than 2e19, or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T).
+   A column of one element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels:
+   flushing makes the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients that are kept for
+   their norm are what is summed.
 
-Each place is needed; tests/records/test_underflow.py has data that pass several times the threshold without it. Ordinary
-norms do not change: of numbers above 1e-10 `hidden` is less than a rounding.
+Each place is needed: tests/records/test_underflow.py has data that pass several times the threshold without it. No
+digit of ordinary norms changes: of numbers above 1e-10 `hidden` is less than a rounding.
 """
 
 from __future__ import annotations

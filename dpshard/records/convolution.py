@@ -68,8 +68,8 @@ class Convolution:
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
         if not size.tiles:
-            return self.instantiated()[1]
-        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()).sqrt())
+            return self._floored(self.instantiated()[1])
+        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()))
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
@@ -100,13 +100,13 @@ class Convolution:
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
         gradient, norm_sq = self._made()
-        return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
+        return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
-    def _floored(self, norm_B: Tensor) -> Tensor:
+    def _floored(self, norm_sq: Tensor) -> Tensor:
         # An element of the input is in at most as many windows as the kernel has elements.
-        return floored(norm_B, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
+        return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

@@ -84,8 +84,7 @@ def measure(
 def _scale(record: Record) -> Tensor:
     """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
     if isinstance(record, OuterProduct):
-        terms = norms(record.rows.flatten(0, 2)) * norms(record.cols.flatten(0, 2))
-        return terms.view(len(record.rows), -1).sum(1)
+        return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
     return norms(record.per_sample())

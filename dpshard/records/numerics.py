@@ -37,19 +37,16 @@ def flat(x: Tensor) -> Tensor:
     return wide(x).reshape(len(x), x.shape[1:].numel())
 
 
-def norms(x: Tensor) -> Tensor:
-    """Return the norm of each sample [B] of `x` [B, ...], with what underflow may hide; float32 or wider."""
-    rows, dtype = x.reshape(len(x), x.shape[1:].numel()), accum_dtype(x)
-    n = rows.shape[1]
-    whole = n // _LONG * _LONG
-    if not whole:
-        norm_B = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    else:
+def norms(x: Tensor, dims: int = 1) -> Tensor:
+    """Return norms over all but the first `dims` dimensions, with what underflow may hide; float32 or wider."""
+    n, dtype = x.shape[dims:].numel(), accum_dtype(x)
+    rows, whole = x.reshape(*x.shape[:dims], n), n // _LONG * _LONG
+    if whole:
         # On a CPU the squares of a row are few sums, which large ones keep from growing by small ones.
-        parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _LONG)), dim=2, dtype=dtype)
-        rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=dtype)
-        norm_B = torch.linalg.vector_norm(torch.cat((parts, rest), 1), dim=1)
-    return norm_B + hidden(n, dtype) ** 0.5
+        parts = torch.linalg.vector_norm(rows[..., :whole].unflatten(-1, (-1, _LONG)), dim=-1, dtype=dtype)
+        rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True, dtype=dtype)
+        rows = torch.cat((parts, rest), -1)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) + hidden(n, dtype) ** 0.5
 
 
 def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from dpshard.records.numerics import (
     gram_bound,
     norms,
     relative_floor,
-    sum_floor,
     wide,
 )
 
@@ -49,29 +48,25 @@ class OuterProduct:
         """Squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.take(self.rows, self.cols):
-                return self._floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt())
-            return self.instantiated()[1]
+                return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
+            return floored(self.instantiated()[1], self.rows, self.cols)
         B, G, T, _ = self.rows.shape
         if triton.take(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
             return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            norm_BG = norms(rows.flatten(0, 1)) * norms(cols.flatten(0, 1))
-            return norm_BG.view(B, G).square().sum(1) + hidden(G, norm_BG.dtype)
+            return (norms(rows, 2) * norms(cols, 2)).square().sum(1) + hidden(G, rows.dtype)
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return gram_bound(*_ghost_norm_sq(rows, cols))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
         if triton.take(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
-            return gradient.view(-1, *self.shape), self._floored(norm_sq.sqrt())
+            return gradient.view(-1, *self.shape), norm_sq
         gradient = self.per_sample()
-        return gradient, self._floored(norms(gradient))
-
-    def _floored(self, norm_B: Tensor) -> Tensor:
-        return floored(norm_B, self.rows, self.cols)
+        return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -108,13 +103,15 @@ class OuterProduct:
         return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
 
 
-def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """Return upper bounds [B] of the squared norms of sums of products of rows and cols, measured as norms `norm_B`.
+def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+    """Return squared norms [B], at least what rounding may hide of a clipped sum that is not of the measured gradients.
 
-    The norm of all columns that take part is at most `overlap` times that of `cols`: a convolution has windows of them.
+    The gradients are sums of products of rows and cols. The norm of all columns that take part is at most `overlap`
+    times that of `cols`: a convolution has windows of them.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
-    return torch.maximum(norm_B, sum_floor(overlap * norms(rows) * norms(cols))).square()
+    rounding = relative_floor(accum_dtype(rows)) * overlap
+    return torch.maximum(norm_sq, (norms(rows) * rounding * norms(cols)).square())
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
