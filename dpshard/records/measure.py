@@ -22,7 +22,7 @@ from dpshard.records.routed_product import RoutedProduct
 
 
 def join(records: Sequence[Record]) -> list[Record]:
-    """The same gradient from at most one record of each kind."""
+    """Return records of the same gradient, at most one of each kind."""
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
@@ -32,7 +32,7 @@ def join(records: Sequence[Record]) -> list[Record]:
 
 
 def _kind(record: Record) -> object:
-    """What records share that join: a grouped and a plain product of one weight, say, have different [G, R, C]."""
+    """Return what records that join have in common: a grouped and a plain product of one weight differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedProduct):
@@ -59,7 +59,7 @@ def _join(kind: Sequence[Record]) -> Record:
 def measure(
     records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
 ) -> tuple[Tensor, list[Record]]:
-    """Squared norm [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
+    """Return squared norms [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
 
     With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
     cheapest method keeps it if it does not take much more memory than the record. At a micro-batch of 1 the per-sample
@@ -82,7 +82,7 @@ def measure(
 
 
 def _scale(record: Record) -> Tensor:
-    """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
+    """Return the sum of the norms [B] of the terms of a record's gradient; its rounding is relative to this sum."""
     if isinstance(record, OuterProduct):
         return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, EmbeddingRecord):

@@ -1,4 +1,4 @@
-"""How sums over records are taken: never in half precision, and no norm below what rounding hides."""
+"""Sums over records: never in half precision, and no norm below what rounding and underflow hide."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def as_real(x: Tensor) -> Tensor:
-    """`x`; of a complex one its real and imaginary parts, [..., 2], of which norms, sums and noise are taken."""
+    """Return `x`, or the real and imaginary parts [..., 2] of a complex one, for norms, sums and noise."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def as_complex(x: Tensor, like: torch.dtype) -> Tensor:
-    """The inverse of `as_real`, for a tensor that is of the dtype `like`."""
+    """Return the inverse of `as_real`, for a tensor of the dtype `like`."""
     return torch.view_as_complex(x.contiguous()) if like.is_complex else x
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float32, or as it is if it is wider: norms and sums never accumulate in half precision."""
+    """Return `x` in float32 or wider: norms and sums never accumulate in half precision."""
     return x if x.dtype in _WIDE else x.float()
 
 
 def accum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that sums over `x` are taken in."""
+    """Return the dtype of sums over `x`."""
     return x.dtype if x.dtype in _WIDE else torch.float32
 
 
 def flat(x: Tensor) -> Tensor:
-    """`x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
+    """Return `x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
     return wide(x).reshape(len(x), x.shape[1:].numel())
 
 
@@ -50,7 +50,7 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
 
 
 def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:
-    """`x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+    """Return `x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
     # masked_fill, not a product: 0 * NaN is NaN.
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 

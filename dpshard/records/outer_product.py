@@ -38,14 +38,14 @@ class OuterProduct:
 
     @property
     def size(self) -> ProductSize:
-        """What costs depend on."""
+        """Return the sizes that costs depend on."""
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
         dtype, device = accum_dtype(self.rows), self.rows.device
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.take(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], by the Gram matrices or by the gradient itself."""
+        """Return squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.take(self.rows, self.cols):
                 return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
@@ -69,7 +69,7 @@ class OuterProduct:
         return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         if triton.take(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
@@ -78,7 +78,7 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        """Return sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
         if triton.take(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, factor_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
@@ -99,7 +99,7 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
 
 
@@ -115,7 +115,7 @@ def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
+    """Return squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
 
     Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
     of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.

@@ -100,10 +100,9 @@ def test_what_is_lost_of_all_pairs_of_positions_counts(compiled, monkeypatch):
 
 def test_an_embedding_whose_inner_products_with_columns_underflow_counts():
     """The head's rows are large, so its gradient is as large as the embedding's, and equal."""
-    S, C = 2000, 100
-    cols, values = torch.full((1, 1, 1, C), 3e-21), torch.full((1, S, C), 3e-18 / S)
-    head = OuterProduct(torch.full((1, 1, 1, 1), 1e3), cols, torch.Size((1, C)))
-    read = EmbeddingRecord(torch.zeros(1, S, dtype=torch.long), values, torch.Size((1, C)))
+    S = 10**6
+    head = OuterProduct(torch.full((1, 1, 1, 1), 100.0), torch.full((1, 1, 1, 1), 9.9e-18), torch.Size((1, 1)))
+    read = EmbeddingRecord(torch.zeros(1, S, dtype=torch.long), torch.full((1, S, 1), 9.9e-22), torch.Size((1, 1)))
     torch.set_flush_denormal(True)
     norm_sq, _ = measure([head, read], NormMethod.GHOST, keep=False)
     torch.set_flush_denormal(False)
