@@ -57,7 +57,7 @@ class Convolution:
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Return True if every window of the input has a position; output padding of an adjoint leaves room for more."""
+        """Return True if every window of the input has a position; output padding of an adjoint adds more."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
