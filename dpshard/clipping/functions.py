@@ -39,7 +39,9 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
 def _largest(norm_B: Tensor, threshold: float) -> Tensor:
     """The largest factors [B] by which gradients of norms `norm_B` surely come to `threshold` at most; >= 0, or NaN."""
     # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
-    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B
+    # Records measure no smaller norm than `tiny`: a quotient by 0 or -0.0 would be none.
+    tiny = float(torch.finfo(norm_B.dtype).tiny)
+    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=tiny)
     # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
     # that is infinite, and NaN for one that is NaN.
     return torch.nextafter(quotient_B, torch.zeros_like(norm_B))
