@@ -38,10 +38,10 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
 
 def _largest(norm_B: Tensor, threshold: float) -> Tensor:
     """The largest factors [B] by which gradients of norms `norm_B` surely come to `threshold` at most; >= 0, or NaN."""
-    # Below `resolved` the squares of which a norm is the sum underflow, so the true norm may be as large as `resolved`.
-    resolved = 1e3 * float(torch.finfo(norm_B.dtype).tiny) ** 0.5
     # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
-    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=resolved)
+    # Records measure no smaller norm than `tiny`: a quotient by 0 or -0.0 would be none.
+    tiny = float(torch.finfo(norm_B.dtype).tiny)
+    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=tiny)
     # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
     # that is infinite, and NaN for one that is NaN.
     return torch.nextafter(quotient_B, torch.zeros_like(norm_B))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.kernels import native
+from dpshard.kernels.underflow import hidden
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize
-from dpshard.records.numerics import accum_dtype, blank, gram, norms, wide
-from dpshard.records.outer_product import OuterProduct, floored, floored_gram
+from dpshard.records.numerics import accum_dtype, blank, gram, gram_bound, norms, wide
+from dpshard.records.outer_product import OuterProduct, floored
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.precision import exact_convolutions
 
@@ -38,7 +39,7 @@ class Convolution:
 
     @property
     def size(self) -> ProductSize:
-        """What costs depend on."""
+        """Return the sizes that costs depend on."""
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
         nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
@@ -52,32 +53,32 @@ class Convolution:
 
     @property
     def _windows_are_apart(self) -> bool:
-        """Whether windows lie side by side, as of patches: to gather them they are only moved."""
+        """Return True if windows lie side by side, as of patches: to gather them is to move them."""
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Whether every window of the input has its position; output padding of the adjoint leaves room for more."""
+        """Return True if every window of the input has a position; output padding of an adjoint adds more."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]."""
+        """Return squared norms [B]."""
         size = self.size
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
         if not size.tiles:
-            return self.instantiated()[1]
-        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()).sqrt())
+            return self._floored(self.instantiated()[1])
+        return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()))
 
     def _ghost_norm_sq(self) -> Tensor:
         rows_BGTR = wide(self._rows())
         product = self._gram_of_windows().mul_(gram(rows_BGTR))
         scale = product.diagonal(0, 2, 3).sqrt().sum((1, 2))
-        return floored_gram(product.sum((1, 2, 3)), scale, self.gradient, self.input, self._overlap)
+        return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
-        """Inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
+        """Return inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
         (B, k), G = self.input.shape[:2], self.groups
         padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
         space, positions = padded.shape[3:], self.gradient.shape[3:]
@@ -95,29 +96,24 @@ class Convolution:
         return total.reshape(B, G, T, T)
 
     def _rows(self) -> Tensor:
-        """The output gradients as rows of a product, [B, G, T, R]."""
+        """Return the output gradients as rows of a product, [B, G, T, R]."""
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
         gradient, norm_sq = self._made()
-        return gradient, self._floored(norms(gradient) if norm_sq is None else norm_sq.sqrt())
+        return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
-    def _floored(self, norm_B: Tensor) -> Tensor:
-        return floored(norm_B, self.gradient, self.input, self._overlap)
-
-    @property
-    def _overlap(self) -> float:
-        """How many times that of the input the norm of all windows may be."""
-        # An element of the input is in at most so many windows as the kernel has elements.
-        return self.shape[2:].numel() ** 0.5
+    def _floored(self, norm_sq: Tensor) -> Tensor:
+        # An element of the input is in at most as many windows as the kernel has elements.
+        return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Per-sample gradients [B, *shape], and their squared norms [B] if they came with them."""
+        """Return per-sample gradients [B, *shape], and their squared norms [B] if compiled code took them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
             # Many small kernels would wait for one another.
             return self.outer().per_sample(), None
@@ -149,7 +145,7 @@ class Convolution:
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
 
     def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
-        """The gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
+        """Return the gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
         kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # its shape alone counts
         with exact_convolutions(gradient.device):
             *_, total, _ = torch.ops.aten.convolution_backward(
@@ -170,7 +166,7 @@ class Convolution:
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """The same as rows and columns, with the windows of all positions."""
+        """Return the same gradient as rows and columns; these are the windows of all positions."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -181,7 +177,7 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return replace(self, input=blank(self.input, nonfinite_B), gradient=blank(self.gradient, nonfinite_B))
 
 
@@ -192,7 +188,7 @@ _AT_ONCE = 4 * 2**20
 def windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """The windows that a kernel sees in x [N, C, *space], a view if nothing is padded: [N, C, *positions, *kernel]."""
+    """Return the windows [N, C, *positions, *kernel] that a kernel sees in x [N, C, *space]; a view without padding."""
     x = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]

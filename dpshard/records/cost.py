@@ -79,7 +79,7 @@ class ProductSize:
 
     @property
     def is_long(self) -> bool:
-        """Whether gram_floor is above half the squared norm of orthogonal gradients: T > 4,096 in float32."""
+        """Return True if gram_bound raises half the squared norm of orthogonal gradients: T > 4,096 in float32."""
         return relative_floor(self.dtype) * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
@@ -100,7 +100,7 @@ class ProductSize:
         return self._dropped() < self._ghost()
 
     def _dropped(self) -> int:
-        """The norm by a gradient that nobody keeps; kernels and native code do not even write it."""
+        """Return the FLOPs of the norm of a gradient that is dropped; kernels and native code do not even write it."""
         product = 2 * self.T * self.R * self.C
         if self.kernels:
             return product // _TENSOR_CORES
@@ -134,7 +134,7 @@ class ProductSize:
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:
-        """The same for a byte."""
+        """Return the FLOPs in the time in which a byte is written and read twice."""
         if self.device.type != "cpu":
             return 60
         cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, blank, sum_floor, wide
+from dpshard.records.numerics import as_real, blank, norms, sum_floor, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class EmbeddingRecord:
     """Shape of the parameter; its elements in order are those of [V, C]."""
 
     def read(self) -> Tensor:
-        """The values, zero where nothing was read."""
+        """Return the values, zero where nothing was read."""
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]: sorted by id, values of equal ids add up before the square; no T x T, no [B, V, C]."""
+        """Return squared norms [B]: values of equal ids, sorted, add up before the square; no T x T, no [B, V, C]."""
         values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -36,10 +36,10 @@ class EmbeddingRecord:
         values = values.gather(1, order[:, :, None].expand_as(values))
         runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
         floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
-        return torch.maximum(torch.linalg.vector_norm(runs, dim=(1, 2)), floor).square()
+        return torch.maximum(norms(runs), floor).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         values = self.read()
         B, _, C = values.shape
         out = values.new_zeros(B, self.shape.numel() // C, C)
@@ -47,7 +47,7 @@ class EmbeddingRecord:
         return out.view(B, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape]."""
+        """Return sum_i factor_i * gradient_i, [*shape]."""
         values = self.read() * factor_B.to(wide(self.values).dtype)[:, None, None]
         C = values.shape[2]
         out = values.new_zeros(self.shape.numel() // C, C)
@@ -60,5 +60,5 @@ class EmbeddingRecord:
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return replace(self, values=blank(self.values, nonfinite_B))

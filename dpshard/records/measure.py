@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
+from dpshard.kernels.underflow import hidden
 from dpshard.records.convolution import Convolution
 from dpshard.records.cost import ProductSize
 from dpshard.records.gather import EmbeddingRecord
-from dpshard.records.numerics import flat, gram_floor, norms, underflow_slack, wide
+from dpshard.records.numerics import flat, gram_bound, norms, wide
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
@@ -20,7 +22,7 @@ from dpshard.records.routed_product import RoutedProduct
 
 
 def join(records: Sequence[Record]) -> list[Record]:
-    """The same gradient from at most one record of each kind."""
+    """Return records of the same gradient, at most one of each kind."""
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
@@ -30,7 +32,7 @@ def join(records: Sequence[Record]) -> list[Record]:
 
 
 def _kind(record: Record) -> object:
-    """What records share that join: a grouped and a plain product of one weight, say, have different [G, R, C]."""
+    """Return what records that join have in common: a grouped and a plain product of one weight differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedProduct):
@@ -57,7 +59,7 @@ def _join(kind: Sequence[Record]) -> Record:
 def measure(
     records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
 ) -> tuple[Tensor, list[Record]]:
-    """Squared norm [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
+    """Return squared norms [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
 
     With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
     cheapest method keeps it if it does not take much more memory than the record. At a micro-batch of 1 the per-sample
@@ -73,19 +75,16 @@ def measure(
         return record.norm_sq(method), joined
     squares = sum((r.norm_sq(method) for r in joined[1:]), joined[0].norm_sq(method))
     total = squares
-    for i, first in enumerate(joined):
-        for second in joined[i + 1 :]:
-            total = total + 2 * inner(first, second)
-    # abs: a sum of cross terms may be infinite and negative.
+    for first, second in itertools.combinations(joined, 2):
+        total = total + 2 * inner(first, second)
     scale = sum((_scale(r) for r in joined[1:]), _scale(joined[0]))
-    return torch.maximum(total.abs(), gram_floor(torch.maximum(scale.square(), squares))), joined
+    return gram_bound(total, torch.maximum(scale, squares.sqrt())), joined
 
 
 def _scale(record: Record) -> Tensor:
-    """The sum of the norms [B] of what the gradient of a record is the sum of: to this its rounding is relative."""
+    """Return the sum of the norms [B] of the terms of a record's gradient; its rounding is relative to this sum."""
     if isinstance(record, OuterProduct):
-        terms = torch.linalg.vector_norm(wide(record.rows), dim=3) * torch.linalg.vector_norm(wide(record.cols), dim=3)
-        return terms.sum((1, 2)) + underflow_slack(record.rows, record.cols)
+        return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
     return norms(record.per_sample())
@@ -98,7 +97,7 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 
 def inner(first: Record, second: Record) -> Tensor:
-    """Inner products [B] of the per-sample gradients of two records of one parameter."""
+    """Return inner products [B] of the per-sample gradients of two records of one parameter, as upper bounds."""
     if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
     if (
@@ -108,12 +107,18 @@ def inner(first: Record, second: Record) -> Tensor:
         and first.cols.shape[3] == second.values.shape[2]
     ):
         return _inner_outer_gather(first, second)
-    return (flat(first.per_sample()) * flat(second.per_sample())).sum(1)
+    products = flat(first.per_sample()) * flat(second.per_sample())
+    return products.sum(1) + hidden(products[0].numel(), products.dtype)
 
 
 def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
-    """<sum_t r_t (x) c_t, gather> = sum_{t,t'} r_t[id_t'] <c_t, v_t'>: a tied embedding and head, never a [V, C]."""
-    rows_BTV, cols_BTC, values_BTC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
+    """Return inner products of a tied head and embedding: of what was read with these rows of the head's gradient.
+
+    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>, without a [V, C].
+    """
+    rows_BTV, cols_BTC, values_BtC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)
     picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
-    return (picked_BTt * (cols_BTC @ values_BTC.mT)).sum((1, 2))
+    # In this order both factors are gradients. Of <c_t, v_t'> underflow may hide what a large r_t would bring back.
+    products = (picked_BTt.mT @ cols_BTC) * values_BtC
+    return products.sum((1, 2)) + hidden(products[0].numel(), products.dtype)

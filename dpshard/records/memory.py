@@ -26,7 +26,7 @@ _held = _Held()
 
 
 def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor beside `like`: of memory that an earlier one had, where nothing refers to that any more.
+    """Return an uninitialised tensor on the device of `like`, in memory of an earlier one that nothing refers to.
 
     One buffer is held until the backward pass ends. Layers that are clipped one by one so fill the same memory; that
     of gradients which wait for other layers stays theirs.

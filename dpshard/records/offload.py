@@ -12,12 +12,12 @@ from dpshard.records.record import Record
 
 
 def offloaded(record: Record) -> Record:
-    """`record` in the memory of the host, pinned, so that the copy need not be waited for."""
+    """Return `record` in pinned memory of the host, so that nothing waits for the copy."""
     return _with(record, _to_host)
 
 
 def fetched(record: Record, device: torch.device) -> Record:
-    """An offloaded record, back on `device`."""
+    """Return an offloaded record, back on `device`."""
     return _with(record, lambda x: x.to(device, non_blocking=True))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.kernels import native, triton
+from dpshard.kernels.underflow import hidden
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
@@ -17,11 +18,9 @@ from dpshard.records.numerics import (
     as_real,
     blank,
     gram,
-    gram_floor,
-    norm_upper_bounds,
+    gram_bound,
     norms,
     relative_floor,
-    underflow_slack,
     wide,
 )
 
@@ -39,40 +38,38 @@ class OuterProduct:
 
     @property
     def size(self) -> ProductSize:
-        """What costs depend on."""
+        """Return the sizes that costs depend on."""
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
         dtype, device = accum_dtype(self.rows), self.rows.device
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.take(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], by the Gram matrices or by the gradient itself."""
+        """Return squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.take(self.rows, self.cols):
-                return floored(triton.gradient_norm_sq(self.rows, self.cols).sqrt(), self.rows, self.cols)
-            return self.instantiated()[1]
+                return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
+            return floored(self.instantiated()[1], self.rows, self.cols)
         B, G, T, _ = self.rows.shape
         if triton.take(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
-            norm_sq, scale = triton.ghost_norm_sq(self.rows, self.cols)
-            return floored_gram(norm_sq, scale, self.rows, self.cols)
+            return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
-            norm_BG = norm_upper_bounds(rows.flatten(0, 1)) * norm_upper_bounds(cols.flatten(0, 1))
-            return norm_BG.view(B, G).square().sum(1)
+            return (norms(rows, 2) * norms(cols, 2)).square().sum(1) + hidden(G, rows.dtype)
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
-        return floored_gram(*_ghost_norm_sq(rows, cols), rows, cols)
+        return gram_bound(*_ghost_norm_sq(rows, cols))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]."""
+        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
         if triton.take(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
-            return gradient.view(-1, *self.shape), floored(norm_sq.sqrt(), self.rows, self.cols)
+            return gradient.view(-1, *self.shape), norm_sq
         gradient = self.per_sample()
-        return gradient, floored(norms(gradient), self.rows, self.cols)
+        return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         if triton.take(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
@@ -81,7 +78,7 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        """Return sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
         if triton.take(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, factor_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
@@ -102,32 +99,23 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
 
 
-def floored_gram(norm_sq: Tensor, scale: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """`norm_sq` [B], of Gram matrices of `rows` and `cols` [B, ...], and no less than it may have lost.
+def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+    """Return squared norms [B], at least what rounding may hide of a clipped sum that is not of the measured gradients.
 
-    `scale` [B] is what its rounding is relative to; see `underflow_slack` for `overlap`.
-    """
-    # abs: a sum of products may be infinite and negative.
-    norm_B = norm_sq.abs().sqrt() + underflow_slack(rows, cols, overlap)
-    return torch.maximum(norm_B.square(), gram_floor(scale.square()))
-
-
-def floored(norm_B: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """Squared norms [B] of gradients of the norms `norm_B` that are sums of products of `rows` and `cols` [B, ...].
-
-    See `underflow_slack` for `overlap`.
+    The gradients are sums of products of rows and cols. The norm of all columns that take part is at most `overlap`
+    times that of `cols`: a convolution has windows of them.
     """
     # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
-    return torch.maximum(norm_B, norm_upper_bounds(rows) * rounding * norm_upper_bounds(cols)).square()
+    return torch.maximum(norm_sq, (norms(rows) * rounding * norms(cols)).square())
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
+    """Return squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
 
     Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
     of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
@@ -139,10 +127,10 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     terms, scales = [], []
     for start in range(0, max(1, T), size):
         stop = min(T, start + size)
-        product = gram(cols[:, :stop], start).mul_(gram(rows[:, :stop], start))
+        product = gram(cols, start, stop).mul_(gram(rows, start, stop))
         scales.append(product.diagonal(start, 1, 2).sqrt())
         if start:
             product[..., :start].mul_(2)
         terms.append(product.sum((1, 2)))
     norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
-    return norm_sq.view(B, G).sum(1), scale.view(B, G).sum(1)
+    return norm_sq.view(B, G).sum(1) + hidden(G * T * T, rows.dtype), scale.view(B, G).sum(1)

@@ -19,15 +19,15 @@ class PerSampleGrad:
     gradient: Tensor
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], float32 or float64."""
+        """Return squared norms [B], float32 or float64."""
         return norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         return wide(self.gradient)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape]."""
+        """Return sum_i factor_i * gradient_i, [*shape]."""
         rows = flat(self.gradient)
         return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
 
@@ -36,12 +36,12 @@ class PerSampleGrad:
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return PerSampleGrad(blank(self.gradient, nonfinite_B))
 
     @property
     def is_small(self) -> bool:
-        """Whether what is done to it costs more in calls than in arithmetic."""
+        """Return True if operations on it cost more in calls than in arithmetic."""
         return self.gradient.shape[1:].numel() <= _SMALL
 
 
@@ -56,17 +56,17 @@ class FusedGrads:
 
     @classmethod
     def of(cls, records: Mapping[str, PerSampleGrad]) -> FusedGrads:
-        """The gradients of some parameters, by name."""
+        """Join the gradients of some parameters, by name."""
         rows = [flat(record.gradient) for record in records.values()]
         shapes = {name: record.gradient.shape[1:] for name, record in records.items()}
         return cls(rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes)
 
     def norm_sq(self) -> Tensor:
-        """Squared norms [B] over all parameters."""
+        """Return squared norms [B] over all parameters."""
         return norms(self.rows).square()
 
     def clipped_sums(self, factor_B: Tensor) -> dict[str, Tensor]:
-        """sum_i factor_i * gradient_i of every parameter, by name."""
+        """Return sum_i factor_i * gradient_i of every parameter, by name."""
         total = factor_B.to(self.rows.dtype) @ self.rows
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
@@ -74,7 +74,7 @@ class FusedGrads:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> FusedGrads:
-        """The gradients with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the gradients with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return FusedGrads(blank(self.rows, nonfinite_B), self.shapes)
 
 

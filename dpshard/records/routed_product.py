@@ -38,7 +38,7 @@ class RoutedProduct:
         return self.shape.numel() // (self.rows.shape[1] * self.cols.shape[1])
 
     def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
-        """The K distinct values of `key` [N], and a product [R, C] of the rows of each, padded with zeros."""
+        """Return the K distinct values of `key` [N], and a product [R, C] of the rows of each, padded with zeros."""
         met = (self.group >= 0) & (self.group < self.groups)
         key, rows, cols = key[met], rows[met], wide(self.cols[met])
         order = key.argsort(stable=True)
@@ -54,17 +54,17 @@ class RoutedProduct:
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]: groups are different elements of the weight, so theirs add up."""
+        """Return squared norms [B]. Groups are different elements of the weight, so their squared norms add up."""
         keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
         norm_sq = product.norm_sq(method)
         return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """Return per-sample gradients [B, *shape]."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
     def clipped_sum(self, factor_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape]."""
+        """Return sum_i factor_i * gradient_i, [*shape]."""
         rows = wide(self.rows)
         return self._placed(self.group, rows * factor_B.to(rows.dtype)[self.sample][:, None], 1)[0]
 
@@ -88,6 +88,6 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """The record with the samples of `nonfinite_B` (bool [B]) replaced by exact zeros."""
+        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=blank(self.rows, dead_N), cols=blank(self.cols, dead_N))

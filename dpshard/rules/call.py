@@ -33,7 +33,7 @@ class BatchAxis:
         return x.unflatten(self.dim, (size // batch_size, batch_size)).movedim(self.dim + 1, 0)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """The inverse of `split`: from samples first to the layout of this axis; k rows a sample (1: no own dim)."""
+        """Undo `split`: from samples first to the layout of this axis; k rows a sample (1: no dimension for them)."""
         if k == 1:
             return x.movedim(0, self.dim)
         if self.sample_major:
@@ -82,7 +82,7 @@ class Call(Protocol):
     output_axis: BatchAxis | None
 
     def source(self, x: Any) -> Source | None:
-        """The source that `x` is, or None for data, constants and frozen parameters."""
+        """Return the source that `x` is, or None for data, constants and frozen parameters."""
         ...
 
     def plain(self, x: Any) -> Any:
@@ -102,16 +102,16 @@ class Call(Protocol):
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """The values of the source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
+        """Return the values of source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """The error to raise: names parameter, module and function; `advise` appends the general advice to `reason`."""
+        """Return the error to raise, with parameter, module, function; `advise` appends general advice to `reason`."""
         ...
 
 
 def batch_axis(call: Call, x: Tensor) -> BatchAxis:
-    """The batch axis of `x`; BatchLayoutError if it has none."""
+    """Return the batch axis of `x`; raises BatchLayoutError if it has none."""
     axis = call.axis(x)
     if axis is None:
         raise BatchLayoutError(str(call.refuse("its data input carries no samples of the micro-batch")))
@@ -119,7 +119,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, sample_major: bool) -> Tensor:
-    """The source `x`, broadcastable against data of `size` = B * k rows at dimension -from_right, one copy a sample."""
+    """Return the source `x`, one copy a sample, to broadcast with data of `size` = B * k rows at dim -from_right."""
     source = call.source(x)
     assert source is not None
     B = call.batch_size

@@ -39,7 +39,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """A scalar parameter in place of what is masked; one copy a sample is no scalar, hence `where`."""
+    """Put a scalar parameter in place of what is masked, by `where`, because one copy a sample is no scalar."""
     if call.source(input) is not None:
         raise call.refuse("its output would be a parameter masked by the data; use torch.where")
     (input, mask, value), _ = _spread_all(call, (input, mask, value), {})
@@ -48,7 +48,7 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, every source among them as one copy a sample, broadcastable against the data."""
+    """Return the arguments; every source among them becomes one copy a sample, to broadcast with the data."""
     from_right, size, major = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _batch_position(call: Call, tree: Any) -> tuple[int, int, bool]:
 
 @rule(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
 def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
-    """A parameter of size 1 along the samples, made B long there: class tokens, learned queries."""
+    """Expand a parameter of size 1 along the samples to B: class tokens, learned queries."""
     axis = call.output_axis
     if axis is None:
         raise call.refuse("its output carries no samples of the micro-batch")
@@ -90,7 +90,7 @@ def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
-    """A parameter repeated once a sample: `token.repeat(B, 1, 1)`."""
+    """Repeat a parameter once a sample: `token.repeat(B, 1, 1)`."""
     axis, source = call.output_axis, call.source(x)
     if axis is None or source is None:
         raise call.refuse("its output carries no samples of the micro-batch")

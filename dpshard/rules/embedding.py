@@ -55,7 +55,7 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
 
 
 def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> EmbeddingRecord:
-    """The record of reads of `source` at `ids`, with the gradient `g` of what was read, samples along `axis`."""
+    """Return the record of reads of `source` at `ids`; `g` is the gradient of what was read, samples along `axis`."""
     ids_BT = axis.split(ids.long(), B).reshape(B, -1)
     values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
     return EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape))

@@ -16,7 +16,7 @@ _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_a
 
 
 def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
-    """The source that is output number `index` of a function of parameters alone."""
+    """Return the source that is output number `index` of a function of parameters only."""
     tensors = list(tensors_of((args, kwargs)))
     parents = [sources[x] for x in tensors if x in sources]
     name, arguments = function_name(func), (*args, *kwargs.values())

@@ -50,7 +50,7 @@ CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_rel
 def _run(
     cell: Cell, steps: Sequence[Tensor], state: State, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
 ) -> tuple[list[Tensor], State]:
-    """The outputs of all steps, and the last state of every row.
+    """Return the outputs of all steps, and the last state of every row.
 
     Steps may have fewer rows the longer they last (packed sequences forwards in time: the last rows end), or more
     (backwards: they begin, from their rows of `state`).
@@ -109,7 +109,7 @@ def _layers(
 
 
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """The states [B, H] of all layers from [L, B, H], as sequences of length L: their rows then know their samples.
+    """Turn states [L, B, H] into those [B, H] of all layers, sequences of length L: their rows then know their samples.
 
     `rows` [B, D]: the first rows of the input, which know theirs; zeros that torch makes know of none.
     """
@@ -120,7 +120,7 @@ def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _padded(states: Sequence[Tensor]) -> Tensor:
-    """The inverse: [L, B, H] from states [B, H]."""
+    """Turn states [B, H] back into [L, B, H]."""
     sizes = torch.full((len(states),), len(states[0]), device="cpu")
     return torch._pad_packed_sequence(torch.cat(list(states)), sizes, False, 0.0, len(states))[0]
 

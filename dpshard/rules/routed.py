@@ -51,7 +51,7 @@ def grouped_mm(
 
 
 def at_samples(source: Source, record: Record, sample_N: Tensor, batch_size: int) -> tuple[Source, Record]:
-    """The record of N rows, each taken for a sample, as that of the samples they belong to."""
+    """Return the record of N rows, each taken for a sample, as one of the samples that they belong to."""
     record = of_samples(record, sample_N, batch_size)
     if source.slice_of is None or not isinstance(record, RoutedProduct):
         return source, record

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 def tensors_of(args: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of a torch function, in order, also within lists and dicts."""
+    """Return the tensors among the arguments of a torch function, in order, also within lists and dicts."""
     for x in args.values() if isinstance(args, dict) else args:
         if isinstance(x, Tensor):
             yield x
@@ -22,7 +22,7 @@ def tensors_of(args: Any) -> Iterator[Tensor]:
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """The tensors that a torch function returned."""
+    """Return the tensors that a torch function returned."""
     return list(tensors_of((result,)))
 
 
@@ -32,13 +32,13 @@ def differentiable(x: Tensor) -> bool:
 
 
 def function_name(func: Function) -> str:
-    """The name of a torch function, or of the property of a tensor that it gets."""
+    """Return the name of a torch function, or of the property of a tensor that it gets."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor)) -> frozenset[Function]:
-    """The functions of these names that any of `owners` has: `torch.add` and `Tensor.add` are two of one name."""
+    """Return the functions of these names of any of `owners`: `torch.add` and `Tensor.add` are two of one name."""
     names = tuple(names)
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
@@ -63,7 +63,7 @@ class Quiet:
     @classmethod
     @contextmanager
     def set(cls, on: bool) -> Iterator[None]:
-        """A block in which the switch is `on`, or off again."""
+        """Return a block in which the switch is `on`, or off again."""
         before, cls.on = cls.on, on
         try:
             yield

@@ -6,6 +6,7 @@ position, LANES side by side; a tile is as many elements of the window as regist
 it lies in a padded copy of the input: no window is ever gathered. Sums of more than CHUNK positions are sums of sums,
 so that rounding does not grow with them. */
 
+#include <float.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -189,7 +190,7 @@ int dpshard_convolution_gradients(Team team, unsigned threads, const float *inpu
 
         for (ptrdiff_t piece = b * c.G * blocks; piece < (b + 1) * c.G * blocks; piece++)
             norm += c.squares[piece];
-        norms[b] = (float)norm;
+        norms[b] = (float)(norm + FLT_MIN); /* a double can only lose something here */
     }
     free(c.squares);
     return !c.failed;

@@ -23,6 +23,7 @@ What is summed in which order does not depend on the number of threads. */
 typedef struct {
     const float *x;
     ptrdiff_t b, g, t, k, n; /* strides in elements, and the length */
+    float hidden; /* what underflow may hide of their inner products: see [Note: Underflow] */
 } Vectors;
 
 typedef float Packed[BLOCK / LANES][CHUNK][LANES];
@@ -80,8 +81,8 @@ static void pack(Packed packed, const float *restrict x, ptrdiff_t dt, ptrdiff_t
     }
 }
 
-/* The Gram matrix of two blocks, of m positions at `a` and n at `b`; what lies above the diagonal, if they are `one`,
-is left out. */
+/* The Gram matrix of two blocks, of m positions at `a` and n at `b`. If they are `one`, it leaves out what lies above
+the diagonal, and adds what underflow may hide to the diagonal. */
 static void multiply(Gram gram, Tile tile, int rows, const Vectors *of, const float *a, ptrdiff_t m, const float *b,
                      ptrdiff_t n, int one)
 {
@@ -98,18 +99,19 @@ static void multiply(Gram gram, Tile tile, int rows, const Vectors *of, const fl
             for (ptrdiff_t t = one ? s : 0; t < m; t += rows)
                 tile(&gram[t][s], at_a[t / LANES][0] + t % LANES, right[s / LANES][0], k, start > 0);
     }
+    for (ptrdiff_t t = 0; one && t < m; t++)
+        gram[t][t] += of->hidden;
 }
 
 typedef struct {
-    double product, roots, rows, cols;
+    double product, roots;
 } Sums;
 
-/* What a pair of blocks adds to the squared norm; and of the diagonals, if the blocks are one, the roots of products, and
-the sums. */
+/* What a pair of blocks adds to the squared norm; and the roots of products of the diagonals, if the blocks are one. */
 FOR_EVERY_PROCESSOR
 static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one, Sums *sums)
 {
-    Sums found = {0, 0, 0, 0};
+    Sums found = {0, 0};
 
     for (ptrdiff_t t = 0; t < m; t++) {
         const float *restrict a = of_rows[t], *restrict b = of_cols[t];
@@ -124,8 +126,6 @@ static void add_up(Gram of_rows, Gram of_cols, ptrdiff_t m, ptrdiff_t n, int one
             for (int l = 0; l < LANES; l++)
                 sum[l] += a[whole + l] * b[whole + l];
             found.roots += sqrt((double)a[t] * b[t]);
-            found.rows += a[t];
-            found.cols += b[t];
         }
         for (int l = 0; l < LANES; l++)
             found.product += sum[l];
@@ -168,20 +168,13 @@ static void take_norms(void *job)
     }
 }
 
-/* The squared norm that `all` sums amount to. Of rows and of columns, squares that underflow may hide as much; see
-numerics.hidden_by_underflow. */
-static float norm_of(Sums all, double of_rows, double of_cols, double relative_floor)
+/* See dpshard/kernels/underflow.py. */
+static double hidden(double terms)
 {
-    double hidden = of_rows * (sqrt(all.cols) + of_cols) + of_cols * (sqrt(all.rows) + of_rows);
-    double norm = sqrt(fabs(all.product)) + hidden, least = relative_floor * all.roots * all.roots;
-
-    /* A product of sums may be infinite and negative, where sums of squares are finite. */
-    if (!isfinite(all.product))
-        return INFINITY;
-    return (float)(norm * norm < least ? least : norm * norm);
+    return 8 * terms * FLT_MIN;
 }
 
-/* Squared norms [B] of sum_t rows_t (x) cols_t, over all groups, as norm_of has them: at least `relative_floor` times
+/* Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups, at least `relative_floor` times
 (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] have strides; `sizes` are B, G, T, R, C, all
 positive. False if there is no memory. For processors that have tiles. */
 int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const ptrdiff_t strides_of_rows[4],
@@ -192,8 +185,8 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
     ptrdiff_t blocks = (T + BLOCK - 1) / BLOCK, pairs = blocks * (blocks + 1) / 2;
     ptrdiff_t size = ((T + blocks - 1) / blocks + LANES - 1) / LANES * LANES;
     Ghost ghost = {
-        .rows = {rows, r[0], r[1], r[2], r[3], sizes[3]},
-        .cols = {cols, c[0], c[1], c[2], c[3], sizes[4]},
+        .rows = {rows, r[0], r[1], r[2], r[3], sizes[3], (float)hidden((double)T * sizes[3])},
+        .cols = {cols, c[0], c[1], c[2], c[3], sizes[4], (float)hidden((double)T * sizes[4])},
         .G = G, .T = T, .size = size, .pairs = pairs, .pieces = B * G * pairs,
         .sums = malloc(sizeof(Sums) * B * G * pairs),
         .tile = WHICH_TILE(narrow_tile, broad_tile), .tile_rows = tile_rows(),
@@ -203,16 +196,15 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         return 0;
     share(team, threads, take_norms, &ghost, ghost.pieces);
     for (ptrdiff_t b = 0; b < B; b++) {
-        Sums all = {0, 0, 0, 0};
+        double product = 0, roots = 0, least;
 
         for (ptrdiff_t piece = b * G * pairs; piece < (b + 1) * G * pairs; piece++) {
-            all.product += ghost.sums[piece].product;
-            all.roots += ghost.sums[piece].roots;
-            all.rows += ghost.sums[piece].rows;
-            all.cols += ghost.sums[piece].cols;
+            product += ghost.sums[piece].product;
+            roots += ghost.sums[piece].roots;
         }
-        norms[b] = norm_of(all, sqrt(FLT_MIN * G * T * sizes[3]), sqrt(FLT_MIN * G * T * sizes[4]),
-                            relative_floor);
+        /* A product of sums may be infinite and negative, where sums of squares are finite. NaN stays NaN. */
+        product = fabs(product), least = relative_floor * roots * roots;
+        norms[b] = (float)((product < least ? least : product) + hidden((double)G * T * T));
     }
     free(ghost.sums);
     return 1;

@@ -29,7 +29,7 @@ def ghost_flops(T: int, R: int, C: int) -> int:
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    The bound adds the largest error of squares that underflow. It is at least `relative_floor`
+    They include what underflow may hide, and are at least `relative_floor`
     (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
     strides. Raises ValueError otherwise; call `supports_ghost_norm` first.
     """

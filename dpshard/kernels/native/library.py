@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dpshard.kernels.native import reference
 
-_INTERFACE = 4
+_INTERFACE = 5
 """Version of the signatures below; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int

@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from dpshard.kernels.underflow import hidden
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 """Scales of the words of a pair of normals: two of the radius, then two of the angle."""
@@ -47,15 +50,15 @@ def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[An
 
 
 def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor: float) -> NDArray[np.float64]:
-    """See gram.floored_ghost_norm_sq; float64, with the bound on float32's underflow."""
-    gradients = rows.swapaxes(2, 3).astype(np.float64) @ cols
-    of_rows, of_cols = (np.linalg.norm(x.astype(np.float64), axis=3) for x in (rows, cols))
-    scale, lost = (of_rows * of_cols).sum((1, 2)), float(np.finfo(np.float32).tiny) ** 0.5
-    lost_rows, lost_cols = (lost * float(x[0].size) ** 0.5 for x in (rows, cols))
-    all_rows, all_cols = (np.linalg.norm(x, axis=(1, 2)) for x in (of_rows, of_cols))
-    hidden = lost_rows * (all_cols + lost_cols) + lost_cols * (all_rows + lost_rows)
-    norm = np.sqrt(np.square(gradients).sum((1, 2, 3))) + hidden
-    return np.maximum(np.square(norm), relative_floor * np.square(scale))
+    """See gram.floored_ghost_norm_sq; float64, with what float32's underflow may hide."""
+    of_rows, of_cols = (_gram(x) for x in (rows, cols))
+    product = of_rows * of_cols
+    scale = np.sqrt(product.diagonal(axis1=2, axis2=3)).sum((1, 2))
+    return np.maximum(product.sum((1, 2, 3)), relative_floor * np.square(scale))
+
+
+def _gram(x: NDArray[Any]) -> NDArray[np.float64]:
+    return x.astype(np.float64) @ x.swapaxes(2, 3) + hidden(x[0, 0].size, torch.float32) * np.eye(x.shape[2])
 
 
 def convolution_gradients(

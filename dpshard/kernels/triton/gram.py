@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dpshard.kernels.triton.common import factor_of_dot
 from dpshard.kernels.triton.dispatch import ghost_tile, triangle
+from dpshard.kernels.underflow import hidden
 
 _CHUNK = 1024
 """Products in one sum on tensor cores, each addition losing up to the last bit; sums of chunks are rounded as usual."""
@@ -47,6 +48,8 @@ def _ghost_norm_sq(
     R,
     C,
     tiles,
+    hidden_rows,
+    hidden_cols,
     rows_b,
     rows_g,
     rows_t,
@@ -78,11 +81,12 @@ def _ghost_norm_sq(
     s = j.to(tl.int64) * TILE + tl.arange(0, TILE)
     gram_rows = _gram_tile(rows + b * rows_b + g * rows_g, t, s, R, T, rows_t, rows_r, TILE, STEP, CHUNK)
     gram_cols = _gram_tile(cols + b * cols_b + g * cols_g, t, s, C, T, cols_t, cols_c, TILE, STEP, CHUNK)
-    product = gram_rows * gram_cols
+    same = t[:, None] == s[None, :]
+    product = (gram_rows + tl.where(same, hidden_rows, 0.0)) * (gram_cols + tl.where(same, hidden_cols, 0.0))
     times = tl.where(i == j, 1.0, 2.0)
     tl.store(products + pid, tl.sum(product) * times)
     if i == j:
-        diagonal = tl.sum(tl.where(t[:, None] == s[None, :], product, 0.0), 1)
+        diagonal = tl.sum(tl.where(same, product, 0.0), 1)
         tl.store(scales + sample * tiles + i, tl.sum(tl.sqrt(diagonal), 0))
 
 
@@ -103,6 +107,8 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         R,
         C,
         tiles,
+        hidden(T * R, torch.float32),
+        hidden(T * C, torch.float32),
         *rows.stride(),
         *cols.stride(),
         TILE=TILE,
@@ -111,4 +117,4 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=8 if TILE == 128 else 4,
         num_stages=3,
     )
-    return products.view(B, -1).sum(1), scales.view(B, -1).sum(1)
+    return products.view(B, -1).sum(1) + hidden(G * T * T, products.dtype), scales.view(B, -1).sum(1)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 @torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Return squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], float32.
+    """Return squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B].
 
-    Rows [B, G, T, R] and cols [B, G, T, C] of any strides, in one half-precision dtype; see `take`.
+    Both are float32. Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow.
+    Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see `take`.
     """
     from dpshard.kernels.triton import gram  # it needs Triton
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpshard.kernels.triton.common import factor_of_dot
 from dpshard.kernels.triton.dispatch import gradient_tile
+from dpshard.kernels.underflow import hidden
 
 _STEP = 32
 """Positions that a program reads at once: three steps of two tiles fit into the shared memory of any GPU."""
@@ -157,7 +158,7 @@ def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
         num_warps=_warps(R_TILE, C_TILE),
         num_stages=3,
     )
-    return sums.view(B, -1).sum(1), gradients
+    return sums.view(B, -1).sum(1) + hidden(G * R * C, sums.dtype), gradients
 
 
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
