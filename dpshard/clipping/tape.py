@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision
+from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
@@ -147,6 +147,9 @@ class Forwards:
 class Tape:
     """Records, norms and factors of one set of B samples."""
 
+    compiled: bool = False
+    rehearses: bool = False
+
     def __init__(self, clipper: Clipper, batch_size: int, is_padding_B: Tensor | None, loss_scale: float) -> None:
         self.clipper = clipper
         self.batch_size = batch_size
@@ -167,6 +170,11 @@ class Tape:
     def gap(self) -> str | None:
         """Why the samples do not count whole; None if every forward had a complete backward."""
         return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
+
+    def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
+        """Return `output`; in backward `keep` and its gradient arrive on this tape as the records of `use`."""
+        tokens, arrive = self.expect(use)
+        return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """One tensor per template, equal to it, whose gradients arrive on this tape as the records of `use`.

@@ -3,12 +3,13 @@
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.doubts import Doubt, Doubts
+from dpshard.interception.forward import Interception
 from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
-from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import TapeProvider
+from dpshard.interception.replay import Replay
 from dpshard.interception.row_identity import RowIdentity
 from dpshard.interception.run import Run, plan_run
 
@@ -23,6 +24,7 @@ __all__ = [
     "Draws",
     "Interception",
     "IsolatedForward",
+    "Replay",
     "RowIdentity",
     "Run",
     "TapeProvider",

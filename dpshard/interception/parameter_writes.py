@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,30 @@ class ParameterWrites(TorchDispatchMode):
                 if (name := self._names.get(_storage(x))) is not None:
                     raise written(name)
         return func(*args, **(kwargs or {}))
+
+
+class WriteGuard:
+    """Runs forwards of a model in which no parameter may be written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._scripted = False  # forward calls functions of torch.jit.script, whose interpreter refuses modes
+
+    def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
+        """Return what `forward` returns; UnsupportedParameterError before it writes into a parameter.
+
+        `rewind` puts the state of the model back before a second try.
+        """
+        if not self._scripted:
+            try:
+                with ParameterWrites(self._model):
+                    return forward()
+            except RuntimeError as error:
+                if "TorchScript" not in str(error):
+                    raise
+                self._scripted = True
+                rewind()
+        return forward()
 
 
 def written(name: str) -> UnsupportedParameterError:

@@ -87,6 +87,18 @@ def picks(func: Function, args: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
+STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
+"""Functions with which a route may start: a forward without any of them has no routed rows."""
+
+
+def _starts(func: Function, args: Any) -> bool:
+    """Return True if a call may pick rows."""
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(not isinstance(i, (int, slice, type(None), type(...))) for i in index)
+    return func in STARTING and (func is not torch.where or len(args) == 1)
+
+
 def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
@@ -158,7 +170,8 @@ class Routing:
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, and what was picked along it
-        self._idle = True
+        self.idle = True
+        """Whether no row was picked so far."""
 
     def suspects(self, n: int) -> list[int]:
         """Up to n samples of which rows were picked where no evidence said whose they are: worth a probe."""
@@ -168,11 +181,11 @@ class Routing:
 
     def samples(self, x: Tensor) -> Tensor | None:
         """The sample of every row of `x`, int64 [N]; None if its rows were not routed."""
-        return None if self._idle else self._samples.get(x)
+        return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
         """Whether nobody can tell any more which sample a row of `x` belongs to."""
-        if self._idle or x.dim() == 0:
+        if self.idle or x.dim() == 0:
             return False
         return x in self._lost or (x in self._columns and not self._columns[x][1])
 
@@ -182,8 +195,7 @@ class Routing:
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Note where the rows of the arguments of a call have gone."""
-        starts = func is Tensor.__getitem__ or func in _SELECTING or func is PAD
-        if self._idle and not (starts or picks(func, args)):
+        if self.idle and not _starts(func, args):
             return
         with torch.no_grad():
             self._follow(func, args, kwargs, result)
@@ -330,7 +342,7 @@ class Routing:
                     self._samples[x] = sample_N
                 else:
                     self._columns[x] = (sample_N, self.in_order(sample_N))
-                self._idle = False
+                self.idle = False
 
     def lose(self, outputs: list[Tensor]) -> None:
         """Note that nobody can tell any more which sample a row of these belongs to."""
@@ -338,7 +350,7 @@ class Routing:
             self._samples.pop(x, None)
             self._columns.pop(x, None)
             self._lost[x] = True
-            self._idle = False
+            self.idle = False
 
 
 def _by_row(

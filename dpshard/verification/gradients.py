@@ -75,7 +75,7 @@ def check_gradients(
 
         beside = clipper.twin(deliver, observe)
         tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
-        output = bench.interception.run_recorded(bench.run, chosen, tape, bench.state, bench.draws)
+        output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
         _differentiate(size * objective(output, chosen), beside.differentiated())
         del output
         singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +25,7 @@ Strings and numbers alone: dynamo traces the look-up, and cannot hash every func
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
     """What identifies a call whatever the batch size and the length of the inputs: see CallKey."""
-    return (function_name(func), *(sources[x].form if x in sources else x.dim() for x in tensors))
+    return (function_name(func), *[sources[x].form if x in sources else x.dim() for x in tensors])
 
 
 @dataclass(slots=True)
@@ -39,15 +39,18 @@ class CallLayout:
     lost: bool = False
     """Whether an argument has rows of which nobody can tell the sample."""
 
-    @property
-    def derives(self) -> bool:
-        """Whether the call met no sample: its output is derived from parameters alone."""
-        return self.output is None and not any(self.inputs) and not self.lost
+    derives: bool = field(init=False, compare=False)
+    """Whether the call met no sample: its output is derived from parameters alone."""
+    routed: bool = field(init=False, compare=False)
+    """Whether an argument has routed rows."""
+    data_dependent: bool = field(init=False, compare=False)
+    """Whether the data has picked rows of an argument."""
 
-    @property
-    def routed(self) -> bool:
-        """Whether an argument has routed rows."""
-        return any(axis is not None and axis.routed for axis in self.inputs)
+    def __post_init__(self) -> None:
+        # Every call of a forward asks.
+        self.derives = self.output is None and not any(self.inputs) and not self.lost
+        self.routed = any(axis is not None and axis.routed for axis in self.inputs)
+        self.data_dependent = self.routed or self.lost
 
     def in_order(self) -> CallLayout:
         """The same for rows that lie as if they had never been routed."""
