@@ -57,7 +57,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def __init__(self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal) -> None:
         super().__init__()
-        self.refusal = refusal
+        self._refusal = refusal
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # grows by what the forward derives
@@ -67,7 +67,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return another mode that knows the same sources and calls, and records in `slots`."""
-        return InterceptionMode(self.sources, self.layout, slots, self.refusal)
+        return InterceptionMode(self.sources, self.layout, slots, self._refusal)
 
     @contextmanager
     def in_region(self, slots: Slots, sources: dict[Tensor, Source]) -> Iterator[None]:
@@ -90,6 +90,10 @@ class InterceptionMode(TorchFunctionMode):
     def suspects(self, n: int) -> list[int]:
         """Return up to n samples that are worth a probe; see Routing."""
         return [] if self._routing is None else self._routing.suspects(n)
+
+    def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
+        """Return the error to raise for parameters in a function."""
+        return self._refusal(labels, func, reason, advise=advise)  # dynamo must not look at the model within
 
     # --- every torch function ------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         kind = kind_of_run(in_double.run)
         if kind not in layouts:
             made = layouts[kind] = layouts[kind_of_run(run)]
-        yield in_double, Widened(parameters, values), _with_values(clipper, values)
+        yield in_double, Widened(parameters, values), clipper.with_values(values)
     finally:
         if made is not None:
             del layouts[kind]
@@ -74,16 +74,3 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
 
 def _double(x: Any) -> Any:
     return x.detach().double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-
-
-def _with_values(clipper: Clipper, values: dict[str, Tensor]) -> Clipper:
-    return Clipper(
-        clipper.shapes,
-        clipper.groups,
-        clipper.function,
-        clipper.execution,
-        clipper.deliver,
-        clipper.observe,
-        values,
-        values,
-    )
