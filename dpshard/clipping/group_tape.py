@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import Execution
+from dpshard.errors import LogicalBatchError
 from dpshard.records import FusedGrads, PerSampleGrad, Record, accum_dtype, as_complex, fetched, measure, offloaded
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
@@ -76,14 +77,15 @@ class GroupTape:
         """Take a record of a parameter."""
         self.entries.setdefault(name, []).append((source, record))
 
-    def arrive(self, name: str) -> bool:
-        """Count a use whose gradients have come; return False if there are more of them than uses."""
-        self._arrived[name] = self._arrived.get(name, 0) + 1
-        return self._arrived[name] <= self._expected[name]
-
-    def is_complete(self, name: str) -> bool:
-        """Return True if all uses of a parameter have arrived."""
-        return self._arrived.get(name, 0) == self._expected[name]
+    def arrive(self, name: str, source: Source) -> bool:
+        """Count a use whose gradients have come; return True if all uses of a parameter have arrived."""
+        arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
+        if arrived > self._expected[name]:
+            raise LogicalBatchError(
+                f"Backward reached {source.label} twice before the samples of this micro-batch were clipped: a "
+                f"sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
+            )
+        return arrived == self._expected[name]
 
     def awaits_only(self, names: set[str]) -> bool:
         """Return True if every use of other parameters has arrived."""
@@ -116,7 +118,7 @@ class GroupTape:
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
         """Measure what is left, and return the norms [B] of the group; None if no gradient has arrived."""
-        for name in [name for name in self._expected if not self.is_complete(name)]:
+        for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # a use in a branch that backward never reached
         if self._small:
             self._bundle = FusedGrads.of(self._small)

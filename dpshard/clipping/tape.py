@@ -141,15 +141,12 @@ class Tape:
         for source in use.sources:
             for name in source.roots:
                 group = self._group(name)
-                if not group.arrive(name):
-                    raise LogicalBatchError(
-                        f"Backward reached {source.label} twice before the samples of this micro-batch were clipped: a "
-                        f"sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
-                    )
+                complete = group.arrive(name, source)
                 if self.current is Pass.SUMS:
                     group.sum(name)
-                elif group.is_complete(name):
-                    group.measure(name, keep=self._keeps, closing=group.awaits_only(arriving))
+                elif complete:
+                    keep = self.current is Pass.BOOK_KEEPING
+                    group.measure(name, keep=keep, closing=group.awaits_only(arriving))
 
     def _add(self, source: Source, record: Record) -> None:
         """Take a record of a source as records of the parameters that it comes from."""
@@ -170,15 +167,10 @@ class Tape:
             self.groups[index] = GroupTape(clipper.roots, clipper.sources, clipper.execution, self.loss_scale)
         return self.groups[index]
 
-    @property
-    def _keeps(self) -> bool:
-        """Whether records are kept for the sums of this pass."""
-        return self.current is Pass.BOOK_KEEPING
-
     def _clip(self, group: ClippingGroup) -> None:
         """Compute the clip coefficients of a group from the norms that have arrived."""
         tape = self.groups[group.index]
-        norm_B = tape.norm_B(keep=self._keeps)
+        norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:
             return
         clip_coef_B = self.clipper.function.factor(norm_B, group.threshold) * self.scale_B

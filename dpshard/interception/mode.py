@@ -16,7 +16,7 @@ from dpshard.interception.call import InterceptedCall, Refusal
 from dpshard.interception.routed_calls import ONE_BY_ONE, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
 from dpshard.interception.slots import Slots
-from dpshard.interception.vmapped import Lifted, Vmapped, lift, transforms_are_active
+from dpshard.interception.vmapped import Lifted, Vmapped, lift
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
@@ -106,16 +106,17 @@ class InterceptionMode(TorchFunctionMode):
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        if transforms_are_active():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._are_functorch_transforms_active():
             lifted = lift(func, args, kwargs)
             if self._uses(tensors_of((lifted.args, lifted.kwargs))):
                 return self._lifted(lifted, types)
         if not (self._uses(args) or (kwargs and self._uses(kwargs.values()))):
             result = func(*args, **kwargs)
-            if self._follows(func):
+            if not compiling and (self._routing is not None or func in STARTING):
                 self.routing.follow(func, args, kwargs, result)
             return result
-        return self._redirect(func, args, kwargs)
+        return self._redirect(func, args, kwargs, compiling=compiling)
 
     def _uses(self, args: Any) -> bool:
         for x in args:
@@ -137,13 +138,13 @@ class InterceptionMode(TorchFunctionMode):
 
     # --- functions that use parameters ---------------------------------------------------------------------------
 
-    def _redirect(self, func: Function, args: Any, kwargs: Any) -> Any:
-        tensors = list(tensors_of((args, kwargs)))
+    def _redirect(self, func: Function, args: Any, kwargs: Any, *, compiling: bool) -> Any:
+        tensors = tensors_of((args, kwargs))
         key = call_key(func, tensors, self.sources)
         if key[0] in PASS_THROUGH or not (torch.is_grad_enabled() or self.slots.rehearses):
             return func(*args, **kwargs)
         layout = self.layout.get(key)
-        if layout is None and not torch.compiler.is_compiling():
+        if layout is None and not compiling:
             layout = self._unprobed(func, tensors)
         if layout is None:
             result = func(*args, **kwargs)
@@ -153,12 +154,13 @@ class InterceptionMode(TorchFunctionMode):
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal)
-        if layout.data_dependent or self._has_routes():
+        routes = None if compiling else self._routing
+        if layout.data_dependent or (routes is not None and not routes.idle):
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
                 return self._run_routed(call)
         result = self._rule(func, call)(call, *args, **kwargs)
-        if self._follows(func):
+        if routes is not None or (not compiling and func in STARTING):
             self.routing.follow(func, args, kwargs, result)
         return result
 
@@ -179,7 +181,7 @@ class InterceptionMode(TorchFunctionMode):
             return detached
 
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
-        tensors = [] if torch.compiler.is_compiling() else list(tensors_of((plain_args, plain_kwargs)))
+        tensors = [] if torch.compiler.is_compiling() else tensors_of((plain_args, plain_kwargs))
         versions = [x._version for x in tensors]  # seen by the rehearsal and the verification, where compiled
         result = func(*plain_args, **plain_kwargs)
         if any(x._version != version for x, version in zip(tensors, versions, strict=True)):
@@ -200,12 +202,6 @@ class InterceptionMode(TorchFunctionMode):
         if self._routing is None:
             self._routing = Routing(self.slots.batch_size, self._holds_samples)
         return self._routing
-
-    def _has_routes(self) -> bool:
-        return self._routing is not None and not self._routing.idle and not torch.compiler.is_compiling()
-
-    def _follows(self, func: Function) -> bool:
-        return (func in STARTING and not torch.compiler.is_compiling()) or self._has_routes()
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
@@ -232,7 +228,7 @@ class InterceptionMode(TorchFunctionMode):
         data = [x for x in tensors if x not in self.sources]
         if not data and (func in ISOMETRIC or function_name(func) in ISOMETRIC_PROPERTIES):
             return CallLayout([None] * len(tensors), None)
-        if not data or not self._has_routes() or any(self.routing.samples(x) is None for x in data):
+        if not data or any(self.routing.samples(x) is None for x in data):
             return None
         rows = BatchAxis(0, routed=True)
         return CallLayout([None if x in self.sources else rows for x in tensors], rows)

@@ -223,7 +223,7 @@ class Routing:
             for x, sample_N in zip(outputs, moved, strict=True):
                 self._put([x], sample_N)
             return
-        tensors = list(tensors_of((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
         routed = [x for x in tensors if self.samples(x) is not None]
         lost = picks(func, args) or any(self.lost(x) for x in tensors)
         if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):

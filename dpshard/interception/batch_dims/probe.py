@@ -106,7 +106,7 @@ class _FirstRun(_Compared):
         lifted = self.lifted(func, types, args, kwargs or {})
         if lifted is not None:
             return lifted[0]
-        inputs = list(tensors_of((args, kwargs or {})))
+        inputs = tensors_of((args, kwargs or {}))
         shapes, off = [x.shape for x in inputs], self.off_course(inputs)
         wanted = not off and self.count in self.wanted
         values = [x.detach().clone() for x in inputs] if wanted else []
@@ -152,7 +152,7 @@ class _SecondRun(_Compared):
         lifted = self.lifted(func, types, args, kwargs)
         if lifted is not None:
             return lifted[0]
-        tensors = list(tensors_of((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
