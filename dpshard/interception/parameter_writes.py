@@ -57,7 +57,7 @@ class WriteGuard:
 
 
 def written(name: str) -> UnsupportedParameterError:
-    """The error for a forward that writes into the parameter `name`."""
+    """Return the error for a forward that writes into the parameter `name`."""
     return UnsupportedParameterError(
         f"{name}: forward writes into this parameter, without noise, what the samples of a micro-batch decide. "
         f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "
