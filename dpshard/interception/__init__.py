@@ -1,4 +1,9 @@
-"""Redirects every torch function that uses a trainable parameter to its rule, in the forward of the user's model."""
+"""The forward: every torch function that uses a trainable parameter is redirected to its rule.
+
+`forward.py` enters the user's model, `mode.py` looks at its functions, `batch_dims/` finds the samples, `routing.py`
+follows picked rows, `row_identity.py` checks that rows stay samples. docs/architecture.md has the role of each file.
+May import `clipping`, `rules`, `records`, `sampling` and below. Not for users. Begin with `forward.py`.
+"""
 
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws

@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpshard.rules.elementwise import ELEMENTWISE
-from dpshard.rules.routed import GROUPED
+from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
@@ -42,40 +40,6 @@ _TRANSPOSING = functions_named(["transpose", "swapaxes", "swapdims", "permute"])
 _UNBINDING = functions_named(["unbind"])
 
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
-
-# The functions that `_by_row` knows, by how it looks at their arguments.
-_ACTIVATIONS = (
-    "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
-    "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
-    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as long int "
-    "dropout alpha_dropout"
-)
-_COMPARISONS = (
-    "remainder __mod__ floor round masked_fill masked_fill_ __neg__ "
-    "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
-)
-_ELEMENTWISE = (
-    ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
-)
-_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
-_MAPPING_FIRST = (
-    frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding, F.prelu, torch.prelu}) | GROUPED
-)
-"""Functions that map every row of their first argument alike."""
-_CONVOLVING = functions_named([f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)], [F])
-_MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
-_VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
-_ALONG = {
-    **dict.fromkeys(functions_named(["chunk", "split", "split_with_sizes", "tensor_split", "norm"]), 2),
-    **dict.fromkeys(
-        functions_named(
-            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin gather".split(),
-            (F, torch, Tensor),
-        ),
-        1,
-    ),
-}
-"""Functions along a dimension, and at which place they take it."""
 
 
 def picks(func: Function, args: Any) -> bool:
@@ -97,10 +61,6 @@ def _starts(func: Function, args: Any) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(not isinstance(i, (int, slice, type(None), type(...))) for i in index)
     return func in STARTING and (func is not torch.where or len(args) == 1)
-
-
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
 
 
 def _row_numbers(index: Any) -> Tensor | None:
@@ -134,7 +94,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
         else:
             rows = _row_numbers(index)
     elif func in _SELECTING:
-        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index").view(-1)
+        x, dim, rows = args[0], argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index").view(-1)
     else:
         return None
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
@@ -235,14 +195,15 @@ class Routing:
             self.lose(outputs)
         elif routed:
             sample_N = self.agreed(routed)
-            if sample_N is not None and _by_row(func, args, kwargs, tensors, routed, outputs, len(sample_N)):
+            call = RowCall(func, args, kwargs, tensors, routed, outputs)
+            if sample_N is not None and by_row(call, len(sample_N)):
                 self._put(outputs, sample_N)
             elif sample_N is None or not self.in_order(sample_N):
                 self.lose(outputs)
 
     def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
         """Give row b of step t the sample of row b: see [Note: Packed sequences]."""
-        sample_B = self._of(args[0], 0 if _argument(args, kwargs, 2, "batch_first") else 1, read=True)
+        sample_B = self._of(args[0], 0 if argument(args, kwargs, 2, "batch_first") else 1, read=True)
         self.lose([batch_sizes])
         if sample_B is None:
             self.lose([data])
@@ -251,11 +212,11 @@ class Routing:
 
     def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
         """Make columns of one sample each; rows that were not packed so are lost."""
-        sample_N, sizes = self.samples(args[0]), _argument(args, kwargs, 1, "batch_sizes").tolist()
+        sample_N, sizes = self.samples(args[0]), argument(args, kwargs, 1, "batch_sizes").tolist()
         if sample_N is not None:
             sample_B = sample_N[: sizes[0]]
             if torch.equal(sample_N, torch.cat([sample_B[:rows] for rows in sizes])):
-                self._put([padded], sample_B, 0 if _argument(args, kwargs, 2, "batch_first") else 1)
+                self._put([padded], sample_B, 0 if argument(args, kwargs, 2, "batch_first") else 1)
                 self._put([lengths], sample_B)
                 return
         self.lose([padded, lengths])
@@ -273,16 +234,16 @@ class Routing:
     def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
         """Return the samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
         if func in _JOINING:
-            parts = [self.samples(x) for x in _argument(args, kwargs, 0, "tensors")]
-            along_rows = _argument(args, kwargs, 1, "dim") in (0, None)
+            parts = [self.samples(x) for x in argument(args, kwargs, 0, "tensors")]
+            along_rows = argument(args, kwargs, 1, "dim") in (0, None)
             known = [part for part in parts if part is not None]
             return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
         sample_N = columns = None
         if args and isinstance(args[0], Tensor):
             sample_N, columns = self.samples(args[0]), self._along_columns(args[0])
-        if columns is not None and func in _UNBINDING and _argument(args, kwargs, 1, "dim") in (0, None):
+        if columns is not None and func in _UNBINDING and argument(args, kwargs, 1, "dim") in (0, None):
             return [columns] * len(outputs)
-        if columns is not None and func in _VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
+        if columns is not None and func in VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
             return [columns]
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -291,7 +252,7 @@ class Routing:
             plain = all(type(i) is int or isinstance(i, slice) or i is Ellipsis for i in index)
             if sample_N is not None and plain and isinstance(index[0], slice):
                 return [sample_N[index[0]]]
-        elif sample_N is not None and func in _CUTTING and _argument(args, kwargs, 2, "dim") in (0, None):
+        elif sample_N is not None and func in _CUTTING and argument(args, kwargs, 2, "dim") in (0, None):
             return list(func(sample_N, *args[1:], **kwargs))
         return None
 
@@ -305,8 +266,8 @@ class Routing:
         if func is Tensor.__setitem__:
             base, rows, source = args[0], _row_numbers(args[1]), args[2]
         else:
-            along_rows = _argument(args, kwargs, 1, "dim") == 0
-            base, rows, source = args[0], _argument(args, kwargs, 2, "index"), _argument(args, kwargs, 3, "source")
+            along_rows = argument(args, kwargs, 1, "dim") == 0
+            base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, "source")
             rows = rows.view(-1) if along_rows and rows is not None else None
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
@@ -351,39 +312,3 @@ class Routing:
             self._columns.pop(x, None)
             self._lost[x] = True
             self.idle = False
-
-
-def _by_row(
-    func: Function, args: Any, kwargs: Any, tensors: list[Tensor], routed: list[Tensor], outputs: list[Tensor], N: int
-) -> bool:
-    """Return True if row n of every output is made of row n of the `routed` inputs, and of inputs without rows."""
-    if not outputs or any(x.dim() == 0 or len(x) != N for x in outputs):
-        return False
-    alone = len(routed) == 1 and args and args[0] is routed[0]
-    if func in _MAPPING_FIRST:
-        whole = func in (F.layer_norm, F.rms_norm) and len(args[1]) == args[0].dim()
-        return bool(alone) and not whole
-    if func in _CONVOLVING:
-        return bool(alone) and args[0].dim() == args[1].dim()
-    if func is F.scaled_dot_product_attention:
-        followed = {id(x) for x in routed}
-        rank = outputs[0].dim()
-        return rank > 2 and all(id(x) in followed or x.dim() < rank or len(x) == 1 for x in tensors)
-    if func in _MATMUL:
-        return (len(routed) == len(tensors) > 1 and args[0].dim() > 2) or bool(alone and args[0].dim() == 2)
-    if func in _ELEMENTWISE:
-        rank = outputs[0].dim()
-        followed = {id(x) for x in routed}
-        return all(x.dim() == rank if id(x) in followed else x.dim() < rank or len(x) == 1 for x in tensors)
-    if func in _VIEWS:
-        return bool(alone)
-    if func in _ALONG:
-        dims = _argument(args, kwargs, _ALONG[func], "dim")
-        dims = (dims,) if isinstance(dims, int) else dims
-        rank = max(routed[0].dim(), outputs[0].dim())
-        return len(routed) == len(tensors) and bool(dims) and all(d % rank != 0 for d in dims)
-    if func is Tensor.__getitem__:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        whole = (index[0] is Ellipsis and len(index) <= args[0].dim()) or index[0] == slice(None)
-        return bool(alone and whole) and not any(isinstance(i, Tensor) for i in index)
-    return False
