@@ -57,13 +57,14 @@ class GroupTape:
         self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """By parameter: the records that are not summed yet."""
+        self.small: dict[str, PerSampleGrad] = {}
+        """By parameter: the only record, where it is small; they are measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
         """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
         self._expected: dict[str, int] = {}  # by parameter: the uses in forward
         self._arrived: dict[str, int] = {}  # and the uses whose gradients have come
         self._norm_sq_B: Tensor | None = None
         self._nonfinite_B: Tensor | None = None  # whether a sample's norm is not finite; None if all are known to be
-        self._small: dict[str, PerSampleGrad] = {}  # measured and summed together when the group closes
         self._bundle: FusedGrads | None = None
         self._sums: dict[str, Tensor] = {}
 
@@ -107,7 +108,7 @@ class GroupTape:
             entries, source = self._at_root(name, entries), self.sources[name]
         (first, *others) = (record for _, record in entries)
         if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
-            self._small[name] = first
+            self.small[name] = first
             return
         execution = self.execution
         norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
@@ -120,9 +121,9 @@ class GroupTape:
         """Measure what is left, and return the norms [B] of the group; None if no gradient has arrived."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # a use in a branch that backward never reached
-        if self._small:
-            self._bundle = FusedGrads.of(self._small)
-            self._small.clear()
+        if self.small:
+            self._bundle = FusedGrads.of(self.small)
+            self.small.clear()
             self._add_norms(self._bundle.norm_sq())
         return None if self._norm_sq_B is None else self._norm_sq_B.sqrt() * self.loss_scale
 
