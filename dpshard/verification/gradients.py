@@ -40,6 +40,26 @@ class Differentiated(Protocol):
     differentiated: Mapping[str, Tensor]
 
 
+class _Found:
+    """The norms by group, and sketches of the clipped sums by parameter, of one backward pass."""
+
+    def __init__(self) -> None:
+        self.norms: dict[int, Tensor] = {}
+        self.sums: dict[str, Sketch] = {}
+
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        """See Sink."""
+        self.norms[group.index] = norm_B
+
+    def deliver(self, sums: ClippedSums) -> list[None]:
+        """See Sink."""
+        for name in sums.names:
+            total = sums.take(name)
+            if total is not None:
+                self.sums[name] = Sketch.of(total)
+        return [None] * len(sums.names)
+
+
 def check_gradients(
     bench: Bench,
     backend: Differentiated,
