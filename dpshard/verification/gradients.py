@@ -91,7 +91,9 @@ def check_gradients(
         del output
         singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]
-        _check(found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size)
+        _check(
+            found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size
+        )
 
 
 def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
