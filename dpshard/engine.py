@@ -36,7 +36,7 @@ from dpshard.config import (
     warn_of_low_cap,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.interception import Interception, Run, plan_run
+from dpshard.interception import Interception, Run
 from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
 from dpshard.randomness import derive_key, new_run_secret
@@ -169,7 +169,7 @@ class PrivacyEngine:
             self._collector = Collector(backend, groups, function, execution, mean=mean)
             self._watch(adaptive_clipping, mean=mean)
             self._require_agreement(clipping_mode)
-            undo.callback(self._interception.uninstall)
+            undo.callback(self._interception.patcher.uninstall)
             self._interception.install()
             undo.pop_all()
         optimizer_hook.register(self)
@@ -389,18 +389,15 @@ class PrivacyEngine:
         causes.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
-        module = self.model
         with self._backend.sharding.guard_disabled():
-            args, kwargs = self._interception.arguments(module, model_inputs, model_kwargs)
-            run = plan_run(module, self._interception.original(module), args, kwargs, None)
-            self._interception.layout_of(run, verify=False)
+            run = self._interception.plan(model_inputs, model_kwargs)
             loss = None if loss_fn is None else Loss(loss_fn, targets)
-            self._verifier.verify(self._interception, run, loss, thorough=True)
+            self._verifier.verify(self._interception.replay, run, loss, thorough=True)
 
     def detach(self) -> None:
         """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""
         self._collector.close()
-        self._interception.uninstall()
+        self._interception.patcher.uninstall()
         self._backend.detach()
         optimizer_hook.unregister(self)
 
@@ -474,7 +471,7 @@ class PrivacyEngine:
 
     def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:
-            self._verifier.before_forward(self._interception, run, kind)
+            self._verifier.before_forward(self._interception.replay, run, kind)
 
     def _moment(self) -> Moment:
         batch = self._collector.batch

@@ -109,8 +109,8 @@ def test_records_may_wait_elsewhere(monkeypatch):
         return offload.fetched(record, device)
 
     monkeypatch.setattr("dpshard.records.per_sample._SMALL", 0)  # what is small stays where it is
-    monkeypatch.setattr("dpshard.clipping.tape.offloaded", leave)
-    monkeypatch.setattr("dpshard.clipping.tape.fetched", come_back)
+    monkeypatch.setattr("dpshard.clipping.group_tape.offloaded", leave)
+    monkeypatch.setattr("dpshard.clipping.group_tape.fetched", come_back)
     assert_update(step(offload_records=True))
     assert len(away) >= len(NAMES) - 2
     assert {id(record) for record in away} <= {id(record) for record in returned}

@@ -1,4 +1,4 @@
-"""The autograd nodes: how per-sample records reach the clipping factor within one backward pass.
+"""The autograd nodes: how per-sample records reach their clip coefficient within one backward pass.
 
 [Note: Anchor, slot, tap]
 Three autograd nodes make every clipping style, and the rules know none of them:
@@ -99,7 +99,7 @@ class Anchor(torch.autograd.Function):
 
 @left_out_of_graphs
 class Slot(torch.autograd.Function):
-    """`count` templates and the tokens -> one tensor per template; backward: `arrive()` is told their gradients."""
+    """`count` templates and the tokens -> one tensor per template; backward: `arrive()` gets their gradients."""
 
     @staticmethod
     def forward(
@@ -141,14 +141,13 @@ def hold(x: Tensor) -> Tensor:
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
-    # What autocast makes of `x` is known when the function has run. And where nobody waits for what is saved, nothing
-    # is repeated.
+    # The function decides what autocast makes of `x`. And without hooks on saved tensors nothing is repeated.
     waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
     return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
 
 def _node_of(x: Tensor) -> Any:
-    """The node that holds `x`, or None: within a compiled region nothing is held."""
+    """Return the node that holds `x`; None within a compiled region, which holds nothing."""
     if torch.compiler.is_compiling():
         return None
     return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
@@ -229,10 +228,10 @@ def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """`output`, tapped: in backward, `keep` and the output gradient are handed to `arrive`.
 
-    `ends`: the tokens of the anchors that wait for it. If `arrive` is None: the dummies as the gradients of which they
-    arrive at their slot.
+    `ends`: tensors that get an edge from the tap. In eager mode these are the tokens of the anchors. In a compiled
+    region (`arrive` is None) they are the dummies of a slot, whose gradients carry the kept tensors out.
     """
-    nodes = tuple(_node_of(x) for x in keep)
+    nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
     if arrive is None:
         return _RegionTap.apply(nodes, len(own), output, *own, *ends)
@@ -245,5 +244,5 @@ def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def _dummy_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which `x` travels as a gradient; integers are exact in float64."""
+    """Return the dtype in which `x` travels as a gradient; integers are exact in float64."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

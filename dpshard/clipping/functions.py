@@ -29,7 +29,7 @@ class ClippingFunction(Protocol):
 
 
 def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
-    """`factor_B` [B], lowered where it breaks the guarantee of ClippingFunction.
+    """Return `factor_B` [B], lowered where it breaks the guarantee of ClippingFunction.
 
     0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
     """
@@ -37,7 +37,7 @@ def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
 
 
 def _largest(norm_B: Tensor, threshold: float) -> Tensor:
-    """The largest factors [B] by which gradients of norms `norm_B` surely come to `threshold` at most; >= 0, or NaN."""
+    """Return the largest factors [B] that surely scale norms `norm_B` to `threshold` at most; >= 0, or NaN."""
     # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
     # Records measure no smaller norm than `tiny`: a quotient by 0 or -0.0 would be none.
     tiny = float(torch.finfo(norm_B.dtype).tiny)
@@ -49,10 +49,10 @@ def _largest(norm_B: Tensor, threshold: float) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)  # adaptive thresholds are others at every step
 def _at_most(x: float, dtype: torch.dtype) -> float:
-    """The largest number of `dtype` (float32, float64) not above `x` > 0: most thresholds are no float32."""
+    """Return the largest number of `dtype` (float32, float64) not above `x` > 0: few thresholds are float32."""
     if dtype == torch.float64:
         return x
-    # By numpy: torch would make a fake tensor, without a value, while a plan is made, and it would be remembered.
+    # By numpy: while a plan is made, torch would make a fake tensor without a value, and the cache would keep it.
     with np.errstate(over="ignore"):  # then the largest float32 is below `x`
         nearest = np.float32(x)
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
@@ -121,7 +121,7 @@ _FUNCTIONS: dict[str, ClippingFunction] = {
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """The clipping function of a name; an object with a `factor` method is held to the guarantee of ClippingFunction.
+    """Return the clipping function of a name; an object with a `factor` method must keep the guarantee of the protocol.
 
     Raises ConfigurationError for anything else, and for an object that a checkpoint could not tell from another.
     """
@@ -159,14 +159,14 @@ class ClippingGroup:
 
 
 def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """L2 sensitivity of the concatenated clipped sums to adding or removing one sample: sqrt(sum R_m^2)."""
+    """Return the L2 sensitivity of the concatenated clipped sums to adding or removing one sample: sqrt(sum R_m^2)."""
     return math.sqrt(sum(group.threshold**2 for group in groups))
 
 
 def form_groups(
     partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Groups of equal thresholds max_grad_norm / sqrt(M) from label -> parameter names.
+    """Return groups of equal thresholds max_grad_norm / sqrt(M) from label -> parameter names.
 
     Raises ConfigurationError unless every trainable parameter is in exactly one group.
     """

@@ -18,10 +18,10 @@ STYLES: tuple[str, ...] = get_args(ClippingStyle)
 def partition(
     model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """The clipping groups of `style` over the parameters named in `trainable`.
+    """Return the clipping groups of `style` over the parameters named in `trainable`.
 
     "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
-    outermost element of a ModuleList or Sequential that holds it; what is in none forms one more group. Raises
+    outermost element of a ModuleList or Sequential that holds it; all other parameters form one more group. Raises
     ConfigurationError for an unknown style, and for lists that do not hold every trainable parameter once.
     """
     if not isinstance(style, str):
@@ -43,7 +43,7 @@ def partition(
 
 
 def _listed(model: nn.Module, style: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """The groups of an explicit style; of a parameter with several names (tied weights) each stands for the first."""
+    """Return the groups of an explicit style; every name of a tied weight stands for its first name."""
     first: dict[Tensor, str] = {}
     named = [(canonical_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
     known = {name: first.setdefault(p, name) for name, p in named}

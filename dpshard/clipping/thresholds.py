@@ -54,7 +54,7 @@ class QuantileTracking:
     """
 
     quantile: float = 0.5
-    """Share of the samples that shall not be clipped, in (0, 1)."""
+    """Share of the samples that must not be clipped, in (0, 1)."""
     learning_rate: float = 0.2
     """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
     budget_share: float = 0.01
@@ -73,12 +73,12 @@ class HasMetrics(Protocol):
     """The logical batch in progress."""
 
     def complete_metrics(self) -> BatchMetrics:
-        """Its figures, over all ranks."""
+        """Return its figures, over all ranks."""
         ...
 
 
 class Thresholds:
-    """Those of a clipper's groups, which stay as they are."""
+    """Fixed thresholds of a clipper's groups."""
 
     def __init__(self, clipper: Clipper) -> None:
         self._clipper = clipper
@@ -89,29 +89,29 @@ class Thresholds:
         return tuple(group.threshold for group in self._clipper.groups)
 
     def gradient_noise(self, sigma: float) -> float:
-        """Standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
+        """Return the standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """What `move` will tell of beside the sums, exactly and without noise."""
+        """Return the exact counts that `move` will release with noise, as text."""
         return []
 
     def refuse_own_loop(self) -> None:
-        """Raise LogicalBatchError if they cannot be used in a loop that feeds its own batches."""
+        """Raise LogicalBatchError if these thresholds need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
-        """A step was released: `metrics` are those of all ranks, `batch_size` the expected size, `noise` the step's."""
+        """Follow a released step: `metrics` of all ranks, the expected `batch_size`, and the `noise` of the step."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint needs to know; None if nothing moves."""
+        """Return the state for a checkpoint; None if nothing moves."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` gave; CheckpointError if it is something else."""
+        """Take a state from `state_dict`; CheckpointError for anything else."""
 
 
 class TrackedThresholds(Thresholds):
-    """Those of a clipper's groups, which follow a quantile."""
+    """Thresholds of a clipper's groups that follow a quantile."""
 
     def __init__(self, clipper: Clipper, tracking: QuantileTracking) -> None:
         super().__init__(clipper)
@@ -123,7 +123,7 @@ class TrackedThresholds(Thresholds):
         return super().gradient_noise(sigma / math.sqrt(1 - self._tracking.budget_share))
 
     def count_noise(self, sigma: float) -> float:
-        """Standard deviation of the noise on the count of each group."""
+        """Return the standard deviation of the noise on the count of each group."""
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
     def counts(self, collector: HasMetrics) -> list[str]:
@@ -135,7 +135,7 @@ class TrackedThresholds(Thresholds):
 
     def refuse_own_loop(self) -> None:
         """See Thresholds."""
-        # A sample whose backward failed, and was repeated, would be counted twice, and nobody would know.
+        # A sample whose backward failed and was repeated would count twice, without any sign of it.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
             "micro_batch_size), which sees to it, rather than over batches of your own."
@@ -156,7 +156,7 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """The thresholds of the next step: a resumed run continues bit for bit."""
+        """Return the thresholds of the next step: a resumed run continues bit for bit."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:

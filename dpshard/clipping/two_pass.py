@@ -56,14 +56,14 @@ class _Cut(torch.autograd.Function):
         return None, None, None
 
 
-def through_two_passes(forward: Callable[..., Any], args: Any, kwargs: Any, tape: Tape) -> Any:
+def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:
     """Run `forward`, and cut its output off so that backward runs its graph twice."""
     if tape.forwards.count > 1:
         raise LogicalBatchError(
             "The model was called twice for the samples of one micro-batch; with two backward passes each call would "
             'be clipped by itself. Choose a clipping_mode of one pass: "auto", "bk", "bk-mixed-ghost", "bk-mixed-opt".'
         )
-    leaves, tree = pytree.tree_flatten(forward(*args, **kwargs))
+    leaves, tree = pytree.tree_flatten(forward())
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if places:
         trigger = torch.zeros(0, requires_grad=True)

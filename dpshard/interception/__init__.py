@@ -1,14 +1,20 @@
-"""Redirects every torch function that uses a trainable parameter to its rule, in the forward of the user's model."""
+"""The forward: every torch function that uses a trainable parameter is redirected to its rule.
+
+`forward.py` enters the user's model, `mode.py` looks at its functions, `batch_dims/` finds the samples, `routing.py`
+follows picked rows, `row_identity.py` checks that rows stay samples. docs/architecture.md has the role of each file.
+May import `clipping`, `rules`, `records`, `sampling` and below. Not for users. Begin with `forward.py`.
+"""
 
 from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.doubts import Doubt, Doubts
+from dpshard.interception.forward import Interception
 from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
-from dpshard.interception.patching import Interception
 from dpshard.interception.protocols import TapeProvider
+from dpshard.interception.replay import Replay
 from dpshard.interception.row_identity import RowIdentity
 from dpshard.interception.run import Run, plan_run
 
@@ -23,6 +29,7 @@ __all__ = [
     "Draws",
     "Interception",
     "IsolatedForward",
+    "Replay",
     "RowIdentity",
     "Run",
     "TapeProvider",

@@ -39,7 +39,7 @@ _OF_PARAMETERS = frozenset("_Tap _RegionTap Slot Anchor _Cut".split())
 
 
 def outputs_in_graph(leaves: Iterable[Any]) -> list[Any]:
-    """The graph nodes that have made these tensors, and the tensors that hang on objects among them."""
+    """Return the graph nodes that have made these tensors, and the tensors that hang on objects among them."""
     tensors = [y for x in leaves for y in ([x] if isinstance(x, Tensor) else getattr(x, "__dict__", {}).values())]
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 

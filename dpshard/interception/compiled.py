@@ -1,49 +1,48 @@
-"""Compiled regions: calls of compiled modules, to which slots are inputs like any other; see [Note: Anchor, slot, tap].
+"""Compiled regions: calls of compiled modules, to which slots are inputs like any other.
 
-Slots are made before a region is entered; a rehearsal in eager mode, without gradients, tells which it will ask for.
+Slots are made before a region is entered. A rehearsal in eager mode, without gradients, tells which slots a region
+uses. See [Note: Anchor, slot, tap] in autograd_nodes.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Use
-from dpshard.interception.isolation import IsolatedForward, eager
-from dpshard.interception.running import ActiveMode
+from dpshard.interception.active import ActiveForward
+from dpshard.interception.isolation import Isolate, eager
+from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
 from dpshard.rules.torch_functions import Quiet
 
-if TYPE_CHECKING:
-    from dpshard.interception.patching import Interception
-
 
 class CompiledRegions:
-    """The compiled modules of a model, and what each asks for, by the kind of its inputs."""
+    """The compiled modules of a model, and the slots that each uses, by the kind of its inputs."""
 
-    def __init__(self, owner: Interception) -> None:
-        self.owner = owner
+    def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
+        self._parameters, self._active, self._isolate = parameters, active, isolate
         self._rehearsals: dict[Any, list[tuple[Use, tuple[Tensor, ...]]]] = {}
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with slots that were made for it."""
-        if self.owner.sharding.gathers(module):
-            with Quiet.set(True):  # what is compiled comes after the hooks, and so do its slots
+        if self._parameters.gathers(module):
+            with Quiet.set(True):  # the compiled code comes after the hooks, and so do its slots
                 return original(*args, **kwargs)
         with self.slots_for(module, original, args, kwargs):
             return original(*args, **kwargs)
 
     @contextmanager
     def slots_for(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """A block in which a compiled region finds its slots ready; a rehearsal tells which it needs."""
-        mode = self.owner.mode
+        """Make the slots of a compiled region before it runs."""
+        mode = self._active.mode
         assert mode is not None
-        if isinstance(mode.slots, SlotRecorder):
+        if mode.slots.rehearses:
             with eager():
                 yield
             return
@@ -53,8 +52,8 @@ class CompiledRegions:
         key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
         if key not in self._rehearsals:
             rehearsal = SlotRecorder(mode.slots.batch_size, [])
-            rehearsing = self.owner.new_mode(mode.layout, rehearsal, mode.sources)
-            with IsolatedForward(self.owner, module), torch.no_grad(), ActiveMode(self.owner, rehearsing):
+            rehearsing = mode.with_slots(rehearsal)
+            with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
                 original(*args, **kwargs)
             self._rehearsals[key] = rehearsal.asked
         maker = mode.slots
@@ -62,28 +61,23 @@ class CompiledRegions:
         for use, noted in self._rehearsals[key]:
             labels = tuple([source.label for source in use.sources])
             made.append((labels, maker.slot(use, *self._templates(use, noted, maker.batch_size))))
-        outside = mode.sources
-        entering = {x: outside[x] for x in leaves if isinstance(x, Tensor) and x in outside}
+        entering = {x: mode.sources[x] for x in leaves if isinstance(x, Tensor) and x in mode.sources}
         own = set(module.parameters())
-        # Dynamo prints what it guards on, and may not read what is freed meanwhile.
+        # Dynamo prints what it guards on, and must not read a parameter that is freed meanwhile.
         readable = {
             x: source
-            for x, source in self.owner.trainable().items()
-            if x in own or source.label not in self.owner.freed
+            for x, source in self._parameters.trainable().items()
+            if x in own or source.label not in self._parameters.freed
         }
-        mode.slots, mode.sources = PreallocatedSlots(maker.batch_size, made), {**readable, **entering}
-        try:
+        with mode.in_region(PreallocatedSlots(maker.batch_size, made), {**readable, **entering}):
             yield
-        finally:
-            outside.update(mode.sources)
-            mode.slots, mode.sources = maker, outside
 
     def _templates(self, use: Use, noted: tuple[Tensor, ...], batch_size: int) -> tuple[Tensor, ...]:
         if not use.copies:
             return noted
         # Parameters have moved since the rehearsal.
         with torch.no_grad():
-            value = use.sources[0].replay({source.label: x for x, source in self.owner.sources.items()})
+            value = use.sources[0].replay(self._parameters.values())
         value = value.detach().to(noted[0].dtype)  # replays leave casts out
         return (value.unsqueeze(0).expand(batch_size, *value.shape),)
 

@@ -1,4 +1,4 @@
-"""Whether the gradients of padding rows are like those of the sample of which they are copies."""
+"""Compares the gradients of padding rows with the gradient of the sample that they copy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Copies:
         self._states: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
-        """The first forward begins, on `device`."""
+        """Note the state of the generators when the first forward begins, on `device`."""
         if not self._states:
             self._states, self._device = _random_states(device), device
 
     def random(self) -> bool:
-        """Whether random numbers were drawn since the first forward began: copies may have had other dropout."""
+        """Return True if random numbers were drawn since the first forward began: copies may have had other dropout."""
         now = _random_states(self._device)
         return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
 
@@ -43,7 +43,7 @@ class Copies:
         self._norms.append((group, norm_B.detach()))
 
     def end(self, doubts: Doubts, function: ClippingFunction) -> None:
-        """All backward passes are through: note what their norms tell."""
+        """Note what the norms of all backward passes tell."""
         if not self._norms or not self._states:
             return
         n = self._samples
@@ -67,7 +67,7 @@ class Copies:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's generators, on the host: numpy's and Python's take longer to read than a small layer."""
+    """Return the states of torch's generators: those of numpy and Python take longer to read than a small layer."""
     host = torch.get_rng_state()
     if device.type == "cpu":
         return [host]

@@ -45,7 +45,7 @@ class Draws:
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
-        """What the draws of the function `name` become."""
+        """Return the constant in place of the draws of the function `name`."""
         if name in _UNIFORM:
             return self.uniform
         if name in _NORMAL:
@@ -54,7 +54,7 @@ class Draws:
 
     @property
     def waiting(self) -> float:
-        """What exponential draws become, and those of Gamma."""
+        """The constant in place of exponential and Gamma draws."""
         return -math.log1p(-self.uniform)
 
     @classmethod
@@ -93,7 +93,7 @@ def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A random distribution [..., K]: mixup's weights, and those of Beta."""
+    """Return a random distribution [..., K]: mixup's weights, and those of Beta."""
     drawn = func(*args, **kwargs)
     share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
     share[..., 0] = 1 - draws.uniform
@@ -115,13 +115,13 @@ _ORDERS = (torch.argsort, Tensor.argsort)
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
-    """The `order` of the elements of `x` [N]; rotated if all are equal, as random draws are here."""
+    """Return the `order` of the elements of `x` [N]; rotated if all are equal, as random draws are here."""
     alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
     return order.roll(1) if alike else order
 
 
 def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call with its dropout switched off."""
+    """Return the arguments of a call with its dropout switched off."""
     if func in _DROPOUT:
         return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
     if func is F.scaled_dot_product_attention:
@@ -139,7 +139,7 @@ class DeterministicForward(TorchFunctionMode):
     """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
 
     def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
-        """`samples`: how many the model is run on; 0 if random subsets of them stay what they are."""
+        """Set `samples`, the number that the model is run on; with 0 random subsets of them are not replaced."""
         super().__init__()
         self.samples = samples
         self.draws = draws

@@ -1,4 +1,4 @@
-"""What speaks against a logical batch: noted where it shows, told before the noise at the latest.
+"""Findings against a logical batch: noted where they show, raised before the noise at the latest.
 
 [Note: When a doubt is told]
 To read a flag, a host waits for its accelerator. And a rank that raises alone leaves the others in a collective. So

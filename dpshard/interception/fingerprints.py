@@ -33,11 +33,11 @@ class Rows:
 
     @classmethod
     def of(cls, x: Tensor, dim: int) -> Rows:
-        """The rows of `x`."""
+        """Return the rows of `x` along `dim`."""
         return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
 
     def light(self) -> Rows:
-        """The same, without keeping a tensor alive that has more than WIDTH elements a row."""
+        """Return the same rows, without a reference to a tensor of more than WIDTH elements a row."""
         small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
         return self if small else Rows(self.sampled.clone(), 0, self.kind)
 
@@ -94,7 +94,7 @@ class Rows:
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bits of `x` as integers."""
+    """Return the bits of `x` as integers."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(_WORDS[x.itemsize])
 

@@ -70,7 +70,7 @@ def is_foreign(name: str | None) -> bool:
 
 
 def container(x: Any) -> Container | None:
-    """What `x` holds, if it is something that can be looked into."""
+    """Return the content of `x`, if it can be looked into."""
     if isinstance(x, Container):
         return x
     if isinstance(x, dict):

@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from dpshard.interception.determinism import AS_DRAWN, Draws
+from dpshard.interception.active import ActiveForward
+from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Draws
 from dpshard.interception.model_state import ModelState
-from dpshard.interception.parameter_writes import ParameterWrites
-
-if TYPE_CHECKING:
-    from dpshard.interception.patching import Interception
+from dpshard.interception.parameter_writes import WriteGuard
+from dpshard.interception.run import Run
 
 
 class IsolatedForward:
-    """See Interception.undisturbed."""
+    """A block in which forwards of `module` are ordinary ones, and after which everything is as it was before."""
 
-    def __init__(self, owner: Interception, module: nn.Module) -> None:
-        self.owner, self.module = owner, module
+    def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
+        self._model, self._active, self._writes, self._module = model, active, writes, module
         self._stack = ExitStack()
 
     def __enter__(self) -> IsolatedForward:
         self._generators: dict[torch.device | None, torch.Tensor] = {None: torch.random.get_rng_state()}
-        for device in {p.device for p in self.module.parameters() if p.device.type == "cuda"}:
+        for device in {p.device for p in self._module.parameters() if p.device.type == "cuda"}:
             self._generators[device] = torch.cuda.get_rng_state(device)
         self._python = random.getstate()
         self._numpy = np.random.get_state()  # noqa: NPY002  # the state that a model's forward may draw from
-        self.model = ModelState(self.owner.model)
-        self._before = (self.owner.active, self.owner.mode, self.owner._again)
+        self.model = ModelState(self._model)
         self._stack.enter_context(eager())
-        self.owner.active, self.owner.mode = True, None
+        self._stack.enter_context(self._active.suspended())
         return self
 
     def guarded(self, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns; UnsupportedParameterError before it writes into a parameter."""
-        if not self.owner.scripted:
-            try:
-                with ParameterWrites(self.owner.model):
-                    return forward()
-            except RuntimeError as error:
-                if "TorchScript" not in str(error):
-                    raise
-                self.owner.scripted = True  # its interpreter does not run under a mode
-                self.rewind()
-        return forward()
+        """Return what `forward` returns; UnsupportedParameterError before it writes into a parameter."""
+        return self._writes.run(forward, self.rewind)
+
+    def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
+        """Return the output for `samples` through plain autograd, without dropout and compilation."""
+        self._active.repeat = functools.partial(DeterministicForward, len(samples), draws)
+        with eager(), self._active.repeat():
+            return run.on(samples)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
         """Put the state back, so that the next forward takes the same course; `draws` may seed the generators."""
@@ -72,10 +68,13 @@ class IsolatedForward:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
-        self.owner.active, self.owner.mode, self.owner._again = self._before
         self.rewind()
 
 
+Isolate = Callable[[nn.Module], IsolatedForward]
+"""Makes the block for forwards of one module of a model."""
+
+
 def eager() -> AbstractContextManager[Any]:
-    """A block in which compiled modules run as they were written."""
+    """Return a block in which compiled modules run as they were written."""
     return torch.compiler.set_stance("force_eager")

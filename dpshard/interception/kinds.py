@@ -26,7 +26,7 @@ _BY_VALUE = (
 
 
 def kind_of_value(x: Any) -> Any:
-    """What tells a value from others: flags and strings by themselves, numbers by sign and power of two."""
+    """Return the kind of a value: flags and strings by themselves, numbers by sign and power of two."""
     if isinstance(x, Enum):
         return (type(x), x.name)
     if isinstance(x, np.generic):
@@ -45,7 +45,7 @@ def kind_of_value(x: Any) -> Any:
 
 
 def _kind_of_collection(x: Any) -> Any:
-    """The kinds of a few values: numbers of an array, the members of a set, the ends of a range; else None."""
+    """Return the kinds of a few values: of an array, a set, or the ends of a range; else None."""
     if isinstance(x, nn.Module):
         return ("module", id(x))
     if isinstance(x, range):
@@ -60,7 +60,7 @@ def _kind_of_collection(x: Any) -> Any:
 
 
 def kind_of_object(x: Any, depth: int = 0) -> Any:
-    """The kinds of what an object holds: a configuration, a function with its closure, a single number on the CPU."""
+    """Return the kinds of the content of an object: a configuration, a function's closure, one number on the CPU."""
     if type(x) is Tensor and x.numel() == 1 and x.device.type == "cpu":
         return kind_of_value(x.item())
     if isinstance(x, _BY_VALUE) or depth == _DEEPEST:
@@ -93,7 +93,7 @@ def _held(x: Any) -> dict[Any, Any] | None:
 
 
 def kind_of_run(run: Run) -> Any:
-    """What tells a call of a module from others: its structure, ranks, dtypes, and what is no tensor."""
+    """Return the kind of a call of a module: its structure, ranks, dtypes, and all that is not a tensor."""
     inputs = [
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
@@ -103,6 +103,6 @@ def kind_of_run(run: Run) -> Any:
 
 
 def kind_of_contents(run: Run) -> Any:
-    """The kinds of what objects among the inputs hold, which forward may change: read before it runs."""
+    """Return the kinds of the content of objects among the inputs, before forward can change it."""
     with torch._C.DisableTorchFunction():
         return tuple(None if d is not None else kind_of_object(x) for x, d in zip(run.leaves, run.dims, strict=True))

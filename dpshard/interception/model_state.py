@@ -46,7 +46,7 @@ def is_own(name: str) -> bool:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds as plain attributes."""
+    """Return the plain attributes of a module."""
     return {name: x for name, x in vars(module).items() if is_own(name)}
 
 

@@ -46,7 +46,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def _home(hook: Callable[..., Any]) -> str:
-    """The package that a hook comes from."""
+    """Return the package that a hook comes from."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,32 @@ class ParameterWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class WriteGuard:
+    """Runs forwards of a model in which no parameter may be written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._scripted = False  # forward calls functions of torch.jit.script, whose interpreter refuses modes
+
+    def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
+        """Return what `forward` returns; UnsupportedParameterError before it writes into a parameter.
+
+        `rewind` puts the state of the model back before a second try.
+        """
+        if not self._scripted:
+            try:
+                with ParameterWrites(self._model):
+                    return forward()
+            except RuntimeError as error:
+                if "TorchScript" not in str(error):
+                    raise
+                self._scripted = True
+                rewind()
+        return forward()
+
+
 def written(name: str) -> UnsupportedParameterError:
-    """The error for a forward that writes into the parameter `name`."""
+    """Return the error for a forward that writes into the parameter `name`."""
     return UnsupportedParameterError(
         f"{name}: forward writes into this parameter, without noise, what the samples of a micro-batch decide. "
         f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "

@@ -1,4 +1,4 @@
-"""What the interception asks of those above it: the engine, and the framework that shards the parameters."""
+"""The protocols that the interception calls: the step in progress, and the framework that shards parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpshard.sampling import MicroBatchPlan
 
 
 class TapeProvider(Protocol):
-    """What the interception asks the engine at the start of an outermost forward."""
+    """The step in progress, at the start of an outermost forward."""
 
     two_passes: bool
 
@@ -25,19 +25,19 @@ class TapeProvider(Protocol):
 
     @property
     def rows(self) -> RowIdentity | None:
-        """What watches the rows of that micro-batch."""
+        """The check of the rows of that micro-batch."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """The tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
+        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
         ...
 
 
 class ShardingHooks(Protocol):
-    """What the interception must know of a framework that shards parameters."""
+    """A framework that may shard parameters."""
 
     def gathers(self, module: nn.Module) -> bool:
-        """Whether hooks around the forward of `module` gather and free its parameters."""
+        """Return True if hooks around the forward of `module` gather and free its parameters."""
         ...
 
     def gather(self, module: nn.Module) -> None:
@@ -45,9 +45,9 @@ class ShardingHooks(Protocol):
         ...
 
     def dry_run(self) -> AbstractContextManager[Any]:
-        """A block of forwards that are not part of the training, and after which no backward comes."""
+        """Return a block of forwards beside the training, which no backward follows."""
         ...
 
     def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors of the parameters that were gathered for `module`, whose forward begins."""
+        """Return names and tensors of the parameters that were gathered for `module`, whose forward begins."""
         ...

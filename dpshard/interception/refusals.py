@@ -14,7 +14,7 @@ from dpshard.errors import UnsupportedParameterError
 
 
 def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
-    """An error that names parameters, the module that owns the first of them, and the function."""
+    """Return an error that names parameters, the module that owns the first of them, and the function."""
     owner = "the model"
     for name, _ in model.named_parameters():
         if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is no part of `10.weight`
@@ -32,7 +32,7 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """BatchNorm in training mode mixes samples, also when it has no parameters of its own."""
+    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples even without parameters."""
     for path, module in batch_norms:
         if module.training or getattr(module, "running_mean", None) is None:
             raise UnsupportedParameterError(

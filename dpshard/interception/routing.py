@@ -1,17 +1,17 @@
-"""Whose row is it: rows that the data picks, or sends to experts, keep the number of their sample.
+"""Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
 
 [Note: Routed rows]
-`x[token_ids]` has as many rows as the data says, in an order that the data says: its shape tells nothing. So it is
-followed by its values. A route starts where a tensor of all samples' rows is indexed along dimension 0; it goes on
-through functions of which row n of the output is made of row n of the input alone; and it ends where the rows are added
-to rows of their own samples, or where they lie in the order of the samples again (an index that undoes the first) and
-meet any other function. Rows that meet one in another order are lost: the parameter that they meet next is refused.
+The data decides how many rows `x[token_ids]` has, and in which order: its shape tells nothing. So rows are followed by
+the values of the index. A route starts where a tensor with the rows of all samples is indexed along dimension 0. It
+continues through functions that make row n of the output from row n of the input only. It ends where the rows are added
+to rows of their own samples, or lie in the order of the samples again (after an index that undoes the first). Rows that
+meet any other function out of order are lost: the parameter that they meet next is refused.
 
 [Note: Packed sequences]
-Packing makes rows of [B, T, ...] or [T, B, ...]: those of step 0 of all samples, then those of step 1 of all that last
-so long. So row (t, b) is of the sample of row b, sorted by length or not, and padding brings the rows back into columns
-that belong to one sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1; out of order they
-may be permuted, packed, or read one step at a time, and are as good as lost to anything else.
+Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all samples that are as long.
+So row (t, b) belongs to the sample of row b, sorted by length or not, and padding returns the rows to columns of one
+sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be
+permuted, packed, or read one step at a time; any other function loses them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpshard.rules.elementwise import ELEMENTWISE
-from dpshard.rules.routed import GROUPED
+from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
@@ -43,43 +41,9 @@ _UNBINDING = functions_named(["unbind"])
 
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
-# What follows are the functions that `_by_row` knows, by how it must look at their arguments.
-_ACTIVATIONS = (
-    "relu relu_ relu6 gelu silu mish sigmoid sigmoid_ logsigmoid tanh tanh_ softplus softsign hardswish hardsigmoid "
-    "hardtanh elu selu celu leaky_relu tanhshrink threshold exp log log1p sqrt rsqrt square abs neg reciprocal sin cos "
-    "erf nan_to_num zeros_like ones_like clone contiguous detach to float double half bfloat16 type type_as long int "
-    "dropout alpha_dropout"
-)
-_COMPARISONS = (
-    "remainder __mod__ floor round masked_fill masked_fill_ __neg__ "
-    "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
-)
-_ELEMENTWISE = (
-    ELEMENTWISE | functions_named(_ACTIVATIONS.split(), (F, torch, Tensor)) | functions_named(_COMPARISONS.split())
-)
-_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
-_MAPPING_FIRST = (
-    frozenset({_LINEAR, F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding, F.prelu, torch.prelu}) | GROUPED
-)
-"""Functions that map every row of their first argument alike."""
-_CONVOLVING = functions_named([f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)], [F])
-_MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
-_VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
-_ALONG = {
-    **dict.fromkeys(functions_named(["chunk", "split", "split_with_sizes", "tensor_split", "norm"]), 2),
-    **dict.fromkeys(
-        functions_named(
-            "softmax log_softmax sum mean unsqueeze squeeze cumsum glu cat amax amin gather".split(),
-            (F, torch, Tensor),
-        ),
-        1,
-    ),
-}
-"""Functions along a dimension, and at which place they take it."""
-
 
 def picks(func: Function, args: Any) -> bool:
-    """Whether values of the data decide how many rows `func` returns."""
+    """Return True if values of the data decide how many rows `func` returns."""
     if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
         return True
     index = args[1] if func is Tensor.__getitem__ else ()
@@ -87,12 +51,20 @@ def picks(func: Function, args: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
+STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
+"""Functions with which a route may start: a forward without any of them has no routed rows."""
+
+
+def _starts(func: Function, args: Any) -> bool:
+    """Return True if a call may pick rows."""
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(not isinstance(i, (int, slice, type(None), type(...))) for i in index)
+    return func in STARTING and (func is not torch.where or len(args) == 1)
 
 
 def _row_numbers(index: Any) -> Tensor | None:
-    """The rows [N] that an index picks along dimension 0; None if it does anything else."""
+    """Return the rows [N] that an index picks along dimension 0; None if it does anything else."""
     first, *others = index if isinstance(index, tuple) else (index,)
     tensors = [i for i in others if isinstance(i, Tensor)]
     if not isinstance(first, Tensor) or first.dim() == 0:
@@ -105,13 +77,13 @@ def _row_numbers(index: Any) -> Tensor | None:
 
 
 def _numbers_in(index: Any) -> Any:
-    """A list or array that indexes a tensor, as a tensor; anything else as it is."""
+    """Return a list or array that indexes a tensor as a tensor, and anything else as it is."""
     numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
     return torch.as_tensor(index) if numbers else index
 
 
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
-    """What `func` picks rows or columns of, along which of dimensions 0 and 1, their numbers [N], and where they go."""
+    """Return the tensor and its dimension (0 or 1) that `func` picks from, the numbers [N], and where they go."""
     shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
@@ -122,7 +94,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
         else:
             rows = _row_numbers(index)
     elif func in _SELECTING:
-        x, dim, rows = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index").view(-1)
+        x, dim, rows = args[0], argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index").view(-1)
     else:
         return None
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
@@ -131,7 +103,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
-    """Which dimension of its first argument each dimension of the output was, for functions of _TRANSPOSING."""
+    """Return which dimension of its first argument each dimension of the output was, for functions of _TRANSPOSING."""
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
     dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]
@@ -146,9 +118,9 @@ class Routing:
     """Follows routed rows through one forward."""
 
     def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, int, bool], bool]) -> None:
-        """`holds_samples(x, dim, read)`: whether evidence says that dimension 0 or 1 of `x` holds all samples.
+        """Take `holds_samples(x, dim, read)`: whether a probe found all samples along dimension 0 or 1 of `x`.
 
-        `read`: rows are read from it, so that their order counts, rather than added to it.
+        `read`: rows are read from `x`, so that their order counts, rather than added to it.
         """
         self.batch_size = batch_size
         self.holds_samples = holds_samples
@@ -158,32 +130,32 @@ class Routing:
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, and what was picked along it
-        self._idle = True
+        self.idle = True
+        """Whether no row was picked so far."""
 
     def suspects(self, n: int) -> list[int]:
-        """Up to n samples of which rows were picked where no evidence said whose they are: worth a probe."""
+        """Return up to n samples whose rows were picked where no probe found samples: worth a probe."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
-        """The sample of every row of `x`, int64 [N]; None if its rows were not routed."""
-        return None if self._idle else self._samples.get(x)
+        """Return the sample of every row of `x`, int64 [N]; None if its rows were not routed."""
+        return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
-        """Whether nobody can tell any more which sample a row of `x` belongs to."""
-        if self._idle or x.dim() == 0:
+        """Return True if the samples of the rows of `x` are unknown."""
+        if self.idle or x.dim() == 0:
             return False
         return x in self._lost or (x in self._columns and not self._columns[x][1])
 
     def in_order(self, sample_N: Tensor) -> bool:
-        """Whether the rows lie as if they had never been routed: every sample has equally many, one after the other."""
+        """Return True if rows lie as if never routed: equally many of every sample, one sample after the other."""
         return len(sample_N) % self.batch_size == 0 and torch.equal(sample_N, self._numbers(sample_N))
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Note where the rows of the arguments of a call have gone."""
-        starts = func is Tensor.__getitem__ or func in _SELECTING or func is PAD
-        if self._idle and not (starts or picks(func, args)):
+        if self.idle and not _starts(func, args):
             return
         with torch.no_grad():
             self._follow(func, args, kwargs, result)
@@ -211,7 +183,7 @@ class Routing:
             for x, sample_N in zip(outputs, moved, strict=True):
                 self._put([x], sample_N)
             return
-        tensors = list(tensors_of((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
         routed = [x for x in tensors if self.samples(x) is not None]
         lost = picks(func, args) or any(self.lost(x) for x in tensors)
         if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):
@@ -223,14 +195,15 @@ class Routing:
             self.lose(outputs)
         elif routed:
             sample_N = self.agreed(routed)
-            if sample_N is not None and _by_row(func, args, kwargs, tensors, routed, outputs, len(sample_N)):
+            call = RowCall(func, args, kwargs, tensors, routed, outputs)
+            if sample_N is not None and by_row(call, len(sample_N)):
                 self._put(outputs, sample_N)
             elif sample_N is None or not self.in_order(sample_N):
                 self.lose(outputs)
 
     def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
-        """Row b of step t belongs to the sample of row b: see [Note: Packed sequences]."""
-        sample_B = self._of(args[0], 0 if _argument(args, kwargs, 2, "batch_first") else 1, read=True)
+        """Give row b of step t the sample of row b: see [Note: Packed sequences]."""
+        sample_B = self._of(args[0], 0 if argument(args, kwargs, 2, "batch_first") else 1, read=True)
         self.lose([batch_sizes])
         if sample_B is None:
             self.lose([data])
@@ -238,18 +211,18 @@ class Routing:
             self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
 
     def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
-        """Columns of one sample each; rows that were not packed so are lost."""
-        sample_N, sizes = self.samples(args[0]), _argument(args, kwargs, 1, "batch_sizes").tolist()
+        """Make columns of one sample each; rows that were not packed so are lost."""
+        sample_N, sizes = self.samples(args[0]), argument(args, kwargs, 1, "batch_sizes").tolist()
         if sample_N is not None:
             sample_B = sample_N[: sizes[0]]
             if torch.equal(sample_N, torch.cat([sample_B[:rows] for rows in sizes])):
-                self._put([padded], sample_B, 0 if _argument(args, kwargs, 2, "batch_first") else 1)
+                self._put([padded], sample_B, 0 if argument(args, kwargs, 2, "batch_first") else 1)
                 self._put([lengths], sample_B)
                 return
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Whether rows, or columns, of `x` are rows or columns of `output`, of which dimension i was order[i]."""
+        """Move the samples of `x` to `output`, whose dimension i was order[i]; return False if there are none."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False
@@ -259,18 +232,18 @@ class Routing:
         return to_dim <= 1
 
     def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-        """The samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
+        """Return the samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
         if func in _JOINING:
-            parts = [self.samples(x) for x in _argument(args, kwargs, 0, "tensors")]
-            along_rows = _argument(args, kwargs, 1, "dim") in (0, None)
+            parts = [self.samples(x) for x in argument(args, kwargs, 0, "tensors")]
+            along_rows = argument(args, kwargs, 1, "dim") in (0, None)
             known = [part for part in parts if part is not None]
             return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
         sample_N = columns = None
         if args and isinstance(args[0], Tensor):
             sample_N, columns = self.samples(args[0]), self._along_columns(args[0])
-        if columns is not None and func in _UNBINDING and _argument(args, kwargs, 1, "dim") in (0, None):
+        if columns is not None and func in _UNBINDING and argument(args, kwargs, 1, "dim") in (0, None):
             return [columns] * len(outputs)
-        if columns is not None and func in _VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
+        if columns is not None and func in VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
             return [columns]
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -279,22 +252,22 @@ class Routing:
             plain = all(type(i) is int or isinstance(i, slice) or i is Ellipsis for i in index)
             if sample_N is not None and plain and isinstance(index[0], slice):
                 return [sample_N[index[0]]]
-        elif sample_N is not None and func in _CUTTING and _argument(args, kwargs, 2, "dim") in (0, None):
+        elif sample_N is not None and func in _CUTTING and argument(args, kwargs, 2, "dim") in (0, None):
             return list(func(sample_N, *args[1:], **kwargs))
         return None
 
     def agreed(self, routed: list[Tensor]) -> Tensor | None:
-        """The samples of the rows of all tensors of `routed`, if they are the same."""
+        """Return the samples of the rows of all tensors of `routed`, if they are the same."""
         first, *others = (self._samples[x] for x in routed)
         return first if all(other is first or torch.equal(first, other) for other in others) else None
 
     def _add(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """Rows come home where every one is added to a row of its own sample."""
+        """End a route if every row is added to a row of its own sample."""
         if func is Tensor.__setitem__:
             base, rows, source = args[0], _row_numbers(args[1]), args[2]
         else:
-            along_rows = _argument(args, kwargs, 1, "dim") == 0
-            base, rows, source = args[0], _argument(args, kwargs, 2, "index"), _argument(args, kwargs, 3, "source")
+            along_rows = argument(args, kwargs, 1, "dim") == 0
+            base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, "source")
             rows = rows.view(-1) if along_rows and rows is not None else None
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
@@ -304,7 +277,7 @@ class Routing:
             self._put(outputs, self.samples(base))
 
     def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
-        """The samples along dimension `dim` of `x`; None if it holds none there, or nobody can tell."""
+        """Return the samples along dimension `dim` of `x`; None if it holds none there, or they are unknown."""
         if x in self._lost:
             return None
         rows, columns = self.samples(x), self._along_columns(x)
@@ -330,48 +303,12 @@ class Routing:
                     self._samples[x] = sample_N
                 else:
                     self._columns[x] = (sample_N, self.in_order(sample_N))
-                self._idle = False
+                self.idle = False
 
     def lose(self, outputs: list[Tensor]) -> None:
-        """Note that nobody can tell any more which sample a row of these belongs to."""
+        """Note that the samples of the rows of these are unknown."""
         for x in outputs:
             self._samples.pop(x, None)
             self._columns.pop(x, None)
             self._lost[x] = True
-            self._idle = False
-
-
-def _by_row(
-    func: Function, args: Any, kwargs: Any, tensors: list[Tensor], routed: list[Tensor], outputs: list[Tensor], N: int
-) -> bool:
-    """Whether row n of every output is made of row n of the `routed` inputs, and of what has no rows, alone."""
-    if not outputs or any(x.dim() == 0 or len(x) != N for x in outputs):
-        return False
-    alone = len(routed) == 1 and args and args[0] is routed[0]
-    if func in _MAPPING_FIRST:
-        whole = func in (F.layer_norm, F.rms_norm) and len(args[1]) == args[0].dim()
-        return bool(alone) and not whole
-    if func in _CONVOLVING:
-        return bool(alone) and args[0].dim() == args[1].dim()
-    if func is F.scaled_dot_product_attention:
-        followed = {id(x) for x in routed}
-        rank = outputs[0].dim()
-        return rank > 2 and all(id(x) in followed or x.dim() < rank or len(x) == 1 for x in tensors)
-    if func in _MATMUL:
-        return (len(routed) == len(tensors) > 1 and args[0].dim() > 2) or bool(alone and args[0].dim() == 2)
-    if func in _ELEMENTWISE:
-        rank = outputs[0].dim()
-        followed = {id(x) for x in routed}
-        return all(x.dim() == rank if id(x) in followed else x.dim() < rank or len(x) == 1 for x in tensors)
-    if func in _VIEWS:
-        return bool(alone)
-    if func in _ALONG:
-        dims = _argument(args, kwargs, _ALONG[func], "dim")
-        dims = (dims,) if isinstance(dims, int) else dims
-        rank = max(routed[0].dim(), outputs[0].dim())
-        return len(routed) == len(tensors) and bool(dims) and all(d % rank != 0 for d in dims)
-    if func is Tensor.__getitem__:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        whole = (index[0] is Ellipsis and len(index) <= args[0].dim()) or index[0] == slice(None)
-        return bool(alone and whole) and not any(isinstance(i, Tensor) for i in index)
-    return False
+            self.idle = False

@@ -1,8 +1,8 @@
-"""Whether row i of a micro-batch stays row i of its samples, whatever a loop does between two forwards.
+"""Checks that row i of a micro-batch stays row i of its samples, whatever a loop does between two forwards.
 
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
-by length, shuffles them, or takes rows from elsewhere. Nobody sees the loop, but there is evidence:
+by length, shuffles them, or takes rows from elsewhere. The loop itself cannot be seen, but there is evidence:
 - padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
   of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
@@ -138,19 +138,19 @@ class RowIdentity:
 
 
 def _inputs_of(run: Run) -> list[Rows]:
-    """The inputs that carry samples."""
+    """Return the inputs that carry samples."""
     return [Rows.of(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether `x` is a tensor whose rows lie in memory, not in parts or lists of its own."""
+    """Return True if the rows of `x` lie in memory, not in parts or lists of its own."""
     return (
         isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "__tensor_flatten__")
     )
 
 
 def tensors_within(data: Any) -> Iterator[Tensor]:
-    """The tensors of a batch: in tuples, lists, mappings (also those of libraries) and dataclasses."""
+    """Yield the tensors of a batch: in tuples, lists, mappings (also those of libraries) and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
 READINGS = 16
-"""Ways to read the inputs of a model that are tried at most."""
+"""Largest number of ways to read the inputs of a model that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Run:
     """The first rows, which are samples and not padding; at least 1."""
 
     def on(self, samples: list[int]) -> Any:
-        """The output for `samples` (indices into the batch) alone."""
+        """Return the output for `samples` (indices into the batch) alone."""
         args, kwargs = pytree.tree_unflatten([self._pick(i, samples) for i in range(len(self.leaves))], self.tree)
         return self.original(*args, **kwargs)
 
     def first(self, n: int, rows: int) -> Any:
-        """The output for the first n of `rows` samples, repeated if there are fewer."""
+        """Return the output for the first n of `rows` samples, repeated if there are fewer."""
         return self.on([i % rows for i in range(n)])
 
     def other_readings(self) -> Iterator[Run]:
-        """The same with some inputs taken for constants, though their size is the batch's: a mask [T, T] of T = B."""
+        """Yield the call with some inputs as constants, though their size is the batch's: a mask [T, T] of T = B."""
         square = (self.batch_size, self.batch_size)
         carrying = [i for i, d in enumerate(self.dims) if d == 0]
         doubtful = [i for i in carrying if self.leaves[i].dim() == 1 or self.leaves[i].shape[:2] == square]
@@ -54,7 +54,7 @@ class Run:
             yield replace(self, dims=tuple(None if i in constant else d for i, d in enumerate(self.dims)))
 
     def beginning_with(self, samples: list[int]) -> Run:
-        """The same with these samples before the others."""
+        """Return the call with these samples before the others."""
         order = [*samples, *(i for i in range(self.batch_size) if i not in samples)]
         return replace(self, leaves=tuple(self._pick(i, order) for i in range(len(self.leaves)))) if samples else self
 

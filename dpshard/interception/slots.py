@@ -1,46 +1,52 @@
-"""Where rules get their slots from when it is not the tape itself."""
+"""Where rules record the uses of parameters: on the tape, or on what stands in for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from dpshard.clipping.autograd_nodes import Arrive
+from dpshard.clipping.autograd_nodes import dummies_like, tap
 from dpshard.clipping.tape import Use
 from dpshard.errors import REENTRANT, UnsupportedParameterError
 
 
-class SlotMaker(Protocol):
-    """Where a rule gets its slots from: the tape, or a stand-in for it."""
+class Slots(Protocol):
+    """Records the uses of parameters in one forward: the tape, or a stand-in for it."""
 
     batch_size: int
+    compiled: bool
+    """Whether the forward is that of a compiled region, or its rehearsal: the tape is out of its reach."""
+    rehearses: bool
+    """Whether the forward only counts uses, so that it records under torch.no_grad(), too."""
+
+    def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
+        """Return `output`; in backward `keep` and its gradient become the records of `use`."""
+        ...
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """See Tape.slot."""
-        ...
-
-    def expect(self, use: Use) -> tuple[Sequence[Tensor], Arrive] | None:
-        """See Tape.expect; None in a compiled region, where slots alone lead to the tape."""
         ...
 
 
 class RecomputeSlots:
     """Slots for a module that checkpointing runs again: they lead nowhere, unless checkpointing is reentrant."""
 
+    compiled: bool = False
+    rehearses: bool = False
+
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
 
-    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Stand-ins that refuse to be differentiated."""
-        return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
+    def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
+        """Return `output` with a graph, as it had at first, which refuses to be differentiated."""
+        return tap(output, keep, (torch.zeros(0, requires_grad=True),), _refuse)
 
-    def expect(self, use: Use) -> tuple[Sequence[Tensor], Arrive]:
-        """What takes no records; outputs get a graph as they had at first, where nothing else gives them one."""
-        return (torch.zeros(0, requires_grad=True),), _refuse
+    def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
+        """Return stand-ins that refuse to be differentiated."""
+        return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
 
 
 class _Refusing(torch.autograd.Function):
@@ -59,37 +65,45 @@ def _refuse(*_: Any) -> NoReturn:
 
 @dataclass(slots=True)
 class SlotRecorder:
-    """Notes which slots a compiled region will ask for."""
+    """Notes which slots a compiled region uses."""
 
     batch_size: int
     asked: list[tuple[Use, tuple[Tensor, ...]]]
+    compiled: bool = True
+    rehearses: bool = True
+
+    def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
+        """Note the tensors that would arrive; the output is enough, because gradients are off."""
+        self.slot(use, *dummies_like(output, keep))
+        return output
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Note the request; gradients are off, so the templates themselves will do."""
+        """Note the use; the templates are enough, because gradients are off."""
         self.asked.append((use, templates))
         return templates
-
-    def expect(self, use: Use) -> None:
-        """None: see SlotMaker."""
 
 
 class PreallocatedSlots:
     """Hands a compiled region the slots that were made for it, in order."""
+
+    compiled: bool = True
+    rehearses: bool = False
 
     def __init__(self, batch_size: int, slots: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
         self.batch_size = batch_size
         self.slots = slots
         """The labels of the sources of each use, and its tensors."""
 
+    def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
+        """Return `output`; `keep` and its gradient leave the region as the gradients of a slot."""
+        return tap(output, keep, self.slot(use), None)
+
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """The next slot; UnsupportedParameterError if it was made for another use."""
+        """Return the next slot; UnsupportedParameterError if it was made for another use."""
         labels, tensors = self.slots.pop(0) if self.slots else ((), ())
         if labels != tuple([source.label for source in use.sources]):
             raise UnsupportedParameterError(ANOTHER_COURSE)
         return tensors
-
-    def expect(self, use: Use) -> None:
-        """None: see SlotMaker."""
 
 
 ANOTHER_COURSE = (

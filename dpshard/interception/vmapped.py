@@ -22,7 +22,7 @@ _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # what torch.fu
 
 
 def transforms_are_active() -> bool:
-    """Whether a forward runs within torch.vmap, or another transform of torch.func; not asked while it is compiled."""
+    """Return True within torch.vmap or another transform of torch.func; compiled code cannot ask."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -40,12 +40,12 @@ class Lifted:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """A block outside of all transforms."""
+        """Leave all transforms for a block."""
         with temporarily_clear_interpreter_stack():
             yield
 
     def lower(self, result: Any) -> Any:
-        """The result of the call on whole tensors as the vmapped function sees it."""
+        """Return the result of the call on whole tensors as the vmapped function sees it."""
 
         def hide(x: Tensor) -> Tensor:
             for level in self.levels:
@@ -56,7 +56,7 @@ class Lifted:
 
 
 def lift(func: Function, args: Any, kwargs: Any) -> Lifted:
-    """A call within torch.vmap, lifted."""
+    """Return a call within torch.vmap as one on whole tensors."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     hidden: list[dict[int, int]] = []
     differentiated = False
@@ -91,7 +91,7 @@ class Vmapped:
         return f"vmap({function_name(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it on whole tensors; what is no tensor (a shape, a number) is returned as the function sees it."""
+        """Call it on whole tensors; return a result without tensors (a shape) as the function sees it."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         plain: list[Any] = []

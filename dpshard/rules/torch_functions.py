@@ -12,18 +12,20 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 
-def tensors_of(args: Any) -> Iterator[Tensor]:
+def tensors_of(args: Any) -> list[Tensor]:
     """Return the tensors among the arguments of a torch function, in order, also within lists and dicts."""
+    found: list[Tensor] = []
     for x in args.values() if isinstance(args, dict) else args:
         if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (tuple, list, dict)):
-            yield from tensors_of(x)
+            found.append(x)
+        elif isinstance(x, (tuple, list, dict)) and x:
+            found += tensors_of(x)
+    return found
 
 
 def outputs_of(result: Any) -> list[Tensor]:
     """Return the tensors that a torch function returned."""
-    return list(tensors_of((result,)))
+    return tensors_of((result,))
 
 
 def differentiable(x: Tensor) -> bool:

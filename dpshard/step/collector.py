@@ -14,7 +14,7 @@ from dpshard.backends import Backend
 from dpshard.clipping.autograd_nodes import accumulates
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
-from dpshard.clipping.tape import Clipper, Take, Tape
+from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
 from dpshard.errors import EngineInUseError, LogicalBatchError
 from dpshard.interception import Copies, Doubts, RowIdentity
@@ -72,16 +72,9 @@ class Collector:
         self.metrics = BatchMetrics()
         """Of the logical batch in progress."""
         self.two_passes = execution.backward_passes == 2
-        self.clipper = Clipper(
-            backend.sharding.shapes,
-            groups,
-            function,
-            execution,
-            self._deliver,
-            self._observe,
-            backend.sharding.anchored,
-            backend.sharding.values,
-        )
+        sharding = backend.sharding
+        roots = Roots(sharding.shapes, sharding.anchored, sharding.values)
+        self.clipper = Clipper(roots, groups, function, execution, self)
         self._backend = backend
         self._device = backend.sharding.device
         self._mean = mean
@@ -180,15 +173,16 @@ class Collector:
                 f"calls belong to the same samples."
             )
 
-    def _deliver(self, names: Sequence[str], take: Take) -> Sequence[Tensor | None]:
+    def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
+        """See Sink."""
         try:
-            self._require_clean(names)
+            self._require_clean(sums.names)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
                 self._own.clear()  # nothing was collected, and the script is told to begin anew
             raise
         self.state = BatchState.COLLECTING
-        return self._backend.reduction.reduce(names, self._first_gradients.noting(take))
+        return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
     def _require_clean(self, names: Sequence[str]) -> None:
         """Raise LogicalBatchError if clipped sums would be handed out, or be added to gradients of before."""
@@ -201,7 +195,8 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
 
-    def _observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        """See Sink."""
         self.metrics.observe(group, norm_B, is_padding_B)
         if is_padding_B is not None:
             self._silence.observe(group, norm_B, is_padding_B)

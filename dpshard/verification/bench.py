@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import DpshardError, VerificationError
-from dpshard.interception import AS_DRAWN, Draws, Interception, IsolatedForward, Run
+from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, Replay, Run
 from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
@@ -31,7 +31,7 @@ class RunFailedError(VerificationError):
 class Bench:
     """One call of a model, to repeat on chosen and on changed samples from one state."""
 
-    interception: Interception
+    replay: Replay
     state: IsolatedForward
     run: Run
     loss: Loss | None
@@ -61,7 +61,7 @@ class Bench:
             self.state.rewind_generators(self.draws)
         try:
             with self.precision:
-                return self.interception.run_plain(run, list(samples), self.draws)
+                return self.state.run_plain(run, list(samples), self.draws)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
@@ -80,7 +80,7 @@ class Bench:
             output = self.plain(samples, run=run, rewind=rewind)
             found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
             if self.kept:
-                there = tensors_kept(self.interception.model, output, with_graph=False)
+                there = tensors_kept(self.replay.parameters.model, output, with_graph=False)
                 found += [there[path].detach() if path in there else torch.zeros(0) for path in self.kept]
             found = [torch.view_as_real(x) if x.is_complex() else x for x in found]
             loss = loss or self.loss
@@ -98,5 +98,5 @@ class Bench:
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
         """Return the output's leaves for some samples, with their requires_grad, and the other tensors kept."""
         output = self.plain(samples)
-        kept = tensors_kept(self.interception.model, output, with_graph=True)
+        kept = tensors_kept(self.replay.parameters.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.clipping.functions import ClippingGroup
-from dpshard.clipping.tape import Clipper, Take, Tape
+from dpshard.clipping.tape import ClippedSums, Clipper, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
 from dpshard.verification.bench import Bench
 from dpshard.verification.count_sketch import Sketch
@@ -38,6 +38,26 @@ class Differentiated(Protocol):
 
     parameters: dict[str, nn.Parameter]
     differentiated: Mapping[str, Tensor]
+
+
+class _Found:
+    """The norms by group, and sketches of the clipped sums by parameter, of one backward pass."""
+
+    def __init__(self) -> None:
+        self.norms: dict[int, Tensor] = {}
+        self.sums: dict[str, Sketch] = {}
+
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        """See Sink."""
+        self.norms[group.index] = norm_B
+
+    def deliver(self, sums: ClippedSums) -> list[None]:
+        """See Sink."""
+        for name in sums.names:
+            total = sums.take(name)
+            if total is not None:
+                self.sums[name] = Sketch.of(total)
+        return [None] * len(sums.names)
 
 
 def check_gradients(
@@ -63,24 +83,17 @@ def check_gradients(
     bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
     plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
     for objective in objectives:
-        norms: dict[int, Tensor] = {}
-        together: dict[str, Sketch] = {}
-
-        def deliver(names: Sequence[str], take: Take, together: dict[str, Sketch] = together) -> list[None]:
-            together.update({name: Sketch.of(total) for name in names if (total := take(name)) is not None})
-            return [None] * len(names)
-
-        def observe(group: ClippingGroup, norm_B: Tensor, _: Tensor | None, norms: dict[int, Tensor] = norms) -> None:
-            norms[group.index] = norm_B
-
-        beside = clipper.twin(deliver, observe)
+        found = _Found()
+        beside = clipper.twin(found)
         tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
-        output = bench.interception.run_recorded(bench.run, chosen, tape, bench.state, bench.draws)
+        output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
         _differentiate(size * objective(output, chosen), beside.differentiated())
         del output
         singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]
-        _check(together, singles, norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size)
+        _check(
+            found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size
+        )
 
 
 def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
@@ -144,7 +157,7 @@ def _check(
             if not bool(norms_agree):
                 raise _failure(group, group.names[0], exact, found)
             continue
-        device = clipper.values[group.names[0]].device  # a user's function gets norms there in training
+        device = clipper.roots.values[group.names[0]].device  # a user's function gets norms there in training
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         off = {name: _difference(name, together, singles, factor) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}

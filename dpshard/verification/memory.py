@@ -46,7 +46,7 @@ def check_memory(bench: Bench, *, thorough: bool) -> set[str]:
         kept.append(state.model.changes())
         outputs.append(bench.values(one, rewind=False))
         after.append(state.model.changes())
-    buffers = {name for name, _ in bench.interception.model.named_buffers()}
+    buffers = {name for name, _ in bench.replay.parameters.model.named_buffers()}
     for other in range(1, len(kept)):
         for name in _differing(kept[0], kept[other]):
             if name in buffers:

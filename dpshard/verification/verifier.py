@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
-from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Interception, Run
+from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import Others, check_company, check_other_ranks
@@ -88,19 +88,19 @@ class Verifier:
         self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
         self._watch = Watch()
         self._owed = False
-        self._last: tuple[Interception, Run] | None = None
+        self._last: tuple[Replay, Run] | None = None
 
-    def before_forward(self, interception: Interception, run: Run, kind: Any) -> None:
+    def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if it is new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
-        if not _gathers(interception, run):
+        if not _gathers(replay, run):
             news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
-            self.verify(interception, run, None, thorough=thorough)
+            self.verify(replay, run, None, thorough=thorough)
             self._kinds.add(kind)
             self._owed = False
-        self._last = (interception, run)
+        self._last = (replay, run)
 
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed as never before."""
@@ -124,7 +124,7 @@ class Verifier:
         words = RandomSource(derive_key(self._secret(), "verify", step)).words(4)
         return np.random.default_rng([int(word) for word in words])
 
-    def verify(self, interception: Interception, run: Run, loss: Loss | None, *, thorough: bool) -> None:
+    def verify(self, replay: Replay, run: Run, loss: Loss | None, *, thorough: bool) -> None:
         """Raise VerificationError unless every sample has a gradient of its own; changes nothing else.
 
         Differentiates `loss` if it is given; else every scalar that the model returns, one after the other, and all
@@ -140,8 +140,8 @@ class Verifier:
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
         else:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
-        with owner.guard_disabled(), interception.undisturbed(run.module) as state, torch.enable_grad():
-            bench = Bench(interception, state, run, loss, self._mean, chosen, draws[0][0])
+        with owner.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+            bench = Bench(replay, state, run, loss, self._mean, chosen, draws[0][0])
             (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
             bench.kept = rows_kept(kept, kept_alone, len(chosen))
             shapes = (
@@ -162,9 +162,9 @@ class Verifier:
                 self._compare_kept(bench, statistics, random)
             check_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
-            if self._watch.lengths_vary and not _gathers(interception, run):
+            if self._watch.lengths_vary and not _gathers(replay, run):
                 check_lengths(bench)
-        self._watch.accept(interception.model, counters)
+        self._watch.accept(replay.parameters.model, counters)
 
     def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
         ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # an outlier, magnified gradients
@@ -192,7 +192,7 @@ class Verifier:
         if len(bench.chosen) < 2:
             return
         for path, like in statistics.items():
-            objective = objective_of(bench.interception.model, path, like)
+            objective = objective_of(bench.replay.parameters.model, path, like)
             try:
                 self._compare_gradients(bench, [objective], random, thorough=False)
             except VerificationError as error:
@@ -210,6 +210,6 @@ class Verifier:
             return True
 
 
-def _gathers(interception: Interception, run: Run) -> bool:
+def _gathers(replay: Replay, run: Run) -> bool:
     """Return True if all ranks must run the same number of forwards, so no rank may verify by itself."""
-    return interception.sharding.gathers(run.module)
+    return replay.parameters.gathers(run.module)

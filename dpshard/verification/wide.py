@@ -26,17 +26,17 @@ class Widened:
 
 def can_widen(bench: Bench, owned: Any, world_size: int) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
-    model = bench.interception.model
+    model = bench.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    alone = world_size == 1 and not bench.interception.sharding.gathers(bench.run.module)
+    alone = world_size == 1 and not bench.replay.parameters.gathers(bench.run.module)
     return plain and alone and owned.differentiated is owned.parameters and not bench.half
 
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
     """Return a block in which the model computes in float64, with its own parameters."""
-    interception = bench.interception
-    model, sources = interception.model, interception.sources
+    owned, layouts = bench.replay.parameters, bench.replay.layouts.found
+    model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
     places = [
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
@@ -58,12 +58,12 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
         kind = kind_of_run(in_double.run)
-        if kind not in interception.layouts:
-            made = interception.layouts[kind] = interception.layouts[kind_of_run(run)]
-        yield in_double, Widened(parameters, values), _with_values(clipper, values)
+        if kind not in layouts:
+            made = layouts[kind] = layouts[kind_of_run(run)]
+        yield in_double, Widened(parameters, values), clipper.with_values(values)
     finally:
         if made is not None:
-            del interception.layouts[kind]
+            del layouts[kind]
         for module, name, p in places:
             setattr(module, name, p)
         for p in wide.values():
@@ -74,16 +74,3 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
 
 def _double(x: Any) -> Any:
     return x.detach().double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-
-
-def _with_values(clipper: Clipper, values: dict[str, Tensor]) -> Clipper:
-    return Clipper(
-        clipper.shapes,
-        clipper.groups,
-        clipper.function,
-        clipper.execution,
-        clipper.deliver,
-        clipper.observe,
-        values,
-        values,
-    )

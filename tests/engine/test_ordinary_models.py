@@ -99,7 +99,7 @@ def test_evaluation_is_ordinary(how):
             output = model(x)
     assert torch.equal(output, twin(x))
     assert not engine._clipper._tokens
-    assert not engine._interception.layouts
+    assert not engine._interception.layouts.found
     model.train()
     model.zero_grad()
     backward(model)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import PrivacyEngine
+from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.records import PerSampleGrad
 from tests.grids import pairwise
@@ -133,20 +134,20 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     for name, p in model.named_parameters():  # the affine norms keep their input for their own gradient
         p.requires_grad_(p.requires_grad and "norm" not in name and not (network == "convolutions" and name[0] == "1"))
     arrived, kept = [], []
-    arrive, measure = Tape.arrive, Tape._measure
+    arrive, measure = Tape.arrive, GroupTape.measure
 
     def arriving(self, use, tensors):
         arrived.append([use.sources[0].label, len(tensors)])
         arrive(self, use, tensors)
 
-    def measuring(self, group, name, *, closing):
-        measure(self, group, name, closing=closing)
-        for entries in group.entries.values():
+    def measuring(self, name, *, keep, closing):
+        measure(self, name, keep=keep, closing=closing)
+        for entries in self.entries.values():
             kept.extend(record for _, record in entries)
-        kept.extend(group.small.values())
+        kept.extend(self.small.values())
 
     monkeypatch.setattr(Tape, "arrive", arriving)
-    monkeypatch.setattr(Tape, "_measure", measuring)
+    monkeypatch.setattr(GroupTape, "measure", measuring)
     engine_on(model, clipping_mode=mode)
     model(x).square().flatten(1).sum(1).mean().backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -43,7 +43,7 @@ def test_a_lost_use_is_caught(monkeypatch, mode):
 def test_a_broken_rule_is_caught(monkeypatch, fault, style):
     if fault == "no cross terms":
         monkeypatch.setattr(
-            "dpshard.clipping.tape.measure",
+            "dpshard.clipping.group_tape.measure",
             lambda records, *_, **__: (sum(r.norm_sq("ghost") for r in records), records),
         )
     elif fault == "norm":

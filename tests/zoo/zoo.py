@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dpshard.interception import patching
+from dpshard.interception import layouts
 from dpshard.interception.batch_dims import Layout, find_layout
 from tests.oracle import TOLERANCE, clipped_mean, norm, per_sample_gradients, private_step, relative_error
 from tests.zoo import page
@@ -96,7 +96,7 @@ def functions_met() -> Iterator[set[str]]:
         met.update(str(key[0]).strip("_") for key, call in layout.items() if key[0] != "rows" and not call.derives)
         return layout
 
-    with mock.patch.object(patching, "find_layout", find):
+    with mock.patch.object(layouts, "find_layout", find):
         yield met
 
 

@@ -205,7 +205,7 @@ class _Engine(PrivacyEngine):
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
         super().__init__(model, **settings)
-        self._interception.layouts = layouts
+        self._interception.layouts.found = layouts
         open_tape = self._collector.open_tape
 
         def labelled(batch_size: int, module: nn.Module) -> Tape:

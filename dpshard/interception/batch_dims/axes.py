@@ -1,8 +1,8 @@
-"""What a layout is: per kind of call, where its tensors carry the samples."""
+"""Layouts: for each kind of call, where its tensors carry the samples."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +19,13 @@ PASS_THROUGH = frozenset(
 CallKey = tuple[Any, ...]
 """Name of the function, and per tensor argument the form of the source that it is, or its rank.
 
-Strings and numbers alone: dynamo traces the look-up, and cannot hash every function within a tuple.
+Only strings and numbers: dynamo traces the look-up, and cannot hash every function within a tuple.
 """
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """What identifies a call whatever the batch size and the length of the inputs: see CallKey."""
-    return (function_name(func), *(sources[x].form if x in sources else x.dim() for x in tensors))
+    """Return the key of a call, which is the same for every batch size and length of the inputs: see CallKey."""
+    return (function_name(func), *[sources[x].form if x in sources else x.dim() for x in tensors])
 
 
 @dataclass(slots=True)
@@ -37,20 +37,23 @@ class CallLayout:
     output: BatchAxis | None
     """For the (first) output."""
     lost: bool = False
-    """Whether an argument has rows of which nobody can tell the sample."""
+    """Whether an argument has rows whose samples are unknown."""
 
-    @property
-    def derives(self) -> bool:
-        """Whether the call met no sample: its output is derived from parameters alone."""
-        return self.output is None and not any(self.inputs) and not self.lost
+    derives: bool = field(init=False, compare=False)
+    """Whether the call met no sample: its output is derived from parameters alone."""
+    routed: bool = field(init=False, compare=False)
+    """Whether an argument has routed rows."""
+    data_dependent: bool = field(init=False, compare=False)
+    """Whether the data has picked rows of an argument."""
 
-    @property
-    def routed(self) -> bool:
-        """Whether an argument has routed rows."""
-        return any(axis is not None and axis.routed for axis in self.inputs)
+    def __post_init__(self) -> None:
+        # Every call of a forward asks.
+        self.derives = self.output is None and not any(self.inputs) and not self.lost
+        self.routed = any(axis is not None and axis.routed for axis in self.inputs)
+        self.data_dependent = self.routed or self.lost
 
     def in_order(self) -> CallLayout:
-        """The same for rows that lie as if they had never been routed."""
+        """Return the layout for rows that lie as if they had never been routed."""
         inputs = [axis and BatchAxis(axis.dim, axis.sample_major) for axis in self.inputs]
         return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.sample_major), self.lost)
 
@@ -59,13 +62,13 @@ Layout = dict[CallKey, CallLayout]
 
 
 def rows_key(x: Tensor, dim: int) -> CallKey:
-    """The key under which a layout holds whether `dim` of tensors like `x` carries the samples, for routes."""
+    """Return the key under which a layout holds whether `dim` of tensors like `x` carries the samples, for routes."""
     features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # of ids it would be their length
     return ("rows", dim, x.dim(), features)
 
 
 def merge(into: Layout, found: Layout) -> None:
-    """Add what was found to a layout; BatchLayoutError where a kind of call has samples along different dimensions."""
+    """Add a layout to another one; BatchLayoutError where a kind of call has samples along different dimensions."""
     for key, layout in found.items():
         known = into.setdefault(key, layout)
         if known != layout and key[0] == "rows":
@@ -78,6 +81,6 @@ def merge(into: Layout, found: Layout) -> None:
 
 
 def describe(key: CallKey) -> str:
-    """The call as errors name it."""
+    """Return the name of a call in errors."""
     labels = [x for x in key[1:] if isinstance(x, str)]
     return f"{key[0]} with {', '.join(labels)}"

@@ -47,7 +47,7 @@ class _Shapes:
 
 
 class _Compared(DeterministicForward):
-    """Counts the calls on the common course of two runs: on tensors, and not after what the data has picked."""
+    """Counts the calls that two runs have in common: on tensors, and not after the data has picked rows."""
 
     permuting = False  # the first samples of both runs are to be the same
 
@@ -57,7 +57,7 @@ class _Compared(DeterministicForward):
         self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def off_course(self, tensors: list[Tensor]) -> bool:
-        """Whether a call on these tensors follows from what the data has picked."""
+        """Return True if a call on these tensors follows from rows that the data has picked."""
         return any(x in self._off for x in tensors)
 
     def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
@@ -73,7 +73,7 @@ class _Compared(DeterministicForward):
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call within torch.vmap that is made on whole tensors; None if it may be made as it is."""
+        """Return the result of a call within torch.vmap, made on whole tensors; None if it may be made as it is."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -85,7 +85,7 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Whether a call is more than a question (a shape, a dtype, a number), which a loop may ask at any time."""
+    """Return True unless a call only reads a shape, a dtype or a number, as a loop may at any time."""
     return result is None or bool(outputs_of(result))
 
 
@@ -106,7 +106,7 @@ class _FirstRun(_Compared):
         lifted = self.lifted(func, types, args, kwargs or {})
         if lifted is not None:
             return lifted[0]
-        inputs = list(tensors_of((args, kwargs or {})))
+        inputs = tensors_of((args, kwargs or {}))
         shapes, off = [x.shape for x in inputs], self.off_course(inputs)
         wanted = not off and self.count in self.wanted
         values = [x.detach().clone() for x in inputs] if wanted else []
@@ -152,7 +152,7 @@ class _SecondRun(_Compared):
         lifted = self.lifted(func, types, args, kwargs)
         if lifted is not None:
             return lifted[0]
-        tensors = list(tensors_of((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
         # What the model computes under its own no_grad is a constant, as it is in training.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH

@@ -1,7 +1,7 @@
 """The order of rows that are flattened into the batch: a sample's side by side ([B, k]), or one batch apart ([k, B]).
 
-Shapes do not tell the two apart. Values do: the first samples of both runs are the same, and so are their rows, if they
-are looked for where they lie.
+Shapes cannot tell the two orders apart; values can. Both runs begin with the same samples, so under the right order the
+rows of these samples are equal in both runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS: CallKey = ("an index along dimension 0",)
 """Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
 
 _SAME = 0.1
-"""How far the same rows of two runs may be apart, relative to the largest; half precision rounds."""
+"""Largest difference of the same rows in two runs, relative to the largest value; half precision rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def settle(
 
 
 def _is_sample_major(doubt: Doubt, old: Tensor, sizes: tuple[int, int]) -> bool | None:
-    """Whether the rows of a sample lie side by side; None if values do not tell."""
+    """Return True if the rows of a sample lie side by side; None if values do not tell."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
     error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
@@ -103,7 +103,7 @@ def _is_sample_major(doubt: Doubt, old: Tensor, sizes: tuple[int, int]) -> bool 
 
 
 def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], bool], layout: Layout, second: int) -> bool:
-    """The order of rows that are all alike: that of other calls of the kind, or of other arguments."""
+    """Return the order of rows that are all equal: that of other calls of the kind, or of other arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]

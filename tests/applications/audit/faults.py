@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 import dpshard.engine
+from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import PoissonSampler
 
-RELEASE, SUM = KeyedGaussian.release_, Tape._sum
-MEASURE, PLAN = dpshard.clipping.tape.measure, dpshard.engine.plan_micro_batches
+RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
+MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.engine.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
@@ -36,14 +37,14 @@ def reuse_noise(monkeypatch, steps=10**9):
 def drop_clipping(monkeypatch, of):
     """The gradients of one parameter are summed as they are."""
 
-    def summed(self, group, name):
-        clipped = group.clip_coef_B
+    def summed(self, name):
+        clipped = self.clip_coef_B
         if name == of and clipped is not None:
-            group.clip_coef_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
-        SUM(self, group, name)
-        group.clip_coef_B = clipped
+            self.clip_coef_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
+        SUM(self, name)
+        self.clip_coef_B = clipped
 
-    monkeypatch.setattr(Tape, "_sum", summed)
+    monkeypatch.setattr(GroupTape, "sum", summed)
 
 
 def clip_uses_apart(monkeypatch):
@@ -53,7 +54,7 @@ def clip_uses_apart(monkeypatch):
         parts = [MEASURE([record], method, keep=keep, closing=closing) for record in records]
         return sum(norm_sq_B for norm_sq_B, _ in parts), [record for _, kept in parts for record in kept]
 
-    monkeypatch.setattr(dpshard.clipping.tape, "measure", measured)
+    monkeypatch.setattr(dpshard.clipping.group_tape, "measure", measured)
 
 
 def shuffle(monkeypatch):
@@ -196,17 +197,17 @@ def draw_by_a_public_seed(monkeypatch):
 
 def leave_small_parameters_out_of_norms(monkeypatch):
     """Biases, whose gradients are kept together, are not in the norm."""
-    norm_sq = dpshard.clipping.tape.FusedGrads.norm_sq
-    monkeypatch.setattr(dpshard.clipping.tape.FusedGrads, "norm_sq", lambda self: 0 * norm_sq(self))
+    norm_sq = dpshard.clipping.group_tape.FusedGrads.norm_sq
+    monkeypatch.setattr(dpshard.clipping.group_tape.FusedGrads, "norm_sq", lambda self: 0 * norm_sq(self))
 
 
 def double_a_threshold(monkeypatch):
     """The first of several groups clips at twice its threshold."""
-    settle = Tape._settle
+    clip = Tape._clip
     monkeypatch.setattr(
         Tape,
-        "_settle",
-        lambda self, group: settle(self, replace(group, threshold=2 * group.threshold) if group.index == 0 else group),
+        "_clip",
+        lambda self, group: clip(self, replace(group, threshold=2 * group.threshold) if group.index == 0 else group),
     )
 
 

@@ -1,0 +1,80 @@
+"""Counts the forwards on some samples, and the backwards that complete them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALFWAY = "its backward failed half-way"
+
+
+class Forwards:
+    """The forwards on the samples of one tape, and whether a backward has differentiated each to its end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._owed: set[int] = set()  # numbers of those that no backward has differentiated
+        self._used: set[int] = set()  # of those that used a trainable parameter
+        self._trained: set[int] = set()  # of those whose records a backward has brought
+        self._reached: dict[int, bool] = {}  # by the backward in progress: whether with records
+        self._backward = -1  # its number
+
+    def begin(self) -> None:
+        """Count a forward, to which a backward is owed."""
+        self.count += 1
+        self._owed.add(self.count)
+
+    def use(self) -> int:
+        """Note that the latest forward uses a trainable parameter, and return its number."""
+        self._used.add(self.count)
+        return self.count
+
+    def end(self, outputs: Iterable[Any]) -> None:
+        """End the latest forward. One that used no trainable parameter is owed no backward."""
+        if self.count not in self._used:
+            self._owed.discard(self.count)
+            return
+        # What asks for the gradients of inputs only (adversarial examples) brings no records.
+        passes = functools.partial(self._pass, self.count)
+        for x in outputs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(passes)
+
+    def _pass(self, forward: int, _: Tensor) -> None:
+        self.reach(forward, trained=False)
+
+    def reach(self, forward: int, *, trained: bool) -> None:
+        """Note that the backward in progress differentiates a forward; `trained`: with respect to parameters."""
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._reached.clear()
+            # Of a backward that raises, autograd drops the callbacks.
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        self._reached[forward] = self._reached.get(forward, False) or trained
+
+    def _complete(self) -> None:
+        self._owed.difference_update(self._reached)
+        self._trained.update(forward for forward, trained in self._reached.items() if trained)
+        self._reached.clear()
+
+    @property
+    def untrained(self) -> bool:
+        """Whether parameters were used, and no backward with their records was completed."""
+        return not self._trained and bool(self._owed or self._used)
+
+    def gap(self, *, alone: bool) -> str | None:
+        """Return why the samples do not count whole, or None. `alone`: whether no forward may stand for another."""
+        if any(self._reached.values()):
+            return HALFWAY
+        if len(self._owed) == self.count > 0:
+            return "its forward had no backward"
+        if self._owed:
+            return f"{len(self._owed)} of its {self.count} forwards had no backward"
+        if self.untrained and not alone:
+            return "only gradients of its inputs were taken"
+        return None

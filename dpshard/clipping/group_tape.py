@@ -1,0 +1,178 @@
+"""The records of one clipping group: they become norms, and with the clip coefficients clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpshard.config import Execution
+from dpshard.errors import LogicalBatchError
+from dpshard.records import FusedGrads, PerSampleGrad, Record, accum_dtype, as_complex, fetched, measure, offloaded
+from dpshard.rules.call import Build, Source
+from dpshard.rules.derived import pull_back, pull_back_per_sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """One use of sources by one call: how the tensors that arrive at its slot become records."""
+
+    sources: tuple[Source, ...]
+    build: Build
+    copies: bool = False
+    """Whether the template of its slot holds the values of its source, one copy a sample, rather than zeros."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The trainable parameters that sources lead back to, by name."""
+
+    shapes: Mapping[str, Sequence[int]]
+    """Of the whole parameters."""
+    anchored: Mapping[str, Tensor]
+    """What the anchors differentiate: the parameters, or their stand-ins where they are sharded."""
+    values: Mapping[str, Tensor]
+    """The parameters as forward sees them: whole while they are in use, where they are sharded."""
+
+    def source(self, name: str) -> Source:
+        """Return a parameter as a source."""
+        shape = tuple(self.shapes[name])
+        return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
+
+    def blank(self, name: str) -> dict[str, Tensor]:
+        """Return a stand-in for the value of a parameter where only its shape counts: FSDP may have freed the value."""
+        value = self.values[name]
+        return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
+
+
+class GroupTape:
+    """The records of one clipping group for the samples of one tape.
+
+    `loss_scale`: what recorded gradients are multiplied by to be those of each sample's own loss (B under a mean).
+    """
+
+    def __init__(self, roots: Roots, sources: Mapping[str, Source], execution: Execution, loss_scale: float) -> None:
+        self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
+        self.entries: dict[str, list[tuple[Source, Record]]] = {}
+        """By parameter: the records that are not summed yet."""
+        self.small: dict[str, PerSampleGrad] = {}
+        """By parameter: the only record, where it is small; they are measured and summed together at the end."""
+        self.clip_coef_B: Tensor | None = None
+        """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
+        self._expected: dict[str, int] = {}  # by parameter: the uses in forward
+        self._arrived: dict[str, int] = {}  # and the uses whose gradients have come
+        self._norm_sq_B: Tensor | None = None
+        self._nonfinite_B: Tensor | None = None  # whether a sample's norm is not finite; None if all are known to be
+        self._bundle: FusedGrads | None = None
+        self._sums: dict[str, Tensor] = {}
+
+    # --- uses --------------------------------------------------------------------------------------------------------
+
+    def expect(self, name: str) -> None:
+        """Count a use of a parameter in forward."""
+        self._expected[name] = self._expected.get(name, 0) + 1
+
+    def add(self, name: str, source: Source, record: Record) -> None:
+        """Take a record of a parameter."""
+        self.entries.setdefault(name, []).append((source, record))
+
+    def arrive(self, name: str, source: Source) -> bool:
+        """Count a use whose gradients have come; return True if all uses of a parameter have arrived."""
+        arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
+        if arrived > self._expected[name]:
+            raise LogicalBatchError(
+                f"Backward reached {source.label} twice before the samples of this micro-batch were clipped: a "
+                f"sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
+            )
+        return arrived == self._expected[name]
+
+    def awaits_only(self, names: set[str]) -> bool:
+        """Return True if every use of other parameters has arrived."""
+        return all(self._arrived.get(name, 0) == n for name, n in self._expected.items() if name not in names)
+
+    # --- norms -------------------------------------------------------------------------------------------------------
+
+    def measure(self, name: str, *, keep: bool, closing: bool) -> None:
+        """Add the squared norms of a parameter, and keep its records if `keep`.
+
+        `closing`: whether the sums are computed next, so that the records are not offloaded.
+        """
+        entries = self.entries.pop(name, [])
+        if not entries:
+            return
+        source = entries[0][0]
+        if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
+            # Uses through different derivations (slices, transposes) meet at the root.
+            entries, source = self._at_root(name, entries), self.sources[name]
+        (first, *others) = (record for _, record in entries)
+        if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
+            self.small[name] = first
+            return
+        execution = self.execution
+        norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
+        self._add_norms(norm_sq_B)
+        if keep:
+            waits = execution.offload_records and not closing
+            self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
+
+    def norm_B(self, *, keep: bool) -> Tensor | None:
+        """Measure what is left, and return the norms [B] of the group; None if no gradient has arrived."""
+        for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
+            self.measure(name, keep=keep, closing=True)  # a use in a branch that backward never reached
+        if self.small:
+            self._bundle = FusedGrads.of(self.small)
+            self.small.clear()
+            self._add_norms(self._bundle.norm_sq())
+        return None if self._norm_sq_B is None else self._norm_sq_B.sqrt() * self.loss_scale
+
+    def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
+        """Set the coefficients, and which samples have no finite norm; None if all norms are finite."""
+        self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
+
+    def begin_sums(self) -> None:
+        """Begin the second of two passes, which brings all records again."""
+        self._bundle = None
+        self._arrived.clear()
+
+    def _add_norms(self, norm_sq_B: Tensor) -> None:
+        self._norm_sq_B = norm_sq_B if self._norm_sq_B is None else self._norm_sq_B + norm_sq_B
+
+    def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
+        blank = self.roots.blank(name)
+        return [
+            (self.sources[name], record if source.label == name else pull_back_per_sample(source, record, blank)[name])
+            for source, record in entries
+        ]
+
+    # --- sums --------------------------------------------------------------------------------------------------------
+
+    def sum(self, name: str) -> None:
+        """Add the clipped sum of a parameter's records, and drop them."""
+        entries = self.entries.pop(name, [])
+        clip_coef_B, nonfinite_B = self.clip_coef_B, self._nonfinite_B
+        if not entries or clip_coef_B is None:
+            return
+        if self.execution.offload_records:
+            entries = [(source, fetched(record, clip_coef_B.device)) for source, record in entries]
+        if nonfinite_B is not None:
+            entries = [(source, record.without(nonfinite_B)) for source, record in entries]
+        for source, record in entries:
+            total = record.clipped_sum(clip_coef_B)
+            if source.label != name:
+                total = pull_back(source, total, self.roots.blank(name))[name]
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def take(self, name: str) -> Tensor | None:
+        """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
+        self.sum(name)
+        self._sum_bundle()
+        total = self._sums.pop(name, None)
+        return None if total is None else as_complex(total, self.roots.anchored[name].dtype)
+
+    def _sum_bundle(self) -> None:
+        bundle, self._bundle = self._bundle, None
+        if bundle is not None and self.clip_coef_B is not None:
+            bundle = bundle if self._nonfinite_B is None else bundle.without(self._nonfinite_B)
+            self._sums.update(bundle.clipped_sums(self.clip_coef_B))

@@ -1,0 +1,88 @@
+"""One call of a torch function that uses trainable parameters, as its rule sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dpshard.clipping.autograd_nodes import hold
+from dpshard.clipping.tape import Use
+from dpshard.interception.batch_dims import CallLayout
+from dpshard.interception.slots import Slots
+from dpshard.records import PerSampleGrad
+from dpshard.rules.call import BatchAxis, Build, Source
+from dpshard.rules.routed import at_samples
+from dpshard.rules.torch_functions import Function
+
+Refusal = Callable[..., Exception]
+"""(labels of the parameters, function, reason, advise=) -> the error to raise."""
+
+
+@dataclass(eq=False)
+class InterceptedCall:
+    """See rules.call.Call."""
+
+    func: Function
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    layout: CallLayout
+    sources: dict[Tensor, Source]
+    slots: Slots
+    refusal: Refusal
+    samples: Tensor | None = None
+    """The sample of every row [N], if rows are routed: to the rule every row is a sample, and its record goes there."""
+    batch_size: int = field(init=False)
+    output_axis: BatchAxis | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.slots.batch_size if self.samples is None else len(self.samples)
+        self.output_axis = self.layout.output
+
+    def source(self, x: Any) -> Source | None:
+        """See Call."""
+        return self.sources.get(x) if isinstance(x, Tensor) else None
+
+    def plain(self, x: Any) -> Any:
+        """See Call."""
+        return x.detach() if isinstance(x, Tensor) and x in self.sources else x
+
+    def axis(self, x: Tensor) -> BatchAxis | None:
+        """See Call."""
+        for tensor, axis in zip(self.tensors, self.layout.inputs, strict=True):
+            if tensor is x:
+                return axis
+        return None
+
+    def hold(self, x: Tensor) -> Tensor:
+        """See Call."""
+        return hold(x)
+
+    def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
+        """See Call."""
+        use = Use(tuple(sources), build if self.samples is None else self._at_samples(build, self.samples))
+        return self.slots.tap(use, output, keep)
+
+    def per_sample(self, x: Tensor) -> Tensor:
+        """See Call."""
+        source = self.sources[x]
+        use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)
+        (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self.slots.batch_size, *x.shape))
+        return copies if self.samples is None else copies[self.samples]
+
+    def _at_samples(self, build: Build, sample_N: Tensor) -> Build:
+        """Return `build`, with the records of routed rows as those of their samples."""
+        B = self.slots.batch_size
+        return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
+
+    def has_met_no_constants(self) -> bool:
+        """Return True if its sources were made of parameters alone."""
+        return all(self.sources[x].exact for x in self.tensors if x in self.sources)
+
+    def refuse(self, reason: str, *, advise: bool = True) -> Exception:
+        """See Call."""
+        labels = ", ".join(dict.fromkeys(self.sources[x].label for x in self.tensors if x in self.sources))
+        return self.refusal(labels, self.func, reason, advise=advise)

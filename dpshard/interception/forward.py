@@ -1,0 +1,178 @@
+"""The forward of a model whose modules are patched.
+
+[Note: Where interception happens]
+Every module that holds parameters gets a forward of its own. The outermost such call opens a tape and enters a
+TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
+inside backward: then it enters the mode anew, with slots that lead nowhere, because only the recomputed tensors
+matter. A compiled module is wrapped outside of its compiled call, where its slots are made; see compiled.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpshard.clipping.autograd_nodes import leave_nodes_out_of_graphs
+from dpshard.clipping.tape import Tape
+from dpshard.clipping.two_pass import through_two_passes
+from dpshard.errors import REENTRANT, BatchLayoutError, UnsupportedParameterError
+from dpshard.interception.active import ActiveForward
+from dpshard.interception.batch_dims import Layout
+from dpshard.interception.compiled import CompiledRegions
+from dpshard.interception.isolation import IsolatedForward
+from dpshard.interception.kinds import kind_of_contents, kind_of_run
+from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
+from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.module_hooks import refuse_hooks
+from dpshard.interception.parameter_writes import WriteGuard
+from dpshard.interception.parameters import TrainedParameters
+from dpshard.interception.patching import ModulePatcher
+from dpshard.interception.protocols import ShardingHooks, TapeProvider
+from dpshard.interception.recomputed import with_recomputed_weights
+from dpshard.interception.refusals import refuse_batch_norm
+from dpshard.interception.replay import Replay
+from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
+from dpshard.names import is_compiled_wrapper
+from dpshard.rules.call import Source
+
+_NOT_COMPILED = (
+    "dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
+    "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
+)
+
+
+class Interception:
+    """The forwards of one model, which are recorded on tapes.
+
+    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: dict[Tensor, Source],
+        session: TapeProvider,
+        sharding: ShardingHooks,
+        before_forward: Callable[[Run, Any], None],
+    ) -> None:
+        self._model, self._session, self._before_forward = model, session, before_forward
+        self._active = active = ActiveForward()
+        self._parameters = parameters = TrainedParameters(model, sources, sharding, active)
+        isolate = functools.partial(IsolatedForward, model, active, WriteGuard(model))
+        self._regions = CompiledRegions(parameters, active, isolate)
+        self.layouts = Layouts(parameters, sharding, isolate)
+        self.replay = Replay(parameters, self.layouts, active, isolate)
+        self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
+        self._recomputing = False
+        # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
+        self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
+        self._batch_norms = [
+            (path, module)
+            for path, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+
+    def install(self) -> None:
+        """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        leave_nodes_out_of_graphs()
+        self.patcher.install()
+
+    def forget(self) -> None:
+        """Drop what the last forward derived from parameters: no backward follows."""
+        self._active.repeat = None
+
+    def plan(self, args: Any, kwargs: Any) -> Run:
+        """Return the call of the model with these arguments, probed, to be repeated beside the training."""
+        args, kwargs = self.replay.arguments(self._model, args, kwargs)
+        run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None)
+        return self.layouts.probed(run)
+
+    def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        """Run the patched forward of a module: the outermost one, one within, a repetition, or an ordinary one."""
+        active = self._active
+        if active.running and active.mode is not None:
+            if compiled and not torch.compiler.is_compiling():
+                return self._regions.call(module, original, args, kwargs)
+            return original(*args, **kwargs)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
+            return self._outermost(module, original, compiled, args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            return self._recompute(module, original, compiled, args, kwargs)
+        if active.running or not torch.is_grad_enabled() or not module.training:
+            return original(*args, **kwargs)
+        return self._outermost(module, original, compiled, args, kwargs)
+
+    def _recompute(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if self._active.repeat is None or self._recomputing:
+            return original(*args, **kwargs)
+        self._recomputing = True
+        try:
+            with self._active.repeat():
+                if compiled and self._active.mode is not None:
+                    return self._regions.call(module, original, args, kwargs)
+                return original(*args, **kwargs)
+        except UnknownCall as error:
+            raise UnsupportedParameterError(REENTRANT) from error
+        finally:
+            self._recomputing = False
+
+    def _run_outermost(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise UnsupportedParameterError(
+                "torch.jit.trace records one path through a model, and none of its per-sample gradients. Call "
+                "engine.detach() before, or trace copy.deepcopy(model), which is an ordinary model."
+            )
+        refuse_batch_norm(self._batch_norms)
+        if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
+            refuse_hooks(module)
+        if not compiled:
+            original = with_recomputed_weights(module, original)
+        session, parameters = self._session, self._parameters
+        run = plan_run(module, parameters.repeatable(module, original), args, kwargs, session.plan)
+        rows = session.rows
+        if rows is not None:
+            rows.enter(run)
+        if module is not self._model:
+            refuse_two_batch_dimensions(run)
+        run, layout = self._prepare(run)
+        tape = session.open_tape(run.batch_size, module)
+        versions = parameters.versions()
+        if compiled:
+            call = functools.partial(self._regions.call, module, original, args, kwargs)
+        else:
+            call = functools.partial(original, *args, **kwargs)
+        forward = functools.partial(self._record, run, call, layout, tape)
+        output = through_two_passes(forward, tape) if session.two_passes else forward()
+        if rows is not None:
+            rows.leave(output)
+        tape.forwards.end(pytree.tree_leaves(output))
+        parameters.refuse_writes(versions)
+        return output
+
+    def _prepare(self, run: Run) -> tuple[Run, Layout]:
+        """Probe inputs of a new kind, and verify the model if that is due."""
+        run = self.layouts.as_read(run)
+        contents = kind_of_contents(run)  # a probe may change them
+        run = self.layouts.probed(run)
+        kind = kind_of_run(run)
+        self._before_forward(run, (kind, contents))
+        self._parameters.gather(run.module)
+        return run, self.layouts.found[kind]
+
+    def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
+        for _ in range(ATTEMPTS):
+            mode = InterceptionMode(self._parameters.trainable(), layout, tape, self._parameters.refusal)
+            try:
+                with self._active.recorded(mode):
+                    return call()
+            except UnknownCall:
+                # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
+                self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
+                self._before_forward(run, object())
+                self._parameters.gather(run.module)
+        raise BatchLayoutError(NEW_COURSE)

@@ -1,0 +1,109 @@
+"""Where the samples are in the inputs and calls of a model: found by probes, and kept by the kind of the inputs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import BatchLayoutError, DpshardError
+from dpshard.interception.batch_dims import Layout, find_layout, merge
+from dpshard.interception.isolation import Isolate
+from dpshard.interception.kinds import kind_of_run
+from dpshard.interception.parameters import TrainedParameters
+from dpshard.interception.protocols import ShardingHooks
+from dpshard.interception.run import Run
+
+ATTEMPTS = 8
+"""How often a forward starts again because it takes a course that was not probed."""
+NEW_COURSE = (
+    "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
+    "that depends on random numbers or on the data of a single sample."
+)
+
+
+class Layouts:
+    """The layouts of one model."""
+
+    def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
+        self.found: dict[Any, Layout] = {}
+        """By the kind of the inputs."""
+        self._readings: dict[Any, tuple[int | None, ...]] = {}
+        # By the kind of the inputs: which carry samples, where probes have corrected what their sizes said.
+        self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
+
+    def of(self, run: Run) -> Layout:
+        """Return the layout for the inputs of `run`, which were probed."""
+        return self.found[kind_of_run(run)]
+
+    def as_read(self, run: Run) -> Run:
+        """Return `run` with the inputs that carry samples as earlier probes have found."""
+        dims = self._readings.get(kind_of_run(run)) if self._readings else None
+        return run if dims is None else replace(run, dims=dims)
+
+    def probed(self, run: Run) -> Run:
+        """Return `run` as the model takes it: inputs of a new kind are probed.
+
+        An input that has the size of the batch by chance fails when it is cut. So other readings are tried.
+        """
+        run = self.as_read(run)
+        kind = kind_of_run(run)
+        if kind in self.found:
+            return run
+        try:
+            self.found[kind] = self.probe(run, into={})
+            return run
+        except BatchLayoutError:
+            if self._parameters.gathers(run.module):  # all ranks probe as often
+                raise
+            for reading in run.other_readings():
+                try:
+                    self.found[kind_of_run(reading)] = self.probe(reading, into={})
+                except BatchLayoutError:
+                    continue
+                self._readings[kind] = reading.dims
+                return reading
+            raise
+
+    def probe(self, run: Run, into: Layout) -> Layout:
+        """Run the model on 2 and on 3 samples, add what is found to a layout, and return it."""
+        gathers = self._parameters.gathers(run.module)
+        try:
+            found = self._compare(run, gathers=gathers)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, DpshardError):
+                raise
+            if not gathers:  # other ranks need not have failed, and would not take part
+                self._try_whole(run)
+            cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
+            raise BatchLayoutError(
+                f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
+                f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
+                f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
+            ) from error
+        merge(into, found)
+        return into
+
+    def _compare(self, run: Run, *, gathers: bool) -> Layout:
+        with self._sharding.dry_run(), self._isolate(run.module) as state, torch.enable_grad():
+
+            def first(n: int, rows: int) -> Any:
+                state.rewind()
+                return state.guarded(functools.partial(run.first, n, rows))
+
+            # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+            alike = functools.partial(first, rows=min(2, run.rows))
+            if gathers:  # all ranks run as often
+                return find_layout(alike, self._parameters.trainable)
+            try:
+                return find_layout(functools.partial(first, rows=run.rows), self._parameters.trainable)
+            except BatchLayoutError:
+                return find_layout(alike, self._parameters.trainable)
+
+    def _try_whole(self, run: Run) -> None:
+        """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
+        with self._isolate(run.module) as state, torch.no_grad():
+            state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))

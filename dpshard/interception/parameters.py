@@ -1,0 +1,79 @@
+"""The trainable parameters of a model, as the sources that a mode redirects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpshard.interception.active import ActiveForward
+from dpshard.interception.parameter_writes import written
+from dpshard.interception.protocols import ShardingHooks
+from dpshard.interception.refusals import refusal
+from dpshard.rules.call import Source
+from dpshard.rules.torch_functions import Quiet
+
+
+class TrainedParameters:
+    """The parameters of one model, whole or gathered while a module runs."""
+
+    def __init__(
+        self, model: nn.Module, sources: dict[Tensor, Source], sharding: ShardingHooks, active: ActiveForward
+    ) -> None:
+        self.model = model
+        self.sources = sources
+        self.freed: set[str] = set()
+        """Names of the parameters that exist only while a module runs."""
+        self.gathers = sharding.gathers
+        self.refusal = functools.partial(refusal, model)
+        self._by_name = {source.label: source for source in sources.values()}
+        self._sharding = sharding
+        self._active = active
+        self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
+
+    def trainable(self) -> dict[Tensor, Source]:
+        """Return the parameters that require gradients now; a parameter that was frozen later is a constant."""
+        return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the tensors by name; of gathered parameters the latest."""
+        return {source.label: x for x, source in self.sources.items()}
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter was written to: optimizers write between forwards, never within one."""
+        return [p._version for _, p in self._plain]
+
+    def refuse_writes(self, before: list[int]) -> None:
+        """Raise UnsupportedParameterError if a parameter was written to since `versions` returned `before`."""
+        for (name, p), version in zip(self._plain, before, strict=True):
+            if p._version != version:
+                raise written(name)
+
+    def gather(self, module: nn.Module) -> None:
+        """Gather the parameters of `module`, if a framework shards them."""
+        if self.gathers(module):
+            with Quiet.set(True):
+                self._sharding.gather(module)
+            self.bind(module)
+
+    def bind(self, module: nn.Module) -> None:
+        """Take up the parameters that were gathered for `module`, whose forward begins."""
+        with Quiet.set(True):
+            for name, parameter in self._sharding.bind(module):
+                source = self.sources[parameter] = self._by_name[name]
+                self.freed.add(name)
+                if self._active.mode is not None:
+                    self._active.mode.rebind(parameter, source)
+
+    def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original` for calls beside the hooks of `module`: a backward frees what these have gathered."""
+        if not self.gathers(module):
+            return original
+
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            self.gather(module)
+            return original(*args, **kwargs)
+
+        return gathered

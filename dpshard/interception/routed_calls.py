@@ -1,0 +1,51 @@
+"""Calls that use a parameter on rows that the data has picked: which rows, or why the call is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dpshard.interception.call import InterceptedCall
+from dpshard.interception.routing import Routing
+from dpshard.rules import RULES
+
+_LOST = (
+    "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
+    "function that mixes rows; a packed sequence that was not made by pack_padded_sequence from a tensor with a row a "
+    "sample, or that was padded and not put in its first order again), so nobody can tell which sample a row belongs "
+    "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
+)
+_ROUTED = (
+    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through functions "
+    "that treat every row by itself (linear maps, convolutions, norms, attention within a row, elementwise functions) "
+    "and grouped products; keep all rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
+)
+_COMPILED = _ROUTED.format("torch.compile would fix their number; leave it out of what is compiled")
+_SIDE_BY_SIDE = _ROUTED.format("its inputs hold rows of different samples side by side")
+ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one")
+
+
+def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall:
+    """Return `call` with the sample of every row, if it meets routed rows.
+
+    Rows that lie as if they had never been routed are ordinary ones. Raises UnsupportedParameterError for rows of
+    which nobody knows the sample.
+    """
+    if call.layout.routed and (call.slots.compiled or torch.compiler.is_compiling()):
+        raise call.refuse(_COMPILED)
+    data = [x for x in call.tensors if x not in call.sources]
+    if call.layout.lost or any(routing.lost(x) for x in data):
+        raise call.refuse(_LOST, advise=False)
+    routed = [x for x in data if routing.samples(x) is not None]
+    expected = [x for x, axis in zip(call.tensors, call.layout.inputs, strict=True) if axis and axis.routed]
+    if not routed and not expected:
+        return call
+    sample_N = routing.agreed(routed) if routed else None
+    if sample_N is None or any(all(x is not y for y in routed) for x in expected):
+        raise call.refuse(_SIDE_BY_SIDE, advise=False)
+    if routing.in_order(sample_N) and call.func in RULES:
+        return replace(call, layout=call.layout.in_order())
+    if call.output_axis is None or not call.output_axis.routed:
+        raise call.refuse(ONE_BY_ONE, advise=False)
+    return replace(call, samples=sample_N)
