@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard.errors import BatchLayoutError
+from dpshard.errors import BatchLayoutError, VerificationError
 from tests.oracle import (
     assert_exact,
     clipped_mean,
@@ -212,6 +212,18 @@ def test_inputs_without_samples_of_the_size_of_the_batch(size, positions):
     per_sample = [dict(zip(names, gradients, strict=True)) for gradients in found]
     expected = clipped_mean(per_sample, max_grad_norm=0.1, batch_size=size)
     assert relative_error(private_step(model, (x,), call=call, max_grad_norm=0.1), expected) < 1e-12
+
+
+def test_verification_by_hand_takes_a_mask_of_the_size_of_the_batch():
+    """And still finds what mixes samples."""
+    model, x, mask = Attending().double(), randn(4, 4, D), torch.ones(4, 4).tril().bool()
+    model.table.requires_grad_(False)
+    engine = noise_free_engine(model, batch_size=4)
+    engine.verify(x, mask)
+    engine.detach()
+    model.register_forward_hook(lambda *args: args[-1] - args[-1].mean(0))
+    with pytest.raises(VerificationError, match="mixes the samples"):
+        noise_free_engine(model, batch_size=4).verify(x, mask)
 
 
 class Masked(nn.Module):
