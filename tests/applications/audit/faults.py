@@ -5,14 +5,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-import dpshard.engine
+import dpshard.clipping.group_tape
+import dpshard.sampling
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import PoissonSampler
 
 RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
-MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.engine.plan_micro_batches
+MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
@@ -75,7 +76,7 @@ def count_padding(monkeypatch):
     def planned(*arguments, **rest):
         return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments, **rest)]
 
-    monkeypatch.setattr(dpshard.engine, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def count_one_row_of_padding(monkeypatch):
             plans.append(replace(plan, is_padding=is_padding))
         return plans
 
-    monkeypatch.setattr(dpshard.engine, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
 
 
 def _add_earlier_sums(monkeypatch, decay, *, keep):
