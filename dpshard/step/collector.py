@@ -337,7 +337,9 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
+        """Raise LogicalBatchError where no state can be loaded: in the middle of a logical batch, or detached."""
+        if self.state is BatchState.CLOSED:
+            raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would be released with the noise of the step that is loaded.
         if self.state is BatchState.COLLECTING or self.batch is not None:
             raise LogicalBatchError(

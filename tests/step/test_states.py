@@ -173,6 +173,8 @@ def test_the_engine_is_detached(script, state):
             next(ended)
     with pytest.raises(LogicalBatchError, match="was detached"):
         script.engine.privatize()
+    with pytest.raises(LogicalBatchError, match="was detached"):  # it would hand out batches, and add no noise
+        script.engine.load_state_dict(script.engine.state_dict())
 
 
 @pytest.mark.parametrize("end", ["another loop", "loop left", "state loaded", "detached"])
