@@ -86,17 +86,18 @@ class PrivacyEngine:
         adaptive_clipping: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
             `max_grad_norm` on, and the noise follows them. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
-        offload_records: With one backward pass, keep what waits for the norms in the memory of the host rather than of
-            the GPU: all-layer clipping of models whose records do not fit, at the price of the traffic.
+        offload_records: Keep records in the memory of the host until the norms are known, for models whose records do
+            not fit on the GPU. Needs a mode with one backward pass; copying costs time.
         secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
             bits tell nothing; else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded, for which
             accountant="rdp", without caps and adaptive thresholds. See docs/threat-model.md.
-        verify: Compare a few samples of the first micro-batch with plain autograd before training on it.
+        verify: Compare a few samples with plain autograd before training on the first micro-batch, on those of steps
+            1, 2, 4, ..., and after changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
             warning.
-        model_parallel_group: Where ranks do not share the data of this model, which ranks hold parts of it: a group of
-            this rank alone says that none do, and others train models of their own. More are not supported yet.
+        model_parallel_group: The ranks that hold parts of this model. Only a group of this rank is supported: it says
+            that the ranks that do not share this data train models of their own.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.

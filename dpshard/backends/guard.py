@@ -1,4 +1,4 @@
-"""Sees to it that nobody touches a clipped sum on its way from the anchor to the noise.
+"""Refuses changes of clipped sums between the anchor and the noise.
 
 [Note: Guarding the gradients]
 Between an anchor and the noise a clipped sum lies in the open: in `.grad`, where anything may reach it. So

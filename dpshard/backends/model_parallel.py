@@ -1,14 +1,14 @@
-"""What tells that ranks hold parts of one model or of one sample, and the refusals: today every rank has whole samples.
+"""Signs that ranks hold parts of one model or of one sample, and the refusals: today every rank has whole samples.
 
 [Note: Parts of a sample]
 Under tensor, pipeline, context or expert parallelism several ranks compute the gradient of one sample, each a part of
-it. A rank alone knows the norm of its part, so the sample counts for more than R, and an engine on every part draws
-batches of its own. Four things tell:
-- ranks that do not share the data: nobody says what they do (`require_all_ranks`);
-- parameters placed by somebody else than FSDP (`refuse_foreign_placements`);
+it. A rank knows only the norm of its part, so the sample counts for more than R. An engine on every part draws
+batches of its own. Four signs are looked for:
+- some ranks do not share the data, and their role is unknown (`require_all_ranks`);
+- parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward that a pipeline schedule calls (`whole_samples`);
 - a forward that talks to other ranks, or computes on tensors that lie in parts on several of them (`whole_samples`).
-What tells nothing: messages past torch.distributed, and those of a branch that uses parameters as others do.
+Not detected: messages outside torch.distributed, and messages in a branch that uses parameters as other branches do.
 """
 
 from __future__ import annotations

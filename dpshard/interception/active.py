@@ -1,4 +1,4 @@
-"""The forward of a model that is running now, if one is: the patched modules read it, few others write it."""
+"""The forward of a model that is running now, if any: patched modules read it, and `ActiveForward` writes it."""
 
 from __future__ import annotations
 

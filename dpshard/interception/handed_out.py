@@ -1,7 +1,7 @@
-"""What a loop makes of the rows that were handed out, as far as bits tell: one sample in two rows, dimensions swapped.
+"""Finds two faults of a loop by comparing bits with the rows it was given: one sample in two rows, dimensions swapped.
 
-Rows in another order are no fault where there is no padding. Rows that were changed are the loop's own business: what
-it computes of each row cannot be told from what it computes of several (docs/privacy-model.md).
+Without padding, rows may come in another order. Rows that the loop has changed are not checked: what it computes of
+one row looks like what it computes of several (docs/privacy-model.md).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ by length, shuffles them, or takes rows from elsewhere. The loop itself cannot b
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - no row that was handed out once comes in two rows, and dimensions are not swapped (handed_out.py);
 - what a forward gets of what another has returned was made of it row by row (between_parts.py);
-- what happens to a copy happens to the original: without random numbers their gradients have equal norms, and with
-  them it is not the copies alone that have none.
+- without random numbers, the gradient of a copy has the norm of its sample's. With them, copies must not be the only
+  rows without a gradient.
 Rows that are equal are interchangeable as inputs. If their labels differ, the norms tell.
 """
 

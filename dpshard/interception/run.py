@@ -64,7 +64,7 @@ class Run:
             return leaf
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
-        return picked.clone()  # what modes see is where an input of this many samples comes from, not the picking
+        return picked.clone()  # modes must see a new tensor, not the indexing
 
 
 def plan_run(

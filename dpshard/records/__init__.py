@@ -1,7 +1,12 @@
-"""Records: what is known, sample by sample, about the gradient of one parameter after one use of it."""
+"""Records: what is known, sample by sample, about the gradient of one parameter after one use of it.
+
+One file a kind of record; `measure.py` takes the norms of several, `numerics.py` has their dtypes and rounding floors.
+`cost.py`: which way to a norm is cheaper. `offload.py`: records in the memory of the host.
+May import `kernels` and below. Not for users. Begin with `record.py`.
+"""
 
 from dpshard.records.convolution import Convolution
-from dpshard.records.gather import EmbeddingRecord
+from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
 from dpshard.records.numerics import accum_dtype, as_complex, as_real, wide
 from dpshard.records.of_samples import of_samples

@@ -70,9 +70,9 @@ class ProductSize:
         return self.B * self.G * self.R * self.C * self.dtype.itemsize
 
     def may_be_kept(self, *, closing: bool) -> bool:
-        """Whether there is memory for the per-sample gradients; `closing`, if they are summed at once.
+        """Return True if there is memory for the per-sample gradients; `closing`: if they are summed at once.
 
-        At a micro-batch of 1 the per-sample gradients of all layers are as large as the model, that of one is its sum.
+        With B = 1 the gradient of one layer is its clipped sum up to a factor; those of all layers are a whole model.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes

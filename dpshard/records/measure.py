@@ -13,7 +13,7 @@ from dpshard.config import NormMethod
 from dpshard.kernels.underflow import hidden
 from dpshard.records.convolution import Convolution
 from dpshard.records.cost import ProductSize
-from dpshard.records.gather import EmbeddingRecord
+from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.numerics import flat, gram_bound, norms, wide
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad

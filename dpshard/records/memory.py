@@ -1,4 +1,4 @@
-"""Memory for per-sample gradients: what the system hands out anew, a page at a time, takes longer than to fill it."""
+"""One buffer, used again for per-sample gradients: fresh pages cost more time than writing the numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _TIMES_TOO_LARGE = 2
-"""A buffer that is larger is left for others: who asked for little, and waits for other layers, would keep it all."""
+"""A buffer that is larger is not used: a small gradient that waits for other layers would keep all of it."""
 
 
 class _Held(threading.local):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpshard.records.convolution import Convolution
-from dpshard.records.gather import EmbeddingRecord
+from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.numerics import wide
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad

@@ -18,7 +18,7 @@ these; a tape keeps no other, so all that follows takes real numbers.
 """
 
 from dpshard.records.convolution import Convolution
-from dpshard.records.gather import EmbeddingRecord
+from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.routed_product import RoutedProduct

@@ -1,7 +1,9 @@
 """Rules: for each torch function, how one use of a trainable parameter becomes records of per-sample gradients.
 
 One file per family. A rule runs the function as it is, cut off from the parameters, and records what the per-sample
-gradient is made of; it decides nothing about clipping. Functions of parameters alone need no rule: see `derived`.
+gradient is made of; it decides nothing about clipping. Functions of parameters only need no rule: see `derived`.
+A new file must be imported below: `@rule` then registers its rules.
+May import `records` and below. Not for users. Begin with `call.py`, then `linear.py`.
 """
 
 from dpshard.rules import composites, conv, derived, elementwise, embedding, linear, norm, recurrent, routed, vectorized

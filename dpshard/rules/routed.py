@@ -1,9 +1,8 @@
 """Routed rows, as experts get them: those of all samples side by side; `Call.samples` says whose they are.
 
 [Note: Rules for routed rows]
-A rule of which row n of the output is made of row n of the inputs alone need not know: it is told that there are as
-many samples as rows, and what it records of a row is recorded of the row's sample (`records.of_samples`). Grouped
-products look at where rows lie, so they have a rule of their own.
+Some rules compute output row n from input row n only. They treat each row as a sample, and `records.of_samples` assigns
+what they record of a row to the row's sample. Grouped products depend on where rows lie, so they have their own rule.
 
 A mixture of experts keeps its weights in one tensor [G, ...]. The gradient of a sample is made of its own rows, each in
 the group that it was sent to; an expert that no row came to has a gradient of zero, and noise like any other.

@@ -144,8 +144,8 @@ class Collector:
         if os.getpid() != self._process:
             raise EngineInUseError(
                 f"This engine was made in process {self._process}, and process {os.getpid()} is a fork of it: both "
-                f"would release the same steps, of one secret, and each would count its own alone. Make the engine "
-                f"in the process that trains, after the fork; each has a secret and a budget of its own."
+                f"would release the same steps under one secret, and each ledger would miss the other's. Make the "
+                f"engine in the process that trains, after the fork; each has a secret and a budget of its own."
             )
 
     def _require_own_loop(self, module: nn.Module) -> None:

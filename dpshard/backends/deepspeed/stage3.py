@@ -2,13 +2,13 @@
 
 [Note: Living with gathered parameters]
 DeepSpeed gathers the parameters of a module in a hook before its forward, frees them in one after it, and does the
-same around its backward. Five things are seen to here:
+same around its backward. Five things are handled here:
 - the hooks handle parameters with torch functions, which the function mode must not take for the model's;
-- the hooks pass inputs and outputs of modules through autograd functions, by which they learn when backward comes. A
-  parameter, or a tensor derived from parameters alone (the embedding of positions), must stay the object that it is
-  known by: it is not marked, and backward does not come to it;
-- autograd would keep the detached parameters that rules work on, and with them every gathered parameter, alive until
-  backward: what it saves is a note of which parameter it was, which is looked up in backward, gathered anew;
+- the hooks pass inputs and outputs of modules through autograd functions, which report when backward comes. A
+  parameter, or a tensor derived from parameters only (the embedding of positions), must stay the same object, because
+  sources are found by identity. So it is not marked, and backward does not reach it;
+- autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
+  note, and backward gathers the parameter again;
 - start-up runs forwards and backwards within a forward, which must not enter the order of modules that DeepSpeed
   learns, nor its counts of forwards that await their backward;
 - derivations (`w.t()`) are replayed where their roots may be partitioned again: then a stand-in has their shape.

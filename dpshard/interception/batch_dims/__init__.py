@@ -5,10 +5,10 @@ A shape that happens to match proves nothing ([T, B, D] with T = B; [B * T, D]; 
 twice, on 2 and on 3 samples: what is 3/2 as long the second time carries the samples. Rows of one
 sample that are flattened into the batch are told apart by their values: the first two samples are the same in both
 runs. A function of parameters whose inputs and outputs keep their shapes has met no sample: it derives a tensor from
-parameters alone. What is found is keyed by function and parameter, not by order, and holds for every batch size.
+parameters only. What is found is keyed by function and parameter, not by order, and holds for every batch size.
 
-A branch that the values of all samples decide (is any token masked?) may be taken in one of the runs alone. Then the
-third sample is the first one again, so that whatever holds for any, or for all, of them holds in both.
+A branch may depend on the values of all samples (is any token masked?), and then only one of the runs may take it. In
+that case sample 3 repeats sample 1, so that any() and all() give the same answer in both runs.
 
 Calls that follow from what the data picked (a loop over the experts that were hit) have no place in the other run to
 be compared with. Of their arguments, those that were made on the common course are known from there, and routed rows
