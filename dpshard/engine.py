@@ -132,16 +132,12 @@ class PrivacyEngine:
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
         _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
-        check_positive("max_grad_norm", max_grad_norm)
-        _check_adaptive_clipping(adaptive_clipping, noise)
+        _check_thresholds(max_grad_norm, adaptive_clipping, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
-
-        optimizer_hook.refuse_shared(model)
         self._backend = backend = choose(model, model_parallel_group)
         sharding, mean = backend.sharding, loss_reduction == "mean"
-        self.model = sharding.outermost
         with ExitStack() as undo:
             undo.callback(backend.detach)
             _check_trainable(sharding, execution, clipping_mode)
@@ -165,36 +161,35 @@ class PrivacyEngine:
                 target_epsilon=target_epsilon,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
-            self._budget = Budget(self.mechanism, allow_overspend=on_budget == "continue")
-            self._begin(verify=verify, clipping_mode=clipping_mode)
-            self._collector = Collector(backend, groups, function, execution, mean=mean)
-            self._watch(adaptive_clipping, mean=mean)
-            self._require_agreement(clipping_mode)
-            undo.callback(self._interception.patcher.uninstall)
-            self._interception.install()
+            self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")
+            self._watch(Collector(backend, groups, function, execution, mean=mean), adaptive_clipping, undo, mean=mean)
             undo.pop_all()
         optimizer_hook.register(self)
 
-    def _begin(self, *, verify: bool, clipping_mode: str) -> None:
-        """Set what a run begins with: its secret, shared by all ranks, and nothing released."""
-        self._verify = verify
+    def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
+        """Set what a run begins with: its budget, its secret, shared by all ranks, and nothing released."""
+        self.model, self._verify = self._backend.sharding.outermost, verify
+        self._budget = Budget(self.mechanism, allow_overspend=allow_overspend)
+        self._require_agreement(clipping_mode)
         self._secret = self._backend.communicator.broadcast(new_run_secret())
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
 
-    def _watch(self, adaptive: QuantileTracking | None, *, mean: bool) -> None:
-        """Make what stands around the collector: thresholds, verification, and interception of the forwards."""
-        sharding, collector = self._backend.sharding, self._collector
+    def _watch(self, collector: Collector, adaptive: QuantileTracking | None, undo: ExitStack, *, mean: bool) -> None:
+        """Put thresholds, verification, and interception of the forwards around the collector."""
+        self._collector, self._clipper = collector, collector.clipper
+        sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
         """What the optimizer hook, Checkpointer and audits ask; not for scripts."""
-        self._clipper = clipper = collector.clipper
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
         self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
         self._interception = Interception(self.model, sources, collector, sharding, self._before_forward)
+        undo.callback(self._interception.patcher.uninstall)
+        self._interception.install()
 
     def _require_agreement(self, clipping_mode: str) -> None:
         """Raise ConfigurationError if ranks disagree: they would draw other batches, or shards of other noise."""
@@ -487,6 +482,7 @@ def _check_choices(
         raise ConfigurationError(
             f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
         )
+    optimizer_hook.refuse_shared(model)
     check_choice("accountant", accountant, get_args(AccountantName))
     check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
     check_choice("on_budget", on_budget, ("raise", "continue"))
@@ -495,7 +491,8 @@ def _check_choices(
     check_choice("verify", verify, (False, True))
 
 
-def _check_adaptive_clipping(adaptive_clipping: Any, noise: NoiseName) -> None:
+def _check_thresholds(max_grad_norm: float, adaptive_clipping: Any, noise: NoiseName) -> None:
+    check_positive("max_grad_norm", max_grad_norm)
     if not isinstance(adaptive_clipping, QuantileTracking | None):
         raise ConfigurationError(
             f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
