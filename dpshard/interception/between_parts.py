@@ -71,6 +71,9 @@ def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
     while waiting:
         node, place = waiting.pop()
         if node in made:
+            size = node._input_metadata[place].shape
+            if not size or size[0] != rows or rows in size[1:2]:
+                return False  # [T, B, ...] with T = B looks alike
             continue
         name = _name(node)
         before = list(node.next_functions)

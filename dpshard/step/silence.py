@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from dpshard.clipping.functions import ClippingGroup
 from dpshard.interception import Doubt, Doubts
 
-NOTHING = 1e-9
-"""Share of the threshold below which a gradient is none: rounding, or squares that underflow."""
+NOTHING = 1e-8
+"""Share of the threshold below which a gradient is none: rounding, or what a norm adds for underflow."""
 BY_CHANCE = 1e-8
 """Probability below which silence is no chance, where the order of the data says nothing about the samples."""
 

@@ -4,7 +4,8 @@
 Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
 dynamic RoPE) then makes one long document count in all others. So the longest rows are removed, with the columns that
 hold only padding in all other rows: columns at either end in which no integer input of a row changes. A mask among
-the inputs must be 0 there. Without a mask, at least two rows must hold one id there that stands nowhere else.
+the inputs must be 0 there. Without a mask, at least two rows must hold one id there. (A word that often ends texts, as
+in masked language models, is then taken for padding: such texts need a mask.)
 """
 
 from __future__ import annotations
@@ -76,23 +77,9 @@ def _padding(run: Run, *, at_end: bool) -> Tensor:
     for mask in masks:
         padding = padding * (mask[:, 0] == 0)
     if not masks:
-        padding = padding * _is_filler(inputs[0], repeated + 1, padding > 0)
+        first = inputs[0][:, 0]
+        padding = padding * ((first[:, None] == first[padding > 0]).sum(1) > 1)
     return padding.cpu()
-
-
-def _is_filler(ids_BT: Tensor, run_B: Tensor, padded_B: Tensor) -> Tensor:
-    """Return for each row [B] if the id at its start fills at least two rows, and stands nowhere else.
-
-    `run_B`: how often the id repeats there. A word may repeat there too, but it also stands elsewhere.
-    """
-    first_B = ids_BT[:, 0]
-    found_B = torch.zeros_like(padded_B)
-    elsewhere_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) >= run_B[:, None]
-    for filler in first_B[padded_B].unique():
-        mine_B = first_B == filler
-        if (mine_B & padded_B).sum() > 1 and not ((ids_BT == filler) & elsewhere_BT).any():
-            found_B |= mine_B
-    return found_B
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:

@@ -46,22 +46,23 @@ def test_padding_that_counts_is_refused_where_several_rows_are_the_longest():
     assert "padding without a mask" in is_refused(lambda: Pooled(masked=False), loop, Texts())
 
 
+class Ended(Texts):
+    """Texts that begin with the id of the padding; or only the longest holds it, once."""
+
+    def __init__(self, everywhere):
+        self.everywhere = everywhere
+
+    def __getitem__(self, i):
+        ids, label = super().__getitem__(i)
+        ids[5 if i == 7 else 0] *= not (self.everywhere or i == 7)
+        return ids, label
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_padding_that_counts_is_refused_where_its_id_also_stands_in_texts(everywhere):
+    assert "padding without a mask" in is_refused(lambda: Pooled(masked=False), loop, Ended(everywhere))
+
+
 @pytest.mark.parametrize("i", [0, 7])
 def test_padding_that_is_masked_is_exact(i):
     assert 0.1 < influence(lambda: Pooled(masked=True), loop, Texts(), left_out=[i]) <= ALLOWED
-
-
-class MaskedWords(Dataset):
-    """15 texts of 8 words, and one of 12; word 19 stands for 60% of the words, at the end too."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(i)
-        ids = torch.randint(1, 19, (12 if i == 7 else 8,), generator=generator)
-        return ids.masked_fill(torch.rand(len(ids), generator=generator) < 0.6, 19), i % 2
-
-
-def test_a_word_that_also_ends_texts_is_no_padding():
-    assert 0.1 < influence(lambda: Pooled(masked=True), loop, MaskedWords(), left_out=[0]) <= ALLOWED

@@ -193,6 +193,24 @@ def test_what_keeps_to_a_row_is_exact(between, micro):
     exact(parts(between), by_parts, micro=micro)
 
 
+class Turned(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).transpose(0, 1)
+
+
+@pytest.mark.parametrize("between", [lambda h: h.sum(1), lambda h: h.mean(1), lambda h: h.softmax(1)[:, 0]])
+def test_sums_over_the_second_dimension_are_refused_where_positions_come_first(between):
+    """T = B: [T, B, H] looks like [B, T, H]."""
+
+    def build():
+        model = Parts(between)
+        model.encoder = Turned(D, H)
+        return model
+
+    texts = TensorDataset(torch.randn(N, 5, D, generator=torch.Generator().manual_seed(2)), torch.arange(N) % C)
+    assert is_refused(build, loop_of(by_parts, micro=5), texts)
+
+
 def test_a_part_that_gets_what_was_detached_is_exact():
     """The head by itself, and the encoder by a loss of its own."""
 
