@@ -23,9 +23,9 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import GradStore, add
 from dpshard.backends.roles import Take
-from dpshard.backends.sharding import WIDE, Unsharded
+from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
-from dpshard.records import accum_dtype
+from dpshard.records import WIDE, accum_dtype
 
 
 def ddp_backend(model: DistributedDataParallel) -> Backend:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from dpshard.backends.backward_passes import BackwardPasses
 from dpshard.backends.guard import Guard
-from dpshard.backends.sharding import WIDE
 from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.noise.keyed import Shard
-from dpshard.records import accum_dtype, as_real, wide
+from dpshard.records import WIDE, accum_dtype, as_real, wide
 
 
 class GradShards(Protocol):

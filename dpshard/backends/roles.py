@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dpshard.clipping.tape import Take
 from dpshard.errors import DpshardError
 from dpshard.noise.keyed import Shard
-
-Take = Callable[[str], Tensor | None]
-"""Computes the clipped sum of a parameter by name, once; None if no gradient arrived."""
 
 
 class Reduction(Protocol):

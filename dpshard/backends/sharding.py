@@ -16,12 +16,11 @@ from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name
+from dpshard.records import WIDE
 
 if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
-WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""Dtypes in which sums are kept as they are; those of other parameters are kept in float32."""
 _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
 
 
@@ -156,9 +155,11 @@ class Sharding(ABC):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return the sum of a scalar over the ranks that hold different shards."""
 
-    @abstractmethod
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""
+        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
+
+        return NamedState(self.outermost, optimizer, self.names)
 
     def detach(self) -> None:
         """Remove every trace from the parameters."""
@@ -212,12 +213,6 @@ class Unsharded(Sharding):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return `x`: every rank has the whole."""
         return x
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """Return model and optimizer by the names of the parameters."""
-        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
-
-        return NamedState(self.outermost, optimizer, self.names)
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

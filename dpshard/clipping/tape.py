@@ -34,7 +34,7 @@ from dpshard.rules.derived import pull_back_per_sample
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
 
 Take = Callable[[str], Tensor | None]
-"""Computes the clipped sum of a parameter by name, once, and frees its records."""
+"""Computes the clipped sum of a parameter by name, once, and frees its records; None if no gradient arrived."""
 
 
 class Pass(Enum):

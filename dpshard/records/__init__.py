@@ -8,7 +8,7 @@ May import `kernels` and below. Not for users. Begin with `record.py`.
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
-from dpshard.records.numerics import accum_dtype, as_complex, as_real, wide
+from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, wide
 from dpshard.records.of_samples import of_samples
 from dpshard.records.offload import fetched, offloaded
 from dpshard.records.outer_product import OuterProduct
@@ -17,6 +17,7 @@ from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 
 __all__ = [
+    "WIDE",
     "Convolution",
     "EmbeddingRecord",
     "FusedGrads",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dpshard.kernels.underflow import hidden
 
-_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""Dtypes in which sums are kept as they are; others are widened to float32."""
 
 
 def as_real(x: Tensor) -> Tensor:
@@ -24,12 +25,12 @@ def as_complex(x: Tensor, like: torch.dtype) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """Return `x` in float32 or wider: norms and sums never accumulate in half precision."""
-    return x if x.dtype in _WIDE else x.float()
+    return x if x.dtype in WIDE else x.float()
 
 
 def accum_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums over `x`."""
-    return x.dtype if x.dtype in _WIDE else torch.float32
+    return x.dtype if x.dtype in WIDE else torch.float32
 
 
 def flat(x: Tensor) -> Tensor:

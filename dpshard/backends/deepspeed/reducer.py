@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dpshard.backends.collectives import reduce_scatter
 from dpshard.backends.deepspeed.partitions import ZeroLayout
+from dpshard.backends.grad_store import add
 from dpshard.errors import LogicalBatchError
 
 BUCKET = 2**25
@@ -72,7 +73,7 @@ class Reducer:
             raise LogicalBatchError(f"{name} was summed twice in one backward pass: a sample would count twice.")
         self._arrived.add(name)
         if clipped_sum is not None:
-            self._add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
+            add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
         # Buckets go in one fixed order, or ranks that use different layers would add up different parameters.
         while not self.late and self._next < len(self._buckets):
             if not self._arrived.issuperset(self._buckets[self._next]):
@@ -87,7 +88,7 @@ class Reducer:
             self._reduce()
             return
         for name in list(self._sums):
-            self._add(self._held, name, self._sums.pop(name))
+            add(self._held, name, self._sums.pop(name))
 
     def complete(self) -> None:
         """End a logical batch: reduce what was held back."""
@@ -129,10 +130,6 @@ class Reducer:
         if id(place.master) not in totals:
             totals[id(place.master)] = torch.zeros(place.master.shape, dtype=shape.dtype, device=shape.device)
         return totals[id(place.master)][place.offset : place.offset + place.length]
-
-    @staticmethod
-    def _add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-        sums[name] = sums[name] + x if name in sums else x
 
     def _whole(self, name: str) -> Tensor:
         total = (self._held if self.late else self._sums).pop(name, None)

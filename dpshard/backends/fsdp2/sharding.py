@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from dpshard.backends.communicator import Communicator
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
-
-if TYPE_CHECKING:
-    from dpshard.backends.training_state import TrainingState
 
 
 class FSDP2Sharding(Sharding):
@@ -161,9 +158,3 @@ class FSDP2Sharding(Sharding):
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_mesh.get_group())
         return x
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """Return model and optimizer by the names of the parameters."""
-        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
-
-        return NamedState(self.outermost, optimizer, self.names)
