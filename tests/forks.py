@@ -127,11 +127,12 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, kept: _
 
 def _start(arguments: list[str]) -> None:
     """What an interpreter does with these arguments."""
-    import numpy as np
     import torch
 
+    from tests import seeds
+
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    np.random.seed()  # noqa: NPY002
+    seeds.fix(seeds.current_test())
     sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
