@@ -49,6 +49,12 @@ def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -
     made = set(earlier)
     for x in inputs:
         node = x.grad_fn
+        if node in made and all(size % rows for size in x.shape[:2]):
+            raise BatchLayoutError(
+                f"An input of shape {tuple(x.shape)} is what another call of the model, or of a part of it, has "
+                f"returned, and holds no rows of samples. It may depend on all samples, or on parameters. Compute it "
+                f"within the forward that uses it, or put both calls into the forward of one module."
+            )
         if node is None or node in made or (len(x) == rows and _keeps_rows(x, made, rows)):
             continue
         if _depends(node, made):

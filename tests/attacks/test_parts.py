@@ -211,6 +211,31 @@ def test_sums_over_the_second_dimension_are_refused_where_positions_come_first(b
     assert is_refused(build, loop_of(by_parts, micro=5), texts)
 
 
+@pytest.mark.parametrize(
+    ("statistic", "reason"),
+    [(torch.mean, "holds no rows of samples"), (lambda h: h.mean(0), "mixes the samples")],
+)
+def test_a_statistic_of_the_batch_that_a_part_returns_is_refused(statistic, reason):
+    class Encoder(nn.Sequential):
+        def forward(self, x):
+            h = super().forward(x)
+            return h, statistic(h)
+
+    class Statistics(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = Encoder(nn.Linear(D, H), nn.Tanh()), Shifted(H, C)
+
+        def training_step(self, x, y):
+            return F.cross_entropy(self.head(*self.encoder(x)), y)
+
+    class Shifted(nn.Linear):
+        def forward(self, h, shift):
+            return super().forward(h - shift.mean())
+
+    assert reason in is_refused(Statistics, loop_of(by_parts), DATA)
+
+
 def test_a_part_that_gets_what_was_detached_is_exact():
     """The head by itself, and the encoder by a loss of its own."""
 
