@@ -1,13 +1,11 @@
 """The forward: every torch function that uses a trainable parameter is redirected to its rule.
 
 `forward.py` enters the user's model, `mode.py` looks at its functions, `batch_dims/` finds the samples, `routing.py`
-follows picked rows, `row_identity.py` checks that rows stay samples. docs/architecture.md has the role of each file.
+follows picked rows, `rows/` checks that rows stay samples. docs/architecture.md has the role of each file.
 May import `clipping`, `rules`, `records`, `sampling` and below. Not for users. Begin with `forward.py`.
 """
 
-from dpshard.interception.copies import Copies
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
-from dpshard.interception.doubts import Doubt, Doubts
 from dpshard.interception.forward import Interception
 from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
@@ -15,7 +13,7 @@ from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_valu
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
-from dpshard.interception.row_identity import RowIdentity
+from dpshard.interception.rows import Copies, Doubt, Doubts, RowIdentity
 from dpshard.interception.run import Run, plan_run
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dpshard.clipping.tape import Tape
-from dpshard.interception.row_identity import RowIdentity
+from dpshard.interception.rows import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 

@@ -18,7 +18,7 @@ import pytest
 from dpshard.applications.planner import Clipping, Setup, Transformer
 from dpshard.applications.planner.meter import Traffic
 from dpshard.applications.planner.simulation import Simulation, simulated
-from dpshard.interception.doubts import Doubt
+from dpshard.interception.rows.doubts import Doubt
 
 ONE_PASS = [Clipping(style) for style in ("all-layer", "layer-wise", "block-wise", "param-wise")]
 TINY = Transformer(width=24, layers=2, heads=2, vocabulary=67, seq=8, tied=True)

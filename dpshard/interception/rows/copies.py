@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
-from dpshard.interception.doubts import Doubt, Doubts
+from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25
 """Relative difference of the norms of equal rows; rounding in half precision stays far below."""

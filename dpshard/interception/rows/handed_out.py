@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.interception.fingerprints import MANY, Rows
+from dpshard.interception.rows.fingerprints import MANY, Rows
 
 CONTINUOUS = 3
 """Numbers with a fraction in a row of floats, at least: fewer may meet by chance."""
