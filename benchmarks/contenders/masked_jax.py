@@ -68,11 +68,11 @@ def _private(task: Task) -> Any:
     def step(p: Any, x: Any, y: Any, is_sample_B: Any, key: Any) -> Any:
         per_sample = gradient(p, x, y)
         norm_sq_B = sum(jnp.square(g.reshape(len(g), -1)).sum(1) for g in per_sample.values())
-        factor_B = jnp.where(is_sample_B, jnp.minimum(1.0, task.threshold / jnp.sqrt(norm_sq_B)), 0.0)
+        clip_coef_B = jnp.where(is_sample_B, jnp.minimum(1.0, task.threshold / jnp.sqrt(norm_sq_B)), 0.0)
         keys = dict(zip(p, jax.random.split(key, len(p)), strict=True))
 
         def updated(name: str) -> Any:
-            total = jnp.tensordot(factor_B.astype(p[name].dtype), per_sample[name], 1)
+            total = jnp.tensordot(clip_coef_B.astype(p[name].dtype), per_sample[name], 1)
             noise = std * jax.random.normal(keys[name], p[name].shape, p[name].dtype)
             return p[name] - lr * (total + noise) / expected
 

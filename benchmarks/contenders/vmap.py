@@ -33,8 +33,8 @@ class Vmap(Contender):
         x, y, is_padding_B = batch
         per_sample = vmap(grad(self._loss), in_dims=(None, 0, 0))(parameters, x, y)
         norm_sq_B = torch.stack([g.flatten(1).square().sum(1) for g in per_sample.values()]).sum(0)
-        factor_B = (self._task.threshold / norm_sq_B.sqrt()).clamp(max=1.0).masked_fill(is_padding_B, 0.0)
-        return {name: torch.tensordot(factor_B, g, 1) for name, g in per_sample.items()}
+        clip_coef_B = (self._task.threshold / norm_sq_B.sqrt()).clamp(max=1.0).masked_fill(is_padding_B, 0.0)
+        return {name: torch.tensordot(clip_coef_B, g, 1) for name, g in per_sample.items()}
 
     def step(self) -> Batch:
         batch = self._feed.draw()

@@ -103,15 +103,15 @@ class Sharding(ABC):
     # --- around forwards --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def gathers(self, module: nn.Module) -> bool:
+    def unshards(self, module: nn.Module) -> bool:
         """Return True if hooks around the forward of `module` unshard and reshard its parameters."""
 
     @abstractmethod
-    def gather(self, module: nn.Module) -> None:
+    def unshard_module(self, module: nn.Module) -> None:
         """Unshard the parameters of `module` now."""
 
     @abstractmethod
-    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors of the parameters that exist only while `module` runs."""
 
     @contextmanager
@@ -181,14 +181,14 @@ class Unsharded(Sharding):
         super().__init__(core, core if outermost is None else outermost)
         self._make_beside = beside
 
-    def gathers(self, module: nn.Module) -> bool:
+    def unshards(self, module: nn.Module) -> bool:
         """Return False: no parameter is ever sharded."""
         return False
 
-    def gather(self, module: nn.Module) -> None:
+    def unshard_module(self, module: nn.Module) -> None:
         """Do nothing."""
 
-    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         """Return nothing: parameters are always there."""
         return ()
 

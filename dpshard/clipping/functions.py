@@ -28,12 +28,12 @@ class ClippingFunction(Protocol):
         ...
 
 
-def _bounded(factor_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
-    """Return `factor_B` [B], lowered where it breaks the guarantee of ClippingFunction.
+def _bounded(clip_coef_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
+    """Return `clip_coef_B` [B], lowered where it breaks the guarantee of ClippingFunction.
 
     0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
     """
-    return torch.minimum(factor_B, _largest(norm_B, threshold)).clamp(min=0).nan_to_num(nan=0.0)
+    return torch.minimum(clip_coef_B, _largest(norm_B, threshold)).clamp(min=0).nan_to_num(nan=0.0)
 
 
 def _largest(norm_B: Tensor, threshold: float) -> Tensor:

@@ -41,7 +41,7 @@ class Roots:
         shape = tuple(self.shapes[name])
         return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
 
-    def blank(self, name: str) -> dict[str, Tensor]:
+    def placeholder(self, name: str) -> dict[str, Tensor]:
         """Return a stand-in for the value of a parameter where only its shape counts: FSDP may have freed the value."""
         value = self.values[name]
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
@@ -140,9 +140,12 @@ class GroupTape:
         self._norm_sq_B = norm_sq_B if self._norm_sq_B is None else self._norm_sq_B + norm_sq_B
 
     def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
-        blank = self.roots.blank(name)
+        shaped = self.roots.placeholder(name)
         return [
-            (self.sources[name], record if source.label == name else pull_back_per_sample(source, record, blank)[name])
+            (
+                self.sources[name],
+                record if source.label == name else pull_back_per_sample(source, record, shaped)[name],
+            )
             for source, record in entries
         ]
 
@@ -161,7 +164,7 @@ class GroupTape:
         for source, record in entries:
             total = record.clipped_sum(clip_coef_B)
             if source.label != name:
-                total = pull_back(source, total, self.roots.blank(name))[name]
+                total = pull_back(source, total, self.roots.placeholder(name))[name]
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def take(self, name: str) -> Tensor | None:

@@ -19,7 +19,7 @@ from dpshard.interception.active import ActiveForward
 from dpshard.interception.isolation import Isolate, eager
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
-from dpshard.rules.torch_functions import Quiet
+from dpshard.rules.torch_functions import Passthrough
 
 
 class CompiledRegions:
@@ -31,8 +31,8 @@ class CompiledRegions:
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with slots that were made for it."""
-        if self._parameters.gathers(module):
-            with Quiet.set(True):  # the compiled code comes after the hooks, and so do its slots
+        if self._parameters.unshards(module):
+            with Passthrough.set(True):  # the compiled code comes after the hooks, and so do its slots
                 return original(*args, **kwargs)
         with self.slots_for(module, original, args, kwargs):
             return original(*args, **kwargs)
@@ -67,7 +67,7 @@ class CompiledRegions:
         readable = {
             x: source
             for x, source in self._parameters.trainable().items()
-            if x in own or source.label not in self._parameters.freed
+            if x in own or source.label not in self._parameters.temporary
         }
         with mode.in_region(PreallocatedSlots(maker.batch_size, made), {**readable, **entering}):
             yield

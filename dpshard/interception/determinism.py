@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.rules import COMPOSITES
-from dpshard.rules.torch_functions import Function, Quiet
+from dpshard.rules.torch_functions import Function, Passthrough
 
 _DROPOUT = {
     **dict.fromkeys(
@@ -148,7 +148,7 @@ class DeterministicForward(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look into composites, and run everything but random draws as it is."""
         kwargs = kwargs or {}
-        if Quiet.on:
+        if Passthrough.on:
             return func(*args, **kwargs)
         if func is torch.randperm:
             order = func(*args, **kwargs).sort().values.roll(int(self.permuting))

@@ -161,7 +161,7 @@ class Interception:
         run = self.layouts.probed(run)
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
-        self._parameters.gather(run.module)
+        self._parameters.unshard(run.module)
         return run, self.layouts.found[kind]
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
@@ -174,5 +174,5 @@ class Interception:
                 # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
-                self._parameters.gather(run.module)
+                self._parameters.unshard(run.module)
         raise BatchLayoutError(NEW_COURSE)

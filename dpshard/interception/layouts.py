@@ -57,7 +57,7 @@ class Layouts:
             self.found[kind] = self.probe(run, into={})
             return run
         except BatchLayoutError:
-            if self._parameters.gathers(run.module):  # all ranks probe as often
+            if self._parameters.unshards(run.module):  # all ranks probe as often
                 raise
             for reading in run.other_readings():
                 try:
@@ -70,13 +70,13 @@ class Layouts:
 
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, add what is found to a layout, and return it."""
-        gathers = self._parameters.gathers(run.module)
+        unshards = self._parameters.unshards(run.module)
         try:
-            found = self._compare(run, gathers=gathers)
+            found = self._compare(run, unshards=unshards)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            if not gathers:  # other ranks need not have failed, and would not take part
+            if not unshards:  # other ranks need not have failed, and would not take part
                 self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
@@ -87,7 +87,7 @@ class Layouts:
         merge(into, found)
         return into
 
-    def _compare(self, run: Run, *, gathers: bool) -> Layout:
+    def _compare(self, run: Run, *, unshards: bool) -> Layout:
         with self._sharding.dry_run(), self._isolate(run.module) as state, torch.enable_grad():
 
             def first(n: int, rows: int) -> Any:
@@ -96,7 +96,7 @@ class Layouts:
 
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.
             alike = functools.partial(first, rows=min(2, run.rows))
-            if gathers:  # all ranks run as often
+            if unshards:  # all ranks run as often
                 return find_layout(alike, self._parameters.trainable)
             try:
                 return find_layout(functools.partial(first, rows=run.rows), self._parameters.trainable)

@@ -23,7 +23,7 @@ from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
 from dpshard.rules.parameter_views import derive
 from dpshard.rules.torch_functions import (
     Function,
-    Quiet,
+    Passthrough,
     canonical,
     differentiable,
     function_name,
@@ -100,7 +100,7 @@ class InterceptionMode(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call, through its rule if it uses a trainable parameter."""
         kwargs = kwargs or {}
-        if Quiet.on:
+        if Passthrough.on:
             return func(*args, **kwargs)
         func, args = canonical(func, args)
         if func in COMPOSITES:

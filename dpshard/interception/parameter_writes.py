@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules.torch_functions import Quiet
+from dpshard.rules.torch_functions import Passthrough
 
 
 class ParameterWrites(TorchDispatchMode):
@@ -25,7 +25,7 @@ class ParameterWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it writes into a parameter."""
-        if not Quiet.on:
+        if not Passthrough.on:
             for x in _written(func, args, kwargs or {}):
                 if (name := self._names.get(_storage(x))) is not None:
                     raise written(name)

@@ -13,7 +13,7 @@ from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.refusals import refusal
 from dpshard.rules.call import Source
-from dpshard.rules.torch_functions import Quiet
+from dpshard.rules.torch_functions import Passthrough
 
 
 class TrainedParameters:
@@ -24,9 +24,9 @@ class TrainedParameters:
     ) -> None:
         self.model = model
         self.sources = sources
-        self.freed: set[str] = set()
+        self.temporary: set[str] = set()
         """Names of the parameters that exist only while a module runs."""
-        self.gathers = sharding.gathers
+        self.unshards = sharding.unshards
         self.refusal = functools.partial(refusal, model)
         self._by_name = {source.label: source for source in sources.values()}
         self._sharding = sharding
@@ -51,29 +51,29 @@ class TrainedParameters:
             if p._version != version:
                 raise written(name)
 
-    def gather(self, module: nn.Module) -> None:
+    def unshard(self, module: nn.Module) -> None:
         """Gather the parameters of `module`, if a framework shards them."""
-        if self.gathers(module):
-            with Quiet.set(True):
-                self._sharding.gather(module)
-            self.bind(module)
+        if self.unshards(module):
+            with Passthrough.set(True):
+                self._sharding.unshard_module(module)
+            self.take_up(module)
 
-    def bind(self, module: nn.Module) -> None:
+    def take_up(self, module: nn.Module) -> None:
         """Take up the parameters that were gathered for `module`, whose forward begins."""
-        with Quiet.set(True):
-            for name, parameter in self._sharding.bind(module):
+        with Passthrough.set(True):
+            for name, parameter in self._sharding.unsharded_parameters(module):
                 source = self.sources[parameter] = self._by_name[name]
-                self.freed.add(name)
+                self.temporary.add(name)
                 if self._active.mode is not None:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return `original` for calls beside the hooks of `module`: a backward frees what these have gathered."""
-        if not self.gathers(module):
+        if not self.unshards(module):
             return original
 
         def gathered(*args: Any, **kwargs: Any) -> Any:
-            self.gather(module)
+            self.unshard(module)
             return original(*args, **kwargs)
 
         return gathered

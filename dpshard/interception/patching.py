@@ -19,7 +19,7 @@ from dpshard.interception.module_hooks import has_hooks
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.names import is_compiled_wrapper
-from dpshard.rules.torch_functions import Quiet
+from dpshard.rules.torch_functions import Passthrough
 
 Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
 """(module, its own forward, whether that is compiled, args, kwargs) -> output."""
@@ -52,7 +52,7 @@ class ModulePatcher:
             compiled = module._compiled_call_impl is not None
             if compiled:
                 self._patch(module, "_compiled_call_impl", compiled=True)
-            if self._parameters.gathers(module):
+            if self._parameters.unshards(module):
                 self._skip_sharding_hooks(module, compiled=compiled)
             elif not compiled and (module is model or has_hooks(module)):
                 self._enter_with_hooks(module)
@@ -74,7 +74,7 @@ class ModulePatcher:
         """Return the forward of `module` as it was before it was patched."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
-        if has_hooks(module) and not self._parameters.gathers(module):
+        if has_hooks(module) and not self._parameters.unshards(module):
             original = module._call_impl
         return self._parameters.repeatable(module, with_recomputed_weights(module, original))
 
@@ -137,7 +137,7 @@ class ModulePatcher:
         def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self_module is not module:
                 return self_module._call_impl(*args, **kwargs)
-            with Quiet.set(active.running):
+            with Passthrough.set(active.running):
                 return original(*args, **kwargs)
 
         module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
@@ -146,9 +146,9 @@ class ModulePatcher:
 
         @torch.compiler.disable
         def gathered(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._parameters.bind(module)
+            self._parameters.take_up(module)
             looking.append(ExitStack())
-            looking[-1].enter_context(Quiet.set(False))
+            looking[-1].enter_context(Passthrough.set(False))
             if compiled and active.running and active.mode is not None:
                 looking[-1].enter_context(self._regions.slots_for(module, module.forward, args, kwargs))
 

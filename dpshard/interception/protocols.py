@@ -36,11 +36,11 @@ class TapeProvider(Protocol):
 class ShardingHooks(Protocol):
     """A framework that may shard parameters."""
 
-    def gathers(self, module: nn.Module) -> bool:
+    def unshards(self, module: nn.Module) -> bool:
         """Return True if hooks around the forward of `module` gather and free its parameters."""
         ...
 
-    def gather(self, module: nn.Module) -> None:
+    def unshard_module(self, module: nn.Module) -> None:
         """Gather the parameters of `module` now."""
         ...
 
@@ -48,6 +48,6 @@ class ShardingHooks(Protocol):
         """Return a block of forwards beside the training, which no backward follows."""
         ...
 
-    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors of the parameters that were gathered for `module`, whose forward begins."""
         ...

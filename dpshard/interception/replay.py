@@ -36,7 +36,7 @@ class Replay:
 
         The call is an ordinary one. FSDP also finds its root in the first call of all.
         """
-        if not self.parameters.gathers(module):
+        if not self.parameters.unshards(module):
             return args, kwargs
         seen: list[tuple[Any, Any]] = []
         hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)

@@ -16,7 +16,7 @@ from dpshard.kernels import native
 from dpshard.kernels.underflow import hidden
 from dpshard.records import memory
 from dpshard.records.cost import ProductSize
-from dpshard.records.numerics import accum_dtype, blank, gram, gram_bound, norms, wide
+from dpshard.records.numerics import accum_dtype, gram, gram_bound, norms, wide, zero_rows
 from dpshard.records.outer_product import OuterProduct, floored
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.precision import exact_convolutions
@@ -135,13 +135,13 @@ class Convolution:
     def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return self.stride, self.padding, self.dilation
 
-    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
         if self.size.is_long:
             # Sums as long round otherwise in the ordinary gradient: what was measured is what is clipped.
-            return PerSampleGrad(self.per_sample()).clipped_sum(factor_B)
+            return PerSampleGrad(self.per_sample()).clipped_sum(clip_coef_B)
         gradient = wide(self.gradient)
-        weighted = gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+        weighted = gradient * clip_coef_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
 
     def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
@@ -178,7 +178,7 @@ class Convolution:
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
         """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-        return replace(self, input=blank(self.input, nonfinite_B), gradient=blank(self.gradient, nonfinite_B))
+        return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 
 _AT_ONCE = 4 * 2**20

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, blank, norms, sum_floor, wide
+from dpshard.records.numerics import as_real, norms, sum_floor, wide, zero_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class EmbeddingRecord:
         out.scatter_add_(1, self.ids.clamp(min=0)[:, :, None].expand_as(values), values)
         return out.view(B, *self.shape)
 
-    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """Return sum_i factor_i * gradient_i, [*shape]."""
-        values = self.read() * factor_B.to(wide(self.values).dtype)[:, None, None]
+        values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
         C = values.shape[2]
         out = values.new_zeros(self.shape.numel() // C, C)
         return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
@@ -61,4 +61,4 @@ class EmbeddingRecord:
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
         """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-        return replace(self, values=blank(self.values, nonfinite_B))
+        return replace(self, values=zero_rows(self.values, nonfinite_B))

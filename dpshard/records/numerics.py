@@ -50,7 +50,7 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) + hidden(n, dtype) ** 0.5
 
 
-def blank(x: Tensor, nonfinite_B: Tensor) -> Tensor:
+def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
     """Return `x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
     # masked_fill, not a product: 0 * NaN is NaN.
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)

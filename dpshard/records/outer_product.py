@@ -16,12 +16,12 @@ from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
     accum_dtype,
     as_real,
-    blank,
     gram,
     gram_bound,
     norms,
     relative_floor,
     wide,
+    zero_rows,
 )
 
 
@@ -42,16 +42,16 @@ class OuterProduct:
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
         dtype, device = accum_dtype(self.rows), self.rows.device
-        return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.take(self.rows, self.cols))
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.supports_product(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Return squared norms [B], by the Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
-            if triton.take(self.rows, self.cols):
+            if triton.supports_product(self.rows, self.cols):
                 return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
             return floored(self.instantiated()[1], self.rows, self.cols)
         B, G, T, _ = self.rows.shape
-        if triton.take(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
+        if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
             return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
@@ -62,7 +62,7 @@ class OuterProduct:
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
-        if triton.take(self.rows, self.cols):
+        if triton.supports_product(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
             return gradient.view(-1, *self.shape), norm_sq
         gradient = self.per_sample()
@@ -70,23 +70,23 @@ class OuterProduct:
 
     def per_sample(self) -> Tensor:
         """Return per-sample gradients [B, *shape]."""
-        if triton.take(self.rows, self.cols):
+        if triton.supports_product(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
         rows, cols = wide(self.rows).flatten(0, 1), wide(self.cols).flatten(0, 1)
         gradient = memory.empty((B * G, R, C), rows, rows.dtype)
         return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
-    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """Return sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
-        if triton.take(self.rows, self.cols):
-            return triton.weighted_sum(self.rows, self.cols, factor_B.float()).view(self.shape)
+        if triton.supports_product(self.rows, self.cols):
+            return triton.weighted_sum(self.rows, self.cols, clip_coef_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
         # The cheaper side takes the factors.
         if rows.numel() <= cols.numel():
-            rows = rows * factor_B.to(rows.dtype)[:, None, None, None]
+            rows = rows * clip_coef_B.to(rows.dtype)[:, None, None, None]
         else:
-            cols = cols * factor_B.to(cols.dtype)[:, None, None, None]
+            cols = cols * clip_coef_B.to(cols.dtype)[:, None, None, None]
         rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
         return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 
@@ -100,7 +100,7 @@ class OuterProduct:
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
         """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-        return replace(self, rows=blank(self.rows, nonfinite_B), cols=blank(self.cols, nonfinite_B))
+        return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:

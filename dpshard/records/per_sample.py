@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, blank, flat, norms, wide
+from dpshard.records.numerics import as_real, flat, norms, wide, zero_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class PerSampleGrad:
         """Return per-sample gradients [B, *shape]."""
         return wide(self.gradient)
 
-    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """Return sum_i factor_i * gradient_i, [*shape]."""
         rows = flat(self.gradient)
-        return (factor_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
+        return (clip_coef_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
 
     def real(self) -> PerSampleGrad:
         """See dpshard.records.record."""
@@ -37,7 +37,7 @@ class PerSampleGrad:
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
         """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-        return PerSampleGrad(blank(self.gradient, nonfinite_B))
+        return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
 
     @property
     def is_small(self) -> bool:
@@ -65,9 +65,9 @@ class FusedGrads:
         """Return squared norms [B] over all parameters."""
         return norms(self.rows).square()
 
-    def clipped_sums(self, factor_B: Tensor) -> dict[str, Tensor]:
+    def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
         """Return sum_i factor_i * gradient_i of every parameter, by name."""
-        total = factor_B.to(self.rows.dtype) @ self.rows
+        total = clip_coef_B.to(self.rows.dtype) @ self.rows
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
         parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class FusedGrads:
 
     def without(self, nonfinite_B: Tensor) -> FusedGrads:
         """Return the gradients with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-        return FusedGrads(blank(self.rows, nonfinite_B), self.shapes)
+        return FusedGrads(zero_rows(self.rows, nonfinite_B), self.shapes)
 
 
 _SMALL = 2**12

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, blank, wide
+from dpshard.records.numerics import as_real, wide, zero_rows
 from dpshard.records.outer_product import OuterProduct
 
 
@@ -63,10 +63,10 @@ class RoutedProduct:
         """Return per-sample gradients [B, *shape]."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
-    def clipped_sum(self, factor_B: Tensor) -> Tensor:
+    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """Return sum_i factor_i * gradient_i, [*shape]."""
         rows = wide(self.rows)
-        return self._placed(self.group, rows * factor_B.to(rows.dtype)[self.sample][:, None], 1)[0]
+        return self._placed(self.group, rows * clip_coef_B.to(rows.dtype)[self.sample][:, None], 1)[0]
 
     def _placed(self, key: Tensor, rows: Tensor, n: int) -> Tensor:
         keys, product = self._by(key, rows)
@@ -90,4 +90,4 @@ class RoutedProduct:
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
         """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         dead_N = nonfinite_B[self.sample]
-        return replace(self, rows=blank(self.rows, dead_N), cols=blank(self.cols, dead_N))
+        return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))

@@ -54,7 +54,7 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
     return func, args
 
 
-class Quiet:
+class Passthrough:
     """A process-wide switch: while `on`, function modes pass every call through unchanged.
 
     It is on while a sharding framework gathers and frees parameters around a forward.

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.sharding import Sharding
 from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Replay, Run
@@ -34,37 +35,6 @@ from dpshard.verification.samples import has_numbers, pick
 from dpshard.verification.watch import Watch
 from dpshard.verification.wide import can_widen, widened
 
-
-class Owner(Protocol):
-    """The part of a back-end that holds the parameters."""
-
-    parameters: dict[str, nn.Parameter]
-    differentiated: Mapping[str, Tensor]
-
-    def guard_disabled(self) -> AbstractContextManager[Any]:
-        """Return a block in which plain gradients may reach the parameters."""
-        ...
-
-    def refuse_changed_parameters(self) -> None:
-        """Raise if the engine does not know a trainable parameter."""
-        ...
-
-    def refuse_hooks(self) -> None:
-        """Raise if a parameter has a hook of somebody else."""
-        ...
-
-
-class Ranks(Protocol):
-    """The part of a back-end that talks to the other ranks."""
-
-    world_size: int
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        ...
-
-
 Moment = tuple[int, int | None, int]
 """Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
@@ -74,15 +44,21 @@ class Verifier:
 
     def __init__(
         self,
-        owner: Owner,
-        ranks: Ranks,
+        sharding: Sharding,
+        ranks: Communicator,
         clipper: Clipper,
         moment: Callable[[], Moment],
         secret: Callable[[], bytes],
         *,
         mean: bool,
     ) -> None:
-        self._owner, self._ranks, self._clipper, self._moment, self._secret = owner, ranks, clipper, moment, secret
+        self._sharding, self._ranks, self._clipper, self._moment, self._secret = (
+            sharding,
+            ranks,
+            clipper,
+            moment,
+            secret,
+        )
         self._mean = mean
         self._kinds: set[Any] = set()  # kinds of inputs that were verified
         self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
@@ -93,7 +69,7 @@ class Verifier:
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if it is new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
-        if not _gathers(replay, run):
+        if not _unshards(replay, run):
             news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
@@ -105,7 +81,7 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed as never before."""
         last, self._last = self._last, None
-        if last is not None and not _gathers(*last) and self._watch.changes(self._moment()[0]):
+        if last is not None and not _unshards(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
@@ -131,8 +107,8 @@ class Verifier:
         its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
         Otherwise the costly comparison of gradients and that of memory take turns, and one half of the rows changes.
         """
-        owner = self._owner
-        owner.refuse_changed_parameters()
+        sharding = self._sharding
+        sharding.refuse_changed_parameters()
         random = self._random(self._moment()[0])
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
         if thorough:
@@ -140,7 +116,7 @@ class Verifier:
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
         else:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
-        with owner.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+        with sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
             bench = Bench(replay, state, run, loss, self._mean, chosen, draws[0][0])
             (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
             bench.kept = rows_kept(kept, kept_alone, len(chosen))
@@ -162,7 +138,7 @@ class Verifier:
                 self._compare_kept(bench, statistics, random)
             check_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
-            if self._watch.lengths_vary and not _gathers(replay, run):
+            if self._watch.lengths_vary and not _unshards(replay, run):
                 check_lengths(bench)
         self._watch.accept(replay.parameters.model, counters)
 
@@ -173,9 +149,9 @@ class Verifier:
         for scaled, magnified in ways:
             compare = functools.partial(check_gradients, outlier=scaled, magnified=magnified)
             try:
-                compare(bench, self._owner, self._clipper, found)
+                compare(bench, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):
-                self._owner.refuse_hooks()  # torch calls a user's hook with None where no gradient comes
+                self._sharding.refuse_hooks()  # torch calls a user's hook with None where no gradient comes
                 raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
@@ -183,7 +159,7 @@ class Verifier:
                     continue  # forward refuses invented numbers
                 if (
                     not differs
-                    or not can_widen(bench, self._owner, self._ranks.world_size)
+                    or not can_widen(bench, self._sharding, self._ranks.world_size)
                     or not self._agrees_in_double(bench, found, compare)
                 ):
                     raise
@@ -210,6 +186,6 @@ class Verifier:
             return True
 
 
-def _gathers(replay: Replay, run: Run) -> bool:
+def _unshards(replay: Replay, run: Run) -> bool:
     """Return True if all ranks must run the same number of forwards, so no rank may verify by itself."""
-    return replay.parameters.gathers(run.module)
+    return replay.parameters.unshards(run.module)

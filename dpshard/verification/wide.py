@@ -28,7 +28,7 @@ def can_widen(bench: Bench, owned: Any, world_size: int) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    alone = world_size == 1 and not bench.replay.parameters.gathers(bench.run.module)
+    alone = world_size == 1 and not bench.replay.parameters.unshards(bench.run.module)
     return plain and alone and owned.differentiated is owned.parameters and not bench.half
 
 

@@ -65,10 +65,10 @@ thresholds = st.one_of(above_zero(1e300), st.floats(1e-3, 1e3), st.sampled_from(
 def assert_bounded(function, norms, threshold, dtype):
     """factor * norm <= threshold, as real numbers; the factor is finite, for it multiplies records."""
     norm_B = torch.tensor(norms, dtype=dtype)
-    factor_B = function.factor(norm_B, threshold)
-    assert factor_B.dtype == dtype
-    assert factor_B.shape == norm_B.shape
-    for norm, factor in zip(norm_B.tolist(), factor_B.tolist(), strict=True):
+    clip_coef_B = function.factor(norm_B, threshold)
+    assert clip_coef_B.dtype == dtype
+    assert clip_coef_B.shape == norm_B.shape
+    for norm, factor in zip(norm_B.tolist(), clip_coef_B.tolist(), strict=True):
         assert 0 <= factor < math.inf, (norm, factor)
         if math.isfinite(norm):
             assert Fraction(factor) * Fraction(norm) <= Fraction(threshold), (norm, factor)

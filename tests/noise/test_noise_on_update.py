@@ -380,5 +380,5 @@ def test_a_cancelling_gradient_is_clipped_too(scale, delta, method):
     record = OuterProduct(rows, cols, torch.Size([64, 64]))
     norm_B = record.norm_sq(method).sqrt()
     true_B = (rows.double().mT @ cols.double()).flatten(1).norm(dim=1)
-    factor_B = torch.where(norm_B > 1, 1 / norm_B, 1.0)
-    assert float((factor_B.double() * true_B).max()) <= 1 + 1e-3
+    clip_coef_B = torch.where(norm_B > 1, 1 / norm_B, 1.0)
+    assert float((clip_coef_B.double() * true_B).max()) <= 1 + 1e-3

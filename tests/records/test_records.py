@@ -383,10 +383,10 @@ def test_norms_of_long_samples_are_not_inflated():
 
 def test_a_bundle_is_as_good_as_its_parts():
     records = {name: PerSampleGrad(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}
-    bundle, factor_B, nonfinite_B = FusedGrads.of(records), randn(4), torch.tensor([False, True, False, False])
+    bundle, clip_coef_B, nonfinite_B = FusedGrads.of(records), randn(4), torch.tensor([False, True, False, False])
     assert_close(bundle.norm_sq(), sum(norms_sq(r.gradient) for r in records.values()))
-    sums, survivors = bundle.clipped_sums(factor_B), bundle.without(nonfinite_B).clipped_sums(factor_B)
+    sums, survivors = bundle.clipped_sums(clip_coef_B), bundle.without(nonfinite_B).clipped_sums(clip_coef_B)
     for name, record in records.items():
-        assert_close(sums[name], record.clipped_sum(factor_B))
-        assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(factor_B))
+        assert_close(sums[name], record.clipped_sum(clip_coef_B))
+        assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own

@@ -63,16 +63,16 @@ class ZeroSharding(Sharding):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def gathers(self, module: nn.Module) -> bool:
+    def unshards(self, module: nn.Module) -> bool:
         """Return True for the outermost module under stage 3."""
         return self._zero3 is not None and module is self.core
 
-    def gather(self, module: nn.Module) -> None:
+    def unshard_module(self, module: nn.Module) -> None:
         """Unshard the parameters that the outermost module owns itself."""
         if self._zero3 is not None:
-            self._zero3.gather()
+            self._zero3.unshard()
 
-    def bind(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         """Return nothing: DeepSpeed unshards the parameters in place."""
         return ()
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules.torch_functions import Quiet
+from dpshard.rules.torch_functions import Passthrough
 
 _AROUND = (
     "pre_sub_module_forward_function",
@@ -86,7 +86,7 @@ class Zero3:
     def _quietly(self, around: Callable[[Any], object]) -> Callable[[Any], None]:
         @functools.wraps(around)
         def quiet(module: Any) -> None:
-            with Quiet.set(True):
+            with Passthrough.set(True):
                 around(module)
                 for parameter in module.parameters(recurse=False):
                     self._note(parameter)
@@ -111,7 +111,7 @@ class Zero3:
             self._saving.pop().__exit__()
 
     def _pack(self, x: Tensor) -> Any:
-        with Quiet.set(True):
+        with Passthrough.set(True):
             if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or not x.numel():
                 return x
             begin = x.data_ptr()
@@ -123,7 +123,7 @@ class Zero3:
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Lent):
             return saved
-        with Quiet.set(True):
+        with Passthrough.set(True):
             p = saved.parameter
             if not is_gathered(p):
                 raise UnsupportedParameterError(
@@ -135,9 +135,9 @@ class Zero3:
 
     # --- start-up ---------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Gather the parameters that the outermost module owns itself, until `beside` ends."""
-        with Quiet.set(True):
+        with Passthrough.set(True):
             for parameter in self.core.parameters(recurse=False):
                 if not is_gathered(parameter):
                     parameter.all_gather()  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ class Zero3:
                 if "applied_pre_backward_ref_cnt" in vars(module):
                     module.applied_pre_backward_ref_cnt = count
             coordinator = self.offload.get_param_coordinator()
-            with Quiet.set(True), torch.no_grad():
+            with Passthrough.set(True), torch.no_grad():
                 if not coordinator.is_invalid_trace():
                     coordinator._invalidate_trace()  # learnt anew in the next forward
                 coordinator.release_backward_leftovers()
@@ -180,7 +180,7 @@ class Zero3:
 def _in_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def quiet(*args: Any, **kwargs: Any) -> Any:
-        with Quiet.set(True):
+        with Passthrough.set(True):
             return function(*args, **kwargs)
 
     return quiet

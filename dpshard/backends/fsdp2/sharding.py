@@ -76,16 +76,16 @@ class FSDP2Sharding(Sharding):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def gathers(self, module: nn.Module) -> bool:
+    def unshards(self, module: nn.Module) -> bool:
         """Return True for a module on which `fully_shard` was called."""
         return isinstance(module, FSDPModule)
 
-    def gather(self, module: nn.Module) -> None:
+    def unshard_module(self, module: nn.Module) -> None:
         """Unshard the parameters of a unit."""
         assert isinstance(module, FSDPModule)
         module.unshard()
 
-    def bind(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def unsharded_parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield names and unsharded parameters of the unit whose forward begins."""
         unit = self._unit_of_module.get(module)
         for owner, attribute, name in unit.places if unit is not None else ():

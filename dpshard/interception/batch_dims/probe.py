@@ -30,7 +30,7 @@ from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.parameter_views import derive
 from dpshard.rules.torch_functions import (
     Function,
-    Quiet,
+    Passthrough,
     canonical,
     differentiable,
     function_name,
@@ -100,7 +100,7 @@ class _FirstRun(_Compared):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call and note it."""
-        if Quiet.on or func in COMPOSITES:
+        if Passthrough.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
         lifted = self.lifted(func, types, args, kwargs or {})
@@ -145,7 +145,7 @@ class _SecondRun(_Compared):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call and note its layout."""
-        if Quiet.on or func in COMPOSITES:
+        if Passthrough.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
         kwargs = kwargs or {}

@@ -23,7 +23,7 @@ The kernels run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests
 interpreter (TRITON_INTERPRET=1) on CPU tensors. DPSHARD_TRITON=0 switches them off.
 """
 
-from dpshard.kernels.triton.dispatch import ghost_tile, run_on, supports_ghost_norm, take
+from dpshard.kernels.triton.dispatch import ghost_tile, run_on, supports_ghost_norm, supports_product
 from dpshard.kernels.triton.operators import ghost_norm_sq, gradient_norm_sq, per_sample, release_, weighted_sum
 
 __all__ = [
@@ -34,6 +34,6 @@ __all__ = [
     "release_",
     "run_on",
     "supports_ghost_norm",
-    "take",
+    "supports_product",
     "weighted_sum",
 ]

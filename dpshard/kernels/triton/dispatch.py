@@ -63,7 +63,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def take(rows: Tensor, cols: Tensor) -> bool:
+def supports_product(rows: Tensor, cols: Tensor) -> bool:
     """Return True if kernels compute the product of rows [B, G, T, R] and cols [B, G, T, C], instead of torch."""
     return (
         rows.dtype == cols.dtype

@@ -11,7 +11,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Return squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B].
 
     Both are float32. Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow.
-    Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see `take`.
+    Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see `supports_product`.
     """
     from dpshard.kernels.triton import gram  # it needs Triton
 

@@ -192,7 +192,7 @@ def test_norms_have_the_floors_of_what_rounding_hides():
 
 def test_what_kernels_take():
     def taken(B=2, T=64, R=64, C=64, dtype=torch.bfloat16, other=None):
-        return triton.take(randn(B, 1, T, R, dtype=dtype), randn(B, 1, T, C, dtype=other or dtype))
+        return triton.supports_product(randn(B, 1, T, R, dtype=dtype), randn(B, 1, T, C, dtype=other or dtype))
 
     assert taken()
     assert taken(dtype=torch.float16)
