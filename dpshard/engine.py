@@ -509,7 +509,7 @@ def _check_trainable(sharding: Sharding, execution: Execution, clipping_mode: st
     if not sharding.parameters:
         raise ConfigurationError(
             f"{type(sharding.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
-            f"requires_grad_(True) on what shall be trained before making the engine."
+            f"requires_grad_(True) on what is to be trained before making the engine."
         )
     if execution.backward_passes == 2 and not sharding.two_passes:
         raise ConfigurationError(

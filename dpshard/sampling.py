@@ -130,7 +130,7 @@ def plan_micro_batches(
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
     K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
-    and the shares of two ranks differ by at most one. Without `pad`, rows are samples, but for the one row of a
+    and the shares of two ranks differ by at most one. Without `pad`, rows are samples, except for the one row of a
     micro-batch that has none. Raises ConfigurationError for impossible sizes.
     """
     check_micro_batch_size(micro_batch_size)

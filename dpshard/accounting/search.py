@@ -24,7 +24,7 @@ RunsDistribution = Literal["poisson", "geometric", "logarithmic"]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The number of runs of which the best is published."""
+    """The number of runs; the best one is published."""
 
     mean_runs: float
     """Expected number of runs, >= 1 (above 1, except for "poisson")."""

@@ -71,8 +71,8 @@ def _chosen(model: nn.Module) -> Backend:
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigurationError(
-            "FullyShardedDataParallel (FSDP1) flattens several parameters into one, of which dpshard cannot tell the "
-            "parts. Take FSDP2: fully_shard(model); fsdp_version=2 of accelerate, which its launcher has as "
+            "FullyShardedDataParallel (FSDP1) flattens several parameters into one, so dpshard cannot tell the "
+            "parts. Take FSDP2: fully_shard(model), or fsdp_version=2 of accelerate; its launcher calls it "
             "--fsdp_version 2."
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):

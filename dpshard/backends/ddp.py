@@ -41,7 +41,7 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
 
 
 class DDPReduction:
-    """The Reduction that DistributedDataParallel makes of gradients, but for half-precision parameters.
+    """The Reduction that DistributedDataParallel makes of gradients, except of half-precision parameters.
 
     Their sums cross ranks in float32, all in one reduction, after the backward of the last micro-batch.
     """
@@ -86,7 +86,7 @@ class DDPReduction:
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True for the last micro-batch, in whose backward DDP reduces."""
+        """Return True for the last micro-batch: DDP reduces in its backward."""
         return last
 
     def fault(self) -> DpshardError | None:

@@ -164,7 +164,7 @@ class GradStore:
         return totals
 
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
-        """Return what noise is added to: of a complex sum its two parts, each of which gets its own."""
+        """Return what noise is added to: the two parts of a complex sum, which get noise of their own."""
         return [
             Shard(name, as_real(total), self._sharding.start(name) * (2 if total.is_complex() else 1))
             for name, total in totals.items()

@@ -108,7 +108,7 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """Run forwards in a block, in each of which a rank must compute on samples of its own only, see [Note].
+    """Run forwards in a block; in each, a rank must compute on samples of its own only, see [Note].
 
     It raises ConfigurationError for any other. One process is not watched.
     """

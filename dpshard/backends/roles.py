@@ -1,4 +1,4 @@
-"""The roles of which a back-end is composed, besides `Communicator` and `Sharding`: reducing sums, and keeping them."""
+"""The roles that compose a back-end, besides `Communicator` and `Sharding`: reducing sums, and keeping them."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Sharding(ABC):
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Let plain gradients reach the parameters in a block that leaves no trace; they go to nobody's `.grad`."""
+        """Let plain gradients reach the parameters in a block that leaves no trace; they go to no `.grad`."""
         with self.guard.guard_disabled(), self._beside():
             yield
 

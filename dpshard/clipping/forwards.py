@@ -19,7 +19,7 @@ class Forwards:
         self.count = 0
         self._owed: set[int] = set()  # numbers of those that no backward has differentiated
         self._used: set[int] = set()  # of those that used a trainable parameter
-        self._trained: set[int] = set()  # of those whose records a backward has brought
+        self._trained: set[int] = set()  # of those with records that a backward has brought
         self._reached: dict[int, bool] = {}  # by the backward in progress: whether with records
         self._backward = -1  # its number
 

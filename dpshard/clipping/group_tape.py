@@ -62,7 +62,7 @@ class GroupTape:
         self.clip_coef_B: Tensor | None = None
         """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
         self._expected: dict[str, int] = {}  # by parameter: the uses in forward
-        self._arrived: dict[str, int] = {}  # and the uses whose gradients have come
+        self._arrived: dict[str, int] = {}  # and the uses with gradients that have come
         self._norm_sq_B: Tensor | None = None
         self._nonfinite_B: Tensor | None = None  # whether a sample's norm is not finite; None if all are known to be
         self._bundle: FusedGrads | None = None
@@ -79,7 +79,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use whose gradients have come; return True if all uses of a parameter have arrived."""
+        """Count a use with gradients that have come; return True if all uses of a parameter have arrived."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(

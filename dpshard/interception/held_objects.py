@@ -20,7 +20,7 @@ FOREIGN = frozenset(
     "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref "
     "threading multiprocessing concurrent asyncio".split()
 )
-"""Packages whose objects are their own business."""
+"""Packages that look after their own objects."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000

@@ -28,7 +28,7 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions whose number of output rows depends on the values of the data."""
+"""Functions with a number of output rows that depends on the values of the data."""
 
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
 """Functions that write rows into their first argument, at numbers that they are given."""

@@ -1,6 +1,6 @@
 """torch.vmap in a forward: a call on tensors with hidden dimensions is made outside, on the whole tensors.
 
-A function that is vmapped sees tensors of which one dimension is hidden, perhaps that of the samples. Outside it is
+A vmapped function sees tensors with one hidden dimension, perhaps that of the samples. Outside it is
 a function of whole tensors, whose dimensions can be compared, and whose parameters are known by identity.
 """
 

@@ -1,4 +1,4 @@
-"""Records of a table of which rows were read."""
+"""Records of a table: some of its rows were read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpshard.records.numerics import as_real, norms, sum_floor, wide, zero_rows
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecord:
-    """Gradient of a parameter seen as a table [V, C], of which row ids_it was read at position t of sample i."""
+    """Gradient of a parameter seen as a table [V, C]: row ids_it was read at position t of sample i."""
 
     ids: Tensor
     """[B, T], int64; a negative id was no read (padding_idx)"""

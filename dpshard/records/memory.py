@@ -17,9 +17,9 @@ class _Held(threading.local):
 
     buffer: Tensor | None = None
     references = 0
-    """To the memory of the buffer, as long as nobody else has it."""
+    """To the memory of the buffer, as long as nothing else has it."""
     backward = -1
-    """Number of the pass at whose end the buffer is let go."""
+    """Number of the pass; the buffer is let go at its end."""
 
 
 _held = _Held()

@@ -29,5 +29,5 @@ def _with(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
 def _to_host(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return x
-    # Both ways on the current stream: nobody takes the memory of `x`, or reads the copy, before it is through.
+    # Both ways on the current stream: no operator takes the memory of `x`, or reads the copy, before it is through.
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

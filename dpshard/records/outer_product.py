@@ -27,7 +27,7 @@ from dpshard.records.numerics import (
 
 @dataclass(frozen=True, slots=True)
 class OuterProduct:
-    """Gradient sum_t rows_t (x) cols_t of a weight [G, R, C], viewed as `shape`; G = 1 but for grouped convolutions."""
+    """Gradient sum_t rows_t (x) cols_t of a weight [G, R, C], viewed as `shape`; G > 1 in grouped convolutions."""
 
     rows: Tensor
     """[B, G, T, R]"""

@@ -16,7 +16,7 @@ from dpshard.records.outer_product import OuterProduct
 class RoutedProduct:
     """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C], over the rows n that the data sent to group_n.
 
-    The rows of all samples lie side by side in any order, as experts see them; sample_n is whose row it is.
+    The rows of all samples lie side by side in any order, as experts see them; sample_n is its sample.
     """
 
     rows: Tensor
@@ -26,7 +26,7 @@ class RoutedProduct:
     sample: Tensor
     """[N], int64, in 0..B-1"""
     group: Tensor
-    """[N], int64; rows whose group is not in 0..G-1 met no weight"""
+    """[N], int64; rows with a group not in 0..G-1 met no weight"""
     batch_size: int
     """B"""
     shape: torch.Size

@@ -21,7 +21,7 @@ class BatchAxis:
     sample_major: bool = True
     """When the dimension is B * k long: whether the k rows of one sample are adjacent ([B, k]) or strided ([k, B])."""
     routed: bool = False
-    """Whether the data decides whose row is where (experts): every row of the call is then taken for a sample."""
+    """Whether the data decides which sample's row is where (experts): every row of the call then counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """`x` with the samples first: [B, ...]; k rows of a sample become a dimension of their own, where they were."""
@@ -65,7 +65,7 @@ class Source:
     transpose_of: Source | None = None
     """The matrix that this matrix is the transpose of: a product with the one is recorded as one with the other."""
     slice_of: tuple[Source, int] | None = None
-    """The source of which this is one element along dimension 0, and which: an expert's weight."""
+    """The source that holds this as one element along dimension 0, and which one: an expert's weight."""
 
 
 Build = Callable[..., Sequence[tuple[Source, Record]]]

@@ -26,7 +26,7 @@ _DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
 ELEMENTWISE = functions_named(
     (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
 )
-"""Functions of which each output element depends on one element of each argument, in place or not."""
+"""Functions with output elements that depend on one element of each argument, in place or not."""
 
 
 # Attention broadcasts its mask (a learned position bias) and learned queries like an elementwise function.

@@ -85,7 +85,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Weight and bias per channel; running statistics would publish a function of the data that nobody noised."""
+    """Weight and bias per channel; running statistics would publish a function of the data without noise."""
     if use_input_stats and running_mean is not None:
         raise call.refuse(
             "its running statistics are updated from the data without noise; use track_running_stats=False",

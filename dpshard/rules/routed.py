@@ -1,4 +1,4 @@
-"""Routed rows, as experts get them: those of all samples side by side; `Call.samples` says whose they are.
+"""Routed rows, as experts get them: those of all samples side by side; `Call.samples` names the sample of each.
 
 [Note: Rules for routed rows]
 Some rules compute output row n from input row n only. They treat each row as a sample, and `records.of_samples` assigns

@@ -311,7 +311,7 @@ class Collector:
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
 
     def end_release(self) -> BatchMetrics:
-        """End the logical batch, whose noise is in; return its figures, over all ranks."""
+        """End the logical batch after its noise was added; return its figures, over all ranks."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()

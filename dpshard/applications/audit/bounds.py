@@ -1,10 +1,11 @@
 """What the success of an attack proves about epsilon: lower bounds, each with its confidence. No torch in here.
 
 [Note: A bound from an attack]
-Whoever tells a release with a sample from one without it errs in two ways: false positives (rate a) and false negatives
-(rate b). (epsilon, delta)-DP forbids both to be small: a e^epsilon + b >= 1 - delta, and the same with a and b swapped.
-So rates that are known to be at most a and b refute every pair below the line. One pair of rates is bounded once, for
-all deltas together: the guarantee that an accountant gives is a curve, and may be refuted at any of its points.
+An attacker tells a release with a sample from one without it, with two error rates: false positives (a) and false
+negatives (b). (epsilon, delta)-DP forbids both to be small: a e^epsilon + b >= 1 - delta, and the same with a and b
+swapped. So rates that are known to be at most a and b refute every pair below the line. One pair of rates is bounded
+once, for all deltas together: the guarantee that an accountant gives is a curve, and may be refuted at any of its
+points.
 The rates of a mechanism that is mu-GDP (Gaussian noise, every sample in every batch) obey the sharper
 mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, "Gaussian differential privacy", arXiv:1905.02383.
 """

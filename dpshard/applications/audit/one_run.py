@@ -184,7 +184,7 @@ class _Probed(nn.Module):
         super().__init__()
         self.model = model
         device = next(model.parameters()).device
-        self.probe = nn.Embedding(canaries + 1, 1, padding_idx=canaries, device=device)  # the last is nobody's
+        self.probe = nn.Embedding(canaries + 1, 1, padding_idx=canaries, device=device)  # the last belongs to no canary
         nn.init.zeros_(self.probe.weight)
 
     def forward(self, x: Any, canary_B: Tensor) -> tuple[Any, Tensor]:

@@ -62,7 +62,7 @@ class ReleasesAudit:
     findings: tuple[Finding, ...]
     steps: int
     elements: int
-    """Trained elements, of which the noise was tested."""
+    """Trained elements with tested noise."""
     samples: int
     """Samples whose sums were tested; 0 if noise alone was."""
 
@@ -87,7 +87,7 @@ def audit_releases(
 ) -> ReleasesAudit:
     """Test what `steps` steps release, half of them of a second engine; see [Note: Nearly without noise].
 
-    `x` and `y` are candidates, of which MOST_SAMPLES at most become the data set; the other arguments are those of
+    `x` and `y` are candidates; at most MOST_SAMPLES become the data set; the other arguments are those of
     `audit_steps`. On several ranks, all of them call it with the same arguments, and get the same result.
     Raises ConfigurationError if there are too few steps, or no candidate has a gradient.
     """
@@ -268,7 +268,7 @@ class _Game:
 
 
 def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
-    """Candidates of which one has much of its gradient in each parameter, none of them hidden behind the others."""
+    """Return candidates: for each parameter one with much of its gradient there, none hidden behind the others."""
     m = len(gradients)
     gram, parts = np.zeros((m, m)), []
     for name in gradients[0]:

@@ -128,7 +128,7 @@ def audit_steps(
     Raises ConfigurationError for too few trials, no noise, no loss of every sample, or a canary without a gradient.
     """
     if not (is_count(trials) and trials >= 20):
-        raise ConfigurationError(f"trials={trials!r}: at least 20, of which a fifth chooses the test.")
+        raise ConfigurationError(f"trials={trials!r}: at least 20; a fifth of them chooses the test.")
     check_positive("noise_multiplier", noise_multiplier)
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)

@@ -37,7 +37,7 @@ CURVE_POINTS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run of which two are known: length, noise, budget."""
+    """A run; two of length, noise and budget are known."""
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
     """What is asked for: the name of a field of Answer."""
@@ -46,7 +46,7 @@ class Plan:
     target_epsilon: float | None
     target_delta: float
     search: Search | None
-    """How many such runs there are, of which the best is kept; None for a single run. The budget is that of all."""
+    """How many such runs there are; the best one is kept. None for a single run. The budget is that of all."""
 
     def known(self) -> dict[str, Any]:
         """Return what is known, for JSON: a length or noise that is asked for is null."""
@@ -92,7 +92,7 @@ class Answer:
     upper_bound: bool
     """Whether the true epsilon is certainly not larger."""
     found_by: str
-    """The accountant of which the figure is: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
+    """The accountant that gave the figure: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
 
 
 Phases = Annotated[
@@ -113,9 +113,7 @@ Accountants = Annotated[
 ]
 SearchRuns = Annotated[
     float | None,
-    typer.Option(
-        help="Expected number of such runs, of which the best is kept: epsilon is that of the search (rdp only)."
-    ),
+    typer.Option(help="Expected number of such runs; the best one is kept. Epsilon is that of the search (rdp only)."),
 ]
 SearchDistribution = Annotated[
     str | None,

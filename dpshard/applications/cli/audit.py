@@ -32,7 +32,7 @@ NAMES = {
 }
 """The attacks by their keys in audit.json."""
 RELEASES = 200
-"""Steps of which the releases are tested, at most."""
+"""Steps with tested releases, at most."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 

@@ -32,7 +32,7 @@ from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
-"""Odd samples of which the one with the longest gradient is the canary of the games."""
+"""Odd samples; the one with the longest gradient is the canary of the games."""
 
 INPUT_SIZES = (0.0, 0.3, 1.0, 3.0)
 """What inputs of odd samples are multiplied by, one after the other, where releases are tested."""

@@ -20,7 +20,7 @@ from dpshard.applications.cli.training import Run
 NOT_COVERED = (
     "metrics.jsonl and the plots (loss, clip fraction, norms, gradient-SNR, realised batch sizes): computed from the "
     "training samples, without noise.",
-    "checkpoints: they hold the run secret, and whoever has it can subtract the noise. Keep them as you keep the data. "
+    "checkpoints: they hold the run secret, and with it anybody can subtract the noise. Keep them like the data. "
     "model.pt is what may be published.",
     "the validation and test samples and the scores on them: not trained on, but not protected either.",
     "choices made by looking at other runs on the same data: each of those runs has a cost of its own.",

@@ -19,7 +19,7 @@ _CAPTIONS = {
     "loss": "Mean loss of the samples of a step, and of held-out ones.",
     "accuracy": "Share of held-out answers that the model gets right: labels, or masked bytes.",
     "perplexity": "Perplexity of held-out text.",
-    "clip_fraction": "Share of samples whose gradient was longer than the clipping norm.",
+    "clip_fraction": "Share of samples with a gradient longer than the clipping norm.",
     "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
 }
 """Captions of pictures; epsilon does not cover their figures."""

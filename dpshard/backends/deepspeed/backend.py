@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, of which every rank holds its own.
+"""DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one a rank.
 
 [Note: What reaches DeepSpeed]
 Anchors hang on dummies, not on parameters, so in a private backward pass no gradient reaches a parameter at all, and

@@ -1,7 +1,7 @@
 """Runs of a flattened tensor, as torch.distributed.checkpoint sees them.
 
 DeepSpeed divides parameters anywhere, in the middle of a row too; torch.distributed.checkpoint knows boxes, so many
-rows and columns from a place on. A run is a few boxes, each of which lies in one piece in memory: the end of a row,
+rows and columns from a place on. A run is a few boxes, and each lies in one piece in memory: the end of a row,
 whole rows, the beginning of a row. So a checkpoint says nothing of who held what, and any other number of ranks,
 ZeRO stage or back-end reads it.
 """

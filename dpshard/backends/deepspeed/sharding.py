@@ -91,7 +91,7 @@ class ZeroSharding(Sharding):
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a tensor of which every rank has the fragment that the layout says."""
+        """Return the whole tensor; every rank has the fragment that the layout says."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard

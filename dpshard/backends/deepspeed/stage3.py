@@ -58,7 +58,7 @@ class Zero3:
         for p, all_gather in self._gathering:
             p.all_gather = _in_quiet(all_gather)  # type: ignore[attr-defined]
         self.marking = True
-        """Whether a backward is to come, of which modules want notice."""
+        """Whether a backward is to come; modules want notice of it."""
         self._marks = [
             (module, name, vars(module)[name])
             for module in core.modules()

@@ -206,7 +206,7 @@ class ZeroState:
 
 
 def _part(elements: Tensor, start: int, shape: Sequence[int]) -> Tensor:
-    # Nobody would write a tensor without elements.
+    # DeepSpeed writes no tensor without elements.
     return Piece(elements, start, shape) if 0 not in shape else elements.detach().new_empty(shape)
 
 

@@ -24,7 +24,7 @@ _SAME = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A flattened batch dimension whose order only values can tell."""
+    """A flattened batch dimension; only values tell its order."""
 
     key: CallKey
     place: int

@@ -1,4 +1,4 @@
-"""What a loop computes between two forwards of one micro-batch: nobody verifies it, so it must not mix rows.
+"""What a loop computes between two forwards of one micro-batch: it is not verified, so it must not mix rows.
 
 The second forward may get what an earlier one has returned, or what torch computes of it row by row, as it must: single
 elements, and picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph tells, so

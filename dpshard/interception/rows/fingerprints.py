@@ -119,7 +119,7 @@ class Seen:
         """Whether `inputs` hold rows that were seen in another order; bool [], None if they do not.
 
         A few rows of numbers may meet by chance, time steps of a sequence, say. So with fewer than MANY different
-        rows, every input must be reordered, but for those with equal rows, and single integers do not count.
+        rows, every input must be reordered, except those with equal rows, and single integers do not count.
         """
         moved = [rows.reorder(self._rows.get(rows.kind, [])) for rows in inputs]
         found = [flag for flag in moved if flag is not None]
