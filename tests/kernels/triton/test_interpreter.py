@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 TESTS = ["test_products.py", "test_gaussian.py", "test_training.py"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install dpshard[triton]")
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
 def test_the_kernels_in_tritons_interpreter():
