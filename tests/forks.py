@@ -30,8 +30,8 @@ Command = Sequence[str | Path]
 class Forked:
     """The part of subprocess.Popen that tests and the launcher of `dpshard train` use.
 
-    `command` is [sys.executable, SCRIPT, ...] or [sys.executable, "-m", MODULE, ...]. What imported modules have read
-    from the environment before, they read as the tests were started.
+    `command` is [sys.executable, SCRIPT, ...], or with "-m", MODULE or "-c", CODE in place of SCRIPT. What imported
+    modules have read from the environment before, they read as the tests were started.
     """
 
     def __init__(
@@ -82,6 +82,60 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class Branched:
+    """As Forked, but forked from this process, which must not have run a model: the launcher in a Forked process."""
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> None:
+        assert stdin == subprocess.DEVNULL
+        self.returncode: int | None = None
+        arguments = [str(argument) for argument in command[1:]]
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _run(arguments, dict(env), os.getcwd(), _Passed(pass_fds), start_new_session)
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Passed:
+    """Descriptors that a branch has; it closes the others, as a new interpreter has them closed."""
+
+    def __init__(self, passed: Sequence[int]) -> None:
+        self.passed = passed
+
+    def move(self) -> None:
+        last = 2
+        for fd in sorted(self.passed):
+            os.closerange(last + 1, fd)
+            last = fd
+        os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+
+
 class _Kept:
     """Descriptors that the process has, by their numbers there."""
 
@@ -104,7 +158,9 @@ class _Kept:
             os.close(here)
 
 
-def _run(arguments: list[str], environment: dict[str, str], folder: str, kept: _Kept, new_session: bool) -> None:
+def _run(
+    arguments: list[str], environment: dict[str, str], folder: str, kept: _Kept | _Passed, new_session: bool
+) -> None:
     code = 1
     try:
         kept.move()
@@ -141,6 +197,10 @@ def _start(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, os.getcwd())
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from tests.distributed.launch import prints
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -57,21 +59,16 @@ def test_half_precision_needs_no_loss_scaling():
     assert results["float16, loss x 2^30"][1] > 0.1
 
 
-def on_two_processes(name, *arguments):
-    """What the example prints."""
+def test_a_sharded_example_learns():
     run = subprocess.run(
-        [*TORCHRUN, str(ROOT / "tests" / "as_script.py"), str(EXAMPLES / f"{name}.py"), *arguments],
+        [*TORCHRUN, str(ROOT / "tests" / "as_script.py"), str(EXAMPLES / "sharded.py")],
         capture_output=True,
         text=True,
         timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return run.stdout
-
-
-def test_a_sharded_example_learns():
-    printed = on_two_processes("sharded")
+    printed = run.stdout
     assert float(printed.split("%")[0]) > 85
     assert "epsilon = " in printed
 
@@ -88,9 +85,8 @@ def test_a_language_model_is_fine_tuned_in_shards(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(model)
     config = GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(model)
-    printed = on_two_processes(
-        "finetune_transformers", str(model), str(text), "--epochs", "1", "--out", str(tmp_path / "out")
-    )
+    script = [ROOT / "tests" / "as_script.py", EXAMPLES / "finetune_transformers.py"]
+    printed, _ = prints([sys.executable, *script, model, text, "--epochs", "1", "--out", tmp_path / "out"], 2)
     assert 0 < float(printed.split("held-out loss ")[1].split()[0]) < 10
     assert "epsilon = " in printed
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")

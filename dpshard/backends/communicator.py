@@ -56,9 +56,10 @@ class Communicator:
         """Return the vectors of all ranks as rows [W, X], in one collective."""
         if self.group is None:
             return x_X[None]
-        rows = [torch.empty_like(x_X, device=self._device) for _ in range(self.world_size)]
-        dist.all_gather(rows, x_X.to(self._device), group=self.group)
-        return torch.stack(rows)
+        own_X = x_X.to(self._device)
+        rows_WX = own_X.new_empty(self.world_size * len(own_X))  # one tensor: a list has a view for each rank
+        dist.all_gather_into_tensor(rows_WX, own_X, group=self.group)
+        return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
         """Return the names of the facts (plain values) on which ranks disagree; all ranks pass the same names."""

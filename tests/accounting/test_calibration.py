@@ -56,12 +56,13 @@ def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon
 @pytest.mark.parametrize(
     ("schedule", "max_batch_size"),
     [
-        ([(50, 100)], None),
-        pytest.param([(50, 100), (100, 50)], None, marks=pytest.mark.exhaustive),
-        pytest.param([(50, 100), (100, 50)], 160, marks=pytest.mark.exhaustive),
+        ([(500, 100)], None),
+        ([(500, 100), (1000, 50)], None),
+        ([(500, 100), (1000, 50)], 1200),
     ],
 )
 def test_calibration_by_pld_is_conservative_and_tight(schedule, max_batch_size):
+    """With large batches, whose noise is large: small losses have short distributions."""
     phases = BatchSchedule.parse(schedule, sample_size=10_000).phases()
     run = {"sample_size": 10_000, "target_delta": 1e-5, "max_batch_size": max_batch_size}
     sigma = run_sigma(phases, target_epsilon=0.7, **run)
@@ -106,9 +107,10 @@ def test_steps_for_epsilon_is_the_last_that_fits(accountant):
 def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
     """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
     phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]
-    sigma = run_sigma(phases, **BERT, accountant=accountant)
-    assert round(sigma, 4) == {"rdp": 0.7965, "pld": 0.7691}[accountant]
+    sigma = {"rdp": 0.7965, "pld": 0.7691}[accountant]  # the smallest sufficient one, to four digits
     run = {"sample_size": BERT["sample_size"], "target_delta": BERT["target_delta"], "accountant": accountant}
+    above, below = (run_epsilon(phases, noise_multiplier=sigma + d, **run) for d in (-5e-5, 5e-5))
+    assert below <= BERT["target_epsilon"] < above
     theirs = {"rdp": RdpAccountant, "pld": PLDAccountant}[accountant]()
     for batch_size, steps in phases:
         gaussian = GaussianDpEvent(sigma)

@@ -199,8 +199,18 @@ def test_the_largest_micro_batch() -> None:
     asked.clear()
     assert largest_micro_batch(counted, 30 * 5000 - 100, (1, peak(1))) == 5000
     assert len(asked) <= 10
+    asked.clear()
+
+    # A plateau, where the peak is in the optimizer's step: a line from there to a large micro-batch tells little.
+    def plateau(B: int) -> int:
+        asked.append(B)
+        return max(4_027_113 + 157 * B, 4_276_613 + 70_933 * (B - 45))
+
+    assert largest_micro_batch(plateau, 4_294_967, (1, plateau(1))) == 45
+    assert len(asked) <= 8
 
 
+@pytest.mark.exhaustive
 def test_the_largest_micro_batch_of_a_plan_fits_and_the_next_does_not() -> None:
     setup = Setup(model=replace(TINY, layers=1), ranks=4, shard="ddp")
     plan = make_plan(setup, clippings=[Clipping("all-layer")], gpu_memory=0.004)

@@ -1,32 +1,33 @@
 """The measured fine-tuning runs to its end at a tiny size, and the documents show what it has measured."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks.finetuning.results import table
 from benchmarks.results_files import FOLDER, ROOT
+from tests.distributed.launch import prints
 
 
 @pytest.mark.exhaustive
-def test_transformers_are_fine_tuned_in_shards(tmp_path):
+def test_transformers_are_fine_tuned_in_shards(tmp_path, monkeypatch):
     """A few steps of tiny models: that it runs to the end, and tells what was spent."""
     pytest.importorskip("peft")
-    # By itself, as it is started by hand: it launches the processes.
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.finetuning", "--nproc", "2", "--quick", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    from benchmarks.finetuning import __main__ as command
+
+    # It has torchrun start the ranks, which are forked here.
+    started = []
+    monkeypatch.setattr(command.subprocess, "call", started.append)
+    monkeypatch.setattr(sys, "argv", ["finetuning", "--nproc", "2", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        command.main()
+    torchrun, rank = started[0][:5], started[0][5:]
+    assert torchrun == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    rank.remove("--")  # which ends torchrun's own options
+    printed, _ = prints([sys.executable, *rank], 2)
     results = json.loads((tmp_path / "finetuning.json").read_text())
-    assert table(results) in run.stdout
+    assert table(results) in printed
     assert (results["processes"], results["shard"]) == (2, "fsdp2")
     runs = {(run["model"], run["trained"]): run for run in results["runs"]}
     assert len(runs) == 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.forks import ROOT, Forked
+from tests.forks import ROOT, Command, Forked
 
 FOLDER = Path(__file__).parent
 
@@ -29,13 +29,21 @@ def launch(worker: str | Path, world_size: int, *arguments: str | Path, timeout:
 
     FailedRankError if a rank fails, or hangs longer than `timeout` seconds; the others are killed then.
     """
+    printed = prints(["python", FOLDER / worker, *arguments], world_size, timeout=timeout)
+    lines = [line for text in printed for line in text.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise FailedRankError(f"no RESULT\n{_tails(printed)}")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def prints(command: Command, world_size: int, *, timeout: float = 280) -> list[str]:
+    """What each rank of the command prints (see Forked); FailedRankError as of `launch`."""
     with tempfile.TemporaryDirectory() as folder, _environments(world_size) as environments:
         logs = [Path(folder) / f"rank-{rank}" for rank in range(world_size)]
         ranks: list[Forked] = []
         try:
             for log, environment in zip(logs, environments, strict=True):
                 with log.open("wb") as out:
-                    command = ["python", FOLDER / worker, *arguments]
                     ranks.append(
                         Forked(command, env=environment, stdout=out.fileno(), stderr=STDOUT, start_new_session=True)
                     )
@@ -44,12 +52,14 @@ def launch(worker: str | Path, world_size: int, *arguments: str | Path, timeout:
             for rank in ranks:
                 _end(rank)
         printed = [log.read_text(errors="replace") for log in logs]
-    lines = [line for text in printed for line in text.splitlines() if line.startswith("RESULT ")]
-    if not done or not lines:
+    if not done:
         codes = [rank.returncode for rank in ranks]
-        tails = "\n".join(f"--- rank {rank}\n{text[-6000:]}" for rank, text in enumerate(printed))
-        raise FailedRankError(f"exit codes {codes} (-9: killed, also because another had failed)\n{tails}")
-    return json.loads(lines[0].removeprefix("RESULT "))
+        raise FailedRankError(f"exit codes {codes} (-9: killed, also because another had failed)\n{_tails(printed)}")
+    return printed
+
+
+def _tails(printed: Sequence[str]) -> str:
+    return "\n".join(f"--- rank {rank}\n{text[-6000:]}" for rank, text in enumerate(printed))
 
 
 @cache

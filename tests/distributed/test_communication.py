@@ -19,6 +19,7 @@ from dpshard.applications.planner import Clipping, Setup, Transformer
 from dpshard.applications.planner.meter import Traffic
 from dpshard.applications.planner.simulation import Simulation, simulated
 from dpshard.interception.rows.doubts import Doubt
+from tests.grids import quick
 
 ONE_PASS = [Clipping(style) for style in ("all-layer", "layer-wise", "block-wise", "param-wise")]
 TINY = Transformer(width=24, layers=2, heads=2, vocabulary=67, seq=8, tied=True)
@@ -31,6 +32,7 @@ CASES = {
     "hsdp": Setup(model=TINY, ranks=256, shard="hsdp"),
     "ddp, 2 micro-batches": Setup(model=TINY, ranks=256, shard="ddp", micro_batches=2),
 }
+QUICK = ["fsdp2, checkpointing, 2 micro-batches", "ddp, 2 micro-batches"]
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
@@ -50,7 +52,7 @@ def groups_of(clipping: Clipping, shape: Transformer) -> int:
     return found[clipping.style]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=quick(*QUICK, rest=[name for name in CASES if name not in QUICK]))
 def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
     with simulated(CASES[request.param]) as made:
         yield made

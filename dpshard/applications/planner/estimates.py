@@ -144,19 +144,27 @@ def make_plan(
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
     """Return the largest B with peak(B) <= limit, or 0.
 
-    `known` is one pair (B, peak) of the growing `peak`. Peaks are nearly linear in B, so the line
-    through the last two values finds the answer in a few counts.
+    `known` is one pair (B, peak) of the growing `peak`. Peaks are nearly linear in B, or linear
+    beyond a plateau, so the line through two values finds the answer in a few counts.
     """
-    points = [known]
+    points, width = [known], LARGEST
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])
     while exceeds - fits > 1:
-        if len(points) == 1:
-            guess = 2 * fits or exceeds // 2
-        else:
-            (first, low), (last, high) = sorted(points[-2:])
-            slope = (high - low) / (last - first)
-            guess = int(last + (limit - high) / slope) if slope > 0 else 8 * fits
+        middle = 2 * fits if exceeds == LARGEST else (fits + exceeds) // 2
+        guess = middle if len(points) == 1 else _where(limit, points, 8 * fits)
+        if guess != fits and 2 * (exceeds - fits) > width:  # the last count has not halved the range
+            guess = middle
         guess = min(max(guess, fits + 1), exceeds - 1, 8 * fits or exceeds)
+        width = exceeds - fits if exceeds < LARGEST else 2 * LARGEST
         points.append((guess, peak(guess)))
         fits, exceeds = (guess, exceeds) if points[-1][1] <= limit else (fits, guess)
     return fits
+
+
+def _where(limit: int, points: list[tuple[int, int]], otherwise: int) -> int:
+    """Return where a line through two of the points meets the limit; `otherwise` if it does not rise."""
+    above = sorted(point for point in points if point[1] > limit)[:2]
+    # Two values beyond the plateau tell more than one on it.
+    (first, low), (last, high) = above if len(above) == 2 else sorted(points[-2:])
+    slope = (high - low) / (last - first)
+    return int(last + (limit - high) / slope) if slope > 0 else otherwise

@@ -86,11 +86,13 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
         raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each; {setup.ranks} ranks are not.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    gc.freeze()  # each step collects garbage, and needs not look at what was there before
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches, which are intended here
             yield Simulation(setup, fake, Meter(fake))
     finally:
+        gc.unfreeze()
         dist.destroy_process_group()
 
 

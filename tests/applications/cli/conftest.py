@@ -1,6 +1,8 @@
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpshard.applications.cli import app
+from tests.forks import Command, Forked
 
 QUICK = "--steps 6 --batch-size 64 --noise-multiplier 1 --evaluations 2 --checkpoint-every 2".split()
 """A run on digits that takes about a second."""
@@ -15,9 +18,10 @@ QUICK = "--steps 6 --batch-size 64 --noise-multiplier 1 --evaluations 2 --checkp
 SECRET = bytes(range(32))
 DRIVER = (
     f"import dpshard.engine; dpshard.engine.new_run_secret = lambda: {SECRET!r}; "
-    "from dpshard.applications.cli import app; app()"
+    "import subprocess, types, tests.forks; from dpshard.applications.cli import app, launch; "
+    "launch.subprocess = types.SimpleNamespace(Popen=tests.forks.Branched, DEVNULL=subprocess.DEVNULL); app()"
 )
-"""The command line, but with a run secret that we know, so that two runs can be compared."""
+"""The command line, but with a run secret that we know, so that two runs can be compared, and forked ranks."""
 
 
 @pytest.fixture
@@ -39,25 +43,43 @@ def known_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: SECRET)
 
 
+class Spawned(Forked):
+    """With what subprocess.Popen has for the output."""
+
+    def __init__(self, command: Command) -> None:
+        read, write = os.pipe()
+        super().__init__(
+            command,
+            stdout=write,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group, as a terminal's Ctrl-C meets it
+        )
+        os.close(write)
+        self.stdout = os.fdopen(read)
+
+    def communicate(self, timeout: float = 90) -> tuple[str, None]:
+        """Return what it prints until all that hold its output have ended."""
+        killer = threading.Timer(timeout, self.kill)
+        killer.start()
+        printed = self.stdout.read()
+        self.wait()
+        killer.cancel()
+        return printed, None
+
+
 @pytest.fixture
-def spawn(tmp_path: Path):
+def spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Spawned]]:
     """Start a command in a process of its own, under the known secret; killed at the end of the test."""
     processes = []
 
-    def start(*arguments: object, driver: str = "") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", driver + DRIVER, *map(str, arguments)]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # a process group, as a terminal's Ctrl-C meets it
-        )
-        processes.append(process)
-        return process
+    def start(*arguments: object, driver: str = "") -> Spawned:
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            processes.append(Spawned([sys.executable, "-c", driver + DRIVER, *map(str, arguments)]))
+        return processes[-1]
 
     yield start
     for process in processes:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()

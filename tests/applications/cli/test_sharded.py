@@ -45,7 +45,7 @@ def environment(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def forked_ranks(monkeypatch):
-    """The launcher in this process forks its ranks, which need not import torch; `spawn` and torchrun start Python."""
+    """The launcher in this process forks its ranks, which need not import torch; torchrun starts Python."""
     monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import quick
+
 HERE = Path(__file__).parent
-TESTS = ["test_products.py", "test_gaussian.py", "test_training.py"]
 
 
+@pytest.mark.parametrize("name", quick("test_gaussian.py", rest=["test_products.py", "test_training.py"]))
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install dpshard[triton]")
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
-def test_the_kernels_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in TESTS)]
+def test_the_kernels_in_tritons_interpreter(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / name]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("DPSHARD_TRITON", None)
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
