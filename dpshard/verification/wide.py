@@ -1,4 +1,9 @@
-"""Decide a failure in float32 by float64: rounding shrinks, a fault stays."""
+"""Decide a failure in float32 by float64: rounding shrinks, a fault stays.
+
+[Note: One rank decides]
+A rank decides about its own samples, while other ranks may have found no failure. So the model must not wait for
+them: a collective in its forward ends the comparison, and the failure stands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper
 from dpshard.interception import kind_of_run
@@ -24,12 +31,24 @@ class Widened:
     differentiated: Mapping[str, Tensor]
 
 
-def can_widen(bench: Bench, owned: Any, world_size: int) -> bool:
+class OnOneRank(TorchDispatchMode):
+    """Raises RuntimeError where a model would wait for other ranks."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator unless it is a collective."""
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func.__name__} waits for other ranks, which may not come.")
+        return func(*args, **(kwargs or {}))
+
+
+def can_widen(bench: Bench, owned: Any) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    alone = world_size == 1 and not bench.replay.parameters.unshards(bench.run.module)
-    return plain and alone and owned.differentiated is owned.parameters and not bench.half
+    unshards = bench.replay.parameters.unshards(bench.run.module)
+    return plain and not unshards and owned.differentiated is owned.parameters and not bench.half
 
 
 @contextmanager
