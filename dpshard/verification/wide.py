@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper

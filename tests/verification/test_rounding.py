@@ -81,8 +81,7 @@ def test_no_rank_waits_for_others_in_float64():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(VerificationError):
-            for _ in range(6):
-                verify(engine)
+            verify(engine)
     finally:
         dist.destroy_process_group()
     assert not hasattr(model, "summed")
