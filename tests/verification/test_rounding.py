@@ -45,8 +45,9 @@ def engine_of(ranks, model):
     return engine
 
 
-def verify(engine):
-    engine.verify(raw_columns(), loss_fn=F.cross_entropy, targets=torch.arange(16) % 2)
+def verify(engine, times=1):
+    for _ in range(times):
+        engine.verify(raw_columns(), loss_fn=F.cross_entropy, targets=torch.arange(16) % 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -80,8 +81,8 @@ def test_no_rank_waits_for_others_in_float64():
     engine = engine_of(2, model)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(VerificationError):
-            verify(engine)
+        with pytest.raises(VerificationError):  # float32 fails on one of a few samples
+            verify(engine, times=8)
     finally:
         dist.destroy_process_group()
     assert not hasattr(model, "summed")
