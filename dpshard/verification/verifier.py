@@ -183,7 +183,7 @@ class Verifier:
                 found = [wide.loss.of]
             try:
                 compare(wide, parameters, clipper, found)
-            except (RuntimeError, TypeError):  # also if forward itself casts to float32
+            except (RuntimeError, TypeError):  # also if the model cannot compute in float64
                 return False
             return True
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper
@@ -42,6 +43,16 @@ class OnOneRank(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Doubled(TorchFunctionMode):
+    """Casts to float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function with float64 for float32."""
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*(_wide(x) for x in args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
+
+
 def can_widen(bench: Bench, owned: Any) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.replay.parameters.model
@@ -52,7 +63,7 @@ def can_widen(bench: Bench, owned: Any) -> bool:
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
-    """Return a block in which the model computes in float64, with its own parameters."""
+    """Return a block in which the model computes in float64, with parameters of its own."""
     owned, layouts = bench.replay.parameters, bench.replay.layouts.found
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
@@ -78,7 +89,8 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         kind = kind_of_run(in_double.run)
         if kind not in layouts:
             made = layouts[kind] = layouts[kind_of_run(run)]
-        yield in_double, Widened(parameters, values), clipper.with_values(values)
+        with Doubled():
+            yield in_double, Widened(parameters, values), clipper.with_values(values)
     finally:
         if made is not None:
             del layouts[kind]
@@ -88,6 +100,10 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
             sources.pop(p, None)
         for buffer in buffers:
             buffer.data = buffer.data.float()
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
 
 
 def _double(x: Any) -> Any:

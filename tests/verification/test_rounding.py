@@ -57,6 +57,19 @@ def test_raw_columns_pass(ranks):
         verify(engine_of(ranks, trained(MLP)))
 
 
+class Casting(MLP):
+    """Casts to float32 on its way."""
+
+    def forward(self, x):
+        return super().forward(x.to(torch.float32)).float().log_softmax(1, dtype=torch.float32)
+
+
+def test_raw_columns_pass_a_model_that_casts_to_float32():
+    for seed in range(4):
+        torch.manual_seed(seed)
+        verify(engine_of(1, trained(Casting)))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fault_on_raw_columns_is_caught(ranks):
     for seed in range(3):
