@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Literal
+from typing import Literal, overload
 
 from dpshard.errors import ConfigurationError
 
@@ -33,8 +33,14 @@ class BatchSchedule:
         """Number of steps of the run."""
         return len(self.sizes)
 
-    def __getitem__(self, step: int) -> int:
-        """Return the expected batch size of `step`; past the end of the run, that of the last step."""
+    @overload
+    def __getitem__(self, step: int) -> int: ...
+    @overload
+    def __getitem__(self, step: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, step: int | slice) -> int | tuple[int, ...]:
+        """Return the expected batch size of `step`; past the end of the run, that of the last step. Slices are cut."""
+        if isinstance(step, slice):
+            return self.sizes[step]
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def phases(self) -> list[tuple[int, int]]:

@@ -480,7 +480,8 @@ def _check_choices(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained."
+            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained. "
+            f"(replace_unsupported(model) changes the model itself, and returns a list of the changes.)"
         )
     optimizer_hook.refuse_shared(model)
     check_choice("accountant", accountant, get_args(AccountantName))

@@ -238,6 +238,11 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
     """Raise DataError unless `dataset` is map-style and has exactly `sample_size` > 0 samples."""
     kind = type(dataset).__name__
     remedy = "Poisson sampling reads any sample by its index: wrap the data in a class with __getitem__ and __len__."
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"{kind} makes batches of its own, and Poisson sampling must draw them: pass loader.dataset. collate_fn, "
+            f"num_workers and pin_memory are arguments of engine.batches, too."
+        )
     if isinstance(dataset, IterableDataset):
         raise DataError(f"{kind} is an IterableDataset, which can only be read in its own order. {remedy}")
     if not hasattr(dataset, "__getitem__"):

@@ -25,6 +25,7 @@ from dpshard.errors import (
     ConfigurationError,
     DataError,
     DpshardError,
+    LogicalBatchError,
 )
 
 NAN, INF = math.nan, math.inf
@@ -270,3 +271,31 @@ def test_a_refused_forward_leaves_a_working_engine():
         engine.privatize()
         break
     assert engine.step == 1
+
+
+def test_a_data_loader_in_place_of_its_data_set_is_refused():
+    loader = torch.utils.data.DataLoader(TensorDataset(torch.randn(100, 4)), batch_size=10)
+    with pytest.raises(DataError, match=r"pass loader\.dataset"):
+        engine_on(mlp()).batches(loader, 6)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, batch: model(batch),
+        lambda model, batch: model(batch[0]),
+        lambda model, batch: torch.tanh(batch),
+    ],
+)
+def test_a_logical_batch_in_place_of_a_micro_batch_is_refused(use):
+    model = mlp()
+    engine = engine_on(model)
+    batch = next(engine.batches(TensorDataset(torch.randn(100, 4)), 6))
+    with pytest.raises((LogicalBatchError, BatchLayoutError), match="for x, y in logical_batch"):
+        use(model, batch)
+
+
+def test_a_schedule_is_sliced_like_its_sizes():
+    schedule = engine_on(mlp(), batch_size=[(6, 2), (8, 3)], steps=5).mechanism.schedule
+    assert schedule[:3] == (6, 6, 8)
+    assert schedule[99] == 8

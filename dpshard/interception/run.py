@@ -81,7 +81,8 @@ def plan_run(
     if not sizes:
         raise BatchLayoutError(
             f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
-            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch))."
+            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
+            f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
         )
     B = len(plan.indices) if plan is not None else sizes[0]
     if plan is None and len(set(sizes) - {1}) > 1:

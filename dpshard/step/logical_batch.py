@@ -57,6 +57,12 @@ class MicroBatch:
         return self.tape.gap
 
 
+_NO_MICRO_BATCH = (
+    "engine.batches(...) yields logical batches, and this one was used like a micro-batch. Loop over the micro-batches "
+    "in it: `for logical_batch in engine.batches(...): for x, y in logical_batch: ...`, and step after the inner loop."
+)
+
+
 class LogicalBatch:
     """The micro-batches of one step; iterate over it once, then call `optimizer.step()`.
 
@@ -128,6 +134,15 @@ class LogicalBatch:
             "engine divides the sum by the expected batch size, engine.mechanism.schedule[logical_batch.step]. "
             "`logical_batch.complete` is True within the last micro-batch."
         )
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse: it is no micro-batch."""
+        raise LogicalBatchError(_NO_MICRO_BATCH)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse: it is no tensor."""
+        raise LogicalBatchError(_NO_MICRO_BATCH)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the data of each micro-batch, as the data set and collate_fn give it."""

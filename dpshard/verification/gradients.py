@@ -190,6 +190,10 @@ def _difference(
 
 
 def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> VerificationError:
+    if other := _other_reduction(exact, found):
+        return VerificationError(
+            f"{worst} (clipping group {group.label!r}): {other} Norms alone: {_list(exact)}; together: {_list(found)}."
+        )
     return VerificationError(
         f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together are not those of "
         f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
@@ -200,6 +204,23 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
         f"a module call, or inside a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
+
+
+def _other_reduction(exact: Tensor, found: Tensor) -> str | None:
+    """Return the reason if norms differ by the number of samples, as those of a loss of the other reduction do."""
+    n = len(exact)
+    if n > 1 and bool(exact.any()):
+        if torch.allclose(found, n * exact, rtol=1e-3):
+            return (
+                f"the norms of {n} samples together are exactly {n} times too large. The loss is a sum over samples, "
+                f"and the engine has loss_reduction='mean'. Give the engine loss_reduction='sum', or average the loss."
+            )
+        if torch.allclose(n * found, exact, rtol=1e-3):
+            return (
+                f"the norms of {n} samples together are exactly {n} times too small. The loss is a mean over samples, "
+                f"and the engine has loss_reduction='sum'. Give the engine loss_reduction='mean', or sum the loss."
+            )
+    return None
 
 
 def _list(values: Tensor) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from dpshard.verification.memory import check_memory
 from dpshard.verification.objectives import Loss, objectives
 from dpshard.verification.samples import has_numbers, pick
 from dpshard.verification.watch import Watch
-from dpshard.verification.wide import can_widen, widened
+from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 Moment = tuple[int, int | None, int]
 """Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
@@ -159,7 +160,7 @@ class Verifier:
                     continue  # forward refuses invented numbers
                 if (
                     not differs
-                    or not can_widen(bench, self._sharding, self._ranks.world_size)
+                    or not can_widen(bench, self._sharding)
                     or not self._agrees_in_double(bench, found, compare)
                 ):
                     raise
@@ -176,12 +177,13 @@ class Verifier:
 
     def _agrees_in_double(self, bench: Bench, found: Any, compare: Callable[..., None]) -> bool:
         bench.state.rewind(bench.draws)
-        with widened(bench, self._clipper) as (wide, parameters, clipper):
+        one_rank = OnOneRank() if self._ranks.world_size > 1 else nullcontext()
+        with widened(bench, self._clipper) as (wide, parameters, clipper), one_rank:
             if wide.loss is not None:
                 found = [wide.loss.of]
             try:
                 compare(wide, parameters, clipper, found)
-            except (RuntimeError, TypeError):  # also if forward itself casts to float32
+            except (RuntimeError, TypeError):  # also if the model cannot compute in float64
                 return False
             return True
 

@@ -1,4 +1,9 @@
-"""Decide a failure in float32 by float64: rounding shrinks, a fault stays."""
+"""Decide a failure in float32 by float64: rounding shrinks, a fault stays.
+
+[Note: One rank decides]
+A rank decides about its own samples, while other ranks may have found no failure. So the model must not wait for
+them: a collective in its forward ends the comparison, and the failure stands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper
 from dpshard.interception import kind_of_run
@@ -24,17 +31,39 @@ class Widened:
     differentiated: Mapping[str, Tensor]
 
 
-def can_widen(bench: Bench, owned: Any, world_size: int) -> bool:
+class OnOneRank(TorchDispatchMode):
+    """Raises RuntimeError where a model would wait for other ranks."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator unless it is a collective."""
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func.__name__} waits for other ranks, which may not come.")
+        return func(*args, **(kwargs or {}))
+
+
+class Doubled(TorchFunctionMode):
+    """Casts to float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function with float64 for float32."""
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*(_wide(x) for x in args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
+
+
+def can_widen(bench: Bench, owned: Any) -> bool:
     """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
     model = bench.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    alone = world_size == 1 and not bench.replay.parameters.unshards(bench.run.module)
-    return plain and alone and owned.differentiated is owned.parameters and not bench.half
+    unshards = bench.replay.parameters.unshards(bench.run.module)
+    return plain and not unshards and owned.differentiated is owned.parameters and not bench.half
 
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
-    """Return a block in which the model computes in float64, with its own parameters."""
+    """Return a block in which the model computes in float64, with parameters of its own."""
     owned, layouts = bench.replay.parameters, bench.replay.layouts.found
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
@@ -60,7 +89,8 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         kind = kind_of_run(in_double.run)
         if kind not in layouts:
             made = layouts[kind] = layouts[kind_of_run(run)]
-        yield in_double, Widened(parameters, values), clipper.with_values(values)
+        with Doubled():
+            yield in_double, Widened(parameters, values), clipper.with_values(values)
     finally:
         if made is not None:
             del layouts[kind]
@@ -70,6 +100,10 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
             sources.pop(p, None)
         for buffer in buffers:
             buffer.data = buffer.data.float()
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
 
 
 def _double(x: Any) -> Any:

@@ -6,8 +6,10 @@ Failure modes: 1, 5 test_an_update_is_the_oracles (of padded rows, too);
 24 test_a_saved_run_goes_on_bit_for_bit.
 """
 
+import pkgutil
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ from torch.utils.data import (
 
 import dpshard
 from dpshard.errors import BudgetExceededError, ConfigurationError, EngineInUseError, LogicalBatchError
-from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine
+from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine, accountants
+from dpshard.integrations.opacus.accountants.utils import get_noise_multiplier
 from dpshard.integrations.opacus.criterion import DPLoss
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -409,3 +412,77 @@ def test_padding_reaches_no_gradient_of_an_empty_batch():
             optimizer.zero_grad()
     assert privacy.engine.step == 40
     assert empty > 0
+
+
+FACADE = "dpshard.integrations.opacus"
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-opacus.md").read_text()
+
+
+def names_in(heading):
+    """Return the names `opacus.…` in the table under a heading of the page; of the first column only."""
+    table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    return [name for cell in cells for name in re.findall(r"`opacus\.([\w.]+)`", cell)]
+
+
+@pytest.mark.parametrize("name", names_in("What carries over"))
+def test_what_the_page_says_carries_over_is_there(name):
+    pkgutil.resolve_name(f"{FACADE}.{name}")
+
+
+@pytest.mark.parametrize("name", names_in("What is missing"))
+def test_what_the_page_says_is_missing_is_missing_or_says_why(name):
+    try:
+        found = pkgutil.resolve_name(f"{FACADE}.{name}")
+    except (ImportError, AttributeError):
+        return
+    with pytest.raises(ConfigurationError, match="make_private"):
+        found(mlp())
+
+
+def test_the_page_lists_names():
+    assert len(names_in("What carries over")) >= 6
+    assert len(names_in("What is missing")) >= 6
+
+
+def test_accountants_alone_have_the_figures_of_the_ledger():
+    """sigma = 1, q = 0.01, 1000 steps, delta = 1e-5; those of other parameters, in several steps, add up."""
+    for kind, epsilon in ((accountants.RDPAccountant, 2.1014), (accountants.PRVAccountant, 1.8282)):
+        accountant, other = kind(), kind()
+        assert accountant.get_epsilon(1e-5) == 0
+        for _ in range(1000):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        assert accountant.get_epsilon(delta=1e-5) == pytest.approx(epsilon, abs=1e-4)
+        assert accountant.history == [(1.0, 0.01, 1000)]
+        other.load_state_dict(accountant.state_dict())
+        other.step(noise_multiplier=0.8, sample_rate=0.02)
+        assert len(other) == 1001
+        assert other.get_epsilon(1e-5) > accountant.get_epsilon(1e-5)
+        with pytest.raises(ConfigurationError, match="accountant that saved it"):
+            accountants.GaussianAccountant().load_state_dict(accountant.state_dict())
+
+
+@pytest.mark.parametrize("name", ["rdp", "prv"])
+def test_the_noise_for_a_budget_keeps_it(name):
+    settings = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01, "accountant": name}
+    sigma = get_noise_multiplier(**settings, steps=1000)
+    assert sigma == get_noise_multiplier(**settings, epochs=10)
+    accountant = {"rdp": accountants.RDPAccountant, "prv": accountants.PRVAccountant}[name]()
+    for _ in range(1000):
+        accountant.step(noise_multiplier=sigma, sample_rate=0.01)
+    assert 0.999 < accountant.get_epsilon(1e-5) <= 1.0
+    for wrong in ({}, {"steps": 1, "epochs": 1}, {"steps": 1, "sample_rate": 0.0}):
+        with pytest.raises(ConfigurationError, match=r"exactly one|sample_rate"):
+            get_noise_multiplier(**{**settings, **wrong})
+
+
+def test_instance_norm_may_take_the_place_of_batch_norm():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.1), nn.BatchNorm2d(4, affine=False)).eval()
+    fixed = ModuleValidator.fix(model, replace_bn_with_in=True)
+    assert [type(layer) for layer in fixed[1:]] == [nn.InstanceNorm2d] * 2
+    assert torch.equal(fixed[1].weight, model[1].weight)
+    assert fixed[1].eps == 0.1
+    assert not fixed[1].training
+    assert fixed[2].weight is None
+    assert ModuleValidator.is_valid(fixed)
+    assert isinstance(model[1], nn.BatchNorm2d)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dpshard import __version__
-from dpshard.applications.cli import account, audit, bench, plan, plot, privacy_report, train
+from dpshard.applications.cli import account, audit, bench, doctor, plan, plot, privacy_report, train
 from dpshard.applications.cli.console import OneLineErrors
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app.command("audit")(audit.command)
 app.command("plan")(plan.command)
 app.command("bench")(bench.command)
 app.command("plot")(plot.command)
+app.command("doctor")(doctor.command)
 app.command("report")(privacy_report.command)
 
 __all__ = ["app"]

@@ -68,7 +68,7 @@ def command(
         )
     advice = advise(comparison)
     if as_json is not None:
-        write_atomically(as_json, to_json(_figures(comparison, advice), 2).encode())
+        write_atomically(as_json, to_json(_figures(comparison, advice), 2).encode(), public=True)
     _print(comparison, advice)
 
 

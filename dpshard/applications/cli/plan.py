@@ -106,7 +106,7 @@ def command(
         seconds = time.monotonic() - begun
         advice = advise(plan)
     if as_json is not None:
-        write_atomically(as_json, to_json(_figures(plan, advice, seconds), 2).encode())
+        write_atomically(as_json, to_json(_figures(plan, advice, seconds), 2).encode(), public=True)
     if plot is not None:
         draw(plan, plot)
     _print(plan, advice, seconds)

@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,13 @@ def draw(folder: RunFolder) -> list[Path]:
         raise RunFolderError(f"{folder.metrics} is empty: the run has not finished a step yet.")
     panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
     pictures = {"overview": panels} | {panel.name: [panel] for panel in panels}
-    return [
-        save(_figure(shown, rows, folder.settings().target_epsilon), folder.plots / f"{name}.png")
-        for name, shown in pictures.items()
-    ]
+    paths = {name: folder.plots / f"{name}.png" for name in pictures}
+    for name, path in paths.items():
+        with suppress(OSError):  # save explains it
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.touch(mode=0o600)
+        save(_figure(pictures[name], rows, folder.settings().target_epsilon), path)
+    return list(paths.values())
 
 
 def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:

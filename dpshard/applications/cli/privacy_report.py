@@ -41,7 +41,7 @@ def command(
     """
     folder = RunFolder.open(run)
     target = out or folder.path / ("report-public.html" if public else "report.html")
-    write_atomically(target, render(folder, public=public).encode())
+    write_atomically(target, render(folder, public=public).encode(), public=public)
     console.out.print(str(target))
 
 

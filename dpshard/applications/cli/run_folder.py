@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,10 +52,17 @@ class RunFolder:
         if path.exists() and any(path.iterdir()):
             raise RunFolderError(f"{path} exists already: resume that run by --resume {path}, or choose another --out.")
         with _explained(path):
-            folder.checkpoints.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            folder.checkpoints.mkdir(mode=0o700)
+            folder.plots.mkdir(mode=0o700)
             write_atomically(folder.config, settings.to_yaml().encode())
-            folder.metrics.touch()
+            folder.metrics.touch(mode=0o600)
         return folder
+
+    def remove(self) -> None:
+        """Remove the folder of a run that has released nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -127,13 +135,16 @@ class RunFolder:
             yield append
 
 
-def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace `path` by `content` as a whole, so that a power cut leaves the old file or the new one."""
+def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
+    """Replace `path` by `content` as a whole, so that a power cut leaves the old file or the new one.
+
+    Only the user may read it, unless it is `public`.
+    """
     # A name of this process: two reports of one run may be written at once.
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644 if public else 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()

@@ -19,6 +19,7 @@ from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_ya
 from dpshard.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
+    from dpshard import PrivacyEngine
     from dpshard.backends.ranks import Ranks
 
 
@@ -135,6 +136,8 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
     folder = ranks.on_first(lambda: folder or RunFolder.create(out, settings))
     with ExitStack() as stack:
         ranks.on_first(lambda: stack.enter_context(folder.locked()))
+        if not resumed and ranks.first:
+            stack.enter_context(_kept_if_released(folder, run.engine))
         checkpoints = run.checkpointer(folder)
         if not resumed:
             checkpoints.save()  # a run that is killed early resumes with the same secret
@@ -161,6 +164,17 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
             result = final_report.collect(run, scores)
             ranks.on_first(lambda: _conclude(folder, weights, result))
         final_report.show(console.out, folder, result)
+
+
+@contextmanager
+def _kept_if_released(folder: RunFolder, engine: PrivacyEngine) -> Iterator[None]:
+    """Remove the folder if an error ends the block before the first release: there is nothing to resume."""
+    try:
+        yield
+    except Exception:
+        if engine.step == 0:
+            folder.remove()
+        raise
 
 
 def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]) -> None:

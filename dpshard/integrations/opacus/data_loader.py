@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -41,6 +41,14 @@ class DPDataLoader:
         self.dataset = loader.dataset
         self.batch_size = engine.mechanism.schedule[0]
         self.sample_rate = self.batch_size / engine.mechanism.sample_size
+
+    @classmethod
+    def from_data_loader(cls, data_loader: DataLoader[Any], **options: Any) -> NoReturn:
+        """Refuse: the draws belong to an engine."""
+        raise ConfigurationError(
+            "DPDataLoader.from_data_loader draws batches without an engine, which then cannot account for them: use "
+            "the loader that PrivacyEngine().make_private(data_loader=...) returns."
+        )
 
     def in_physical_batches(self, size: int) -> DPDataLoader:
         """Return the same loader, in micro-batches of at most `size` rows."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError
 from dpshard.integrations.opacus.progress import Progress
 
 
@@ -16,8 +17,15 @@ class GradSampleModule(nn.Module):
     Keys of the state dict begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
     """
 
-    def __init__(self, module: nn.Module, engine: PrivacyEngine, progress: Progress) -> None:
+    def __init__(
+        self, module: nn.Module, engine: PrivacyEngine | None = None, progress: Progress | None = None
+    ) -> None:
         super().__init__()
+        if engine is None or progress is None:
+            raise ConfigurationError(
+                "GradSampleModule(model) would fill p.grad_sample, which dpshard never makes: use the module that "
+                "PrivacyEngine().make_private(...) returns. engine.metrics() of its engine has the gradient norms."
+            )
         self._module = module
         self.training = module.training  # it may differ from the mode of parts
         self._dpshard = (engine, progress)

@@ -50,8 +50,14 @@ def library() -> Library | None:
     """Return the library built with the package; None without one, or if DPSHARD_NATIVE=0."""
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
+    found = path()
+    return None if found is None else load(found)
+
+
+def path() -> str | None:
+    """Return the path of the library that was built with the package; None if there was no compiler."""
     found = find_spec("dpshard.kernels.native._native")
-    return None if found is None or found.origin is None else load(found.origin)
+    return None if found is None else found.origin
 
 
 def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:

@@ -49,6 +49,15 @@ def no_tensor(shape, classes):
     return Ragged()
 
 
+class Mixing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1) - x.flatten(1).mean(0))
+
+
+def that_mixes(shape, classes):
+    return Mixing(math.prod(shape), classes)
+
+
 number = 3
 """
 
@@ -104,3 +113,10 @@ def test_ranks_must_begin_with_the_same_weights():
     own_model.require_equal(model, "nets.mine:plain", alike)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="other weights on other ranks"):
         own_model.require_equal(model, "nets.mine:plain", apart)  # type: ignore[arg-type]
+
+
+def test_a_start_that_is_refused_leaves_no_run_folder(dpshard, tmp_path):
+    out = tmp_path / "run"
+    result = dpshard("train", "--model", "nets.mine:that_mixes", "--out", out, *QUICK, exit_code=2)
+    assert "mixes the samples" in result.output
+    assert not out.exists()

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from dpshard.applications.cli import plots
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import RunFolderError
@@ -108,3 +109,18 @@ def test_two_processes_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
         write_atomically(path, b"new")
     assert len(set(names)) == 2
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_only_the_user_reads_what_epsilon_does_not_cover(folder):
+    with folder.append_metrics(after_step=0) as append:
+        append({"step": 1, "loss": 1.0})
+    write_atomically(folder.report, b"scores")
+    assert mode(folder.path) == mode(folder.plots) == mode(folder.checkpoints) == 0o700
+    assert mode(folder.metrics) == mode(folder.report) == 0o600
+    pictures = plots.draw(folder)
+    assert pictures
+    assert {mode(path) for path in pictures} == {0o600}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -40,13 +41,37 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module) -> nn.Module:
-        """Return a copy of `module` with such layers replaced; make the optimizer from its parameters."""
+    def fix(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
+        """Return a copy of `module` with such layers replaced; make the optimizer from its parameters.
+
+        `replace_bn_with_in`: BatchNorm becomes InstanceNorm without running statistics (not for inputs [B, C]), rather
+        than GroupNorm.
+        """
         fixed = copy.deepcopy(module)
+        if replace_bn_with_in:
+            for name, layer in list(fixed.named_modules()):
+                kind = _INSTANCE_NORMS.get(type(layer))
+                if kind is not None and name:
+                    parent, _, attribute = name.rpartition(".")
+                    setattr(fixed.get_submodule(parent), attribute, _instance_norm(kind, layer))
         replace_unsupported(fixed)
         return fixed
 
     @classmethod
-    def fix_and_validate(cls, module: nn.Module) -> nn.Module:
+    def fix_and_validate(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
         """See `fix`."""
-        return cls.fix(module)
+        return cls.fix(module, replace_bn_with_in=replace_bn_with_in)
+
+
+_INSTANCE_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: nn.InstanceNorm1d,
+    nn.BatchNorm2d: nn.InstanceNorm2d,
+    nn.BatchNorm3d: nn.InstanceNorm3d,
+}
+
+
+def _instance_norm(kind: type[nn.Module], norm: Any) -> nn.Module:
+    """Return an InstanceNorm with the parameters of `norm`."""
+    new: Any = kind(norm.num_features, eps=norm.eps, affine=norm.affine, track_running_stats=False)
+    new.weight, new.bias = norm.weight, norm.bias
+    return new.train(norm.training)

@@ -1,0 +1,169 @@
+"""`dpshard doctor`: what this installation has, what is off, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from dpshard import __version__
+from dpshard.applications.cli import console
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.run_folder import write_atomically
+
+EXTRAS: Mapping[str, tuple[str, str]] = {
+    "plots": ("matplotlib", "plots of runs, accounts and plans"),
+    "train": ("scikit-learn", "the digits of dpshard train"),
+    "hf": ("transformers", "Hugging Face models and data"),
+    "lightning": ("lightning", "Lightning's callback"),
+    "deepspeed": ("deepspeed", "ZeRO by DeepSpeed"),
+}
+"""Extras of dpshard: the package that each brings, and what needs it."""
+
+
+class State(StrEnum):
+    """Whether a part works."""
+
+    ON = "on"
+    OFF = "off"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A part of the installation."""
+
+    part: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do if it is not on; empty if nothing need be done."""
+
+
+def command(as_json: console.JsonFile = None) -> None:
+    """Show versions, compiled code, GPU, threads and extras: what is on, what is off, why, and what to do.
+
+    It exits with code 1 if a part that is there cannot be used.
+    """
+    with console.err.status("looking ..."):
+        findings = [*_versions(), _compiled_code(), _gpu(), _triton(), _threads(), *_extras()]
+    _print(findings)
+    if as_json is not None:
+        write_atomically(as_json, to_json([asdict(finding) for finding in findings], 2).encode(), public=True)
+    if any(finding.state is State.BROKEN for finding in findings):
+        raise typer.Exit(1)
+
+
+def _versions() -> list[Finding]:
+    found = {"dpshard": __version__, "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})"}
+    found |= {package: version(package) for package in ("torch", "numpy", "dp-accounting")}
+    return [Finding(part, State.ON, text) for part, text in found.items()]
+
+
+def _compiled_code() -> Finding:
+    from dpshard.kernels.native import library
+
+    part = "compiled code"
+    if library.is_built():
+        return Finding(part, State.ON, "noise, norms and sums on CPUs are made by C")
+    if os.environ.get("DPSHARD_NATIVE") == "0":
+        return Finding(part, State.OFF, "DPSHARD_NATIVE=0: numpy and torch do its work, slower", "unset DPSHARD_NATIVE")
+    if library.path() is not None:
+        remedy = "install dpshard again: pip install --force-reinstall --no-deps --no-cache-dir dpshard"
+        return Finding(part, State.BROKEN, "the library was built and cannot be used: see the warning above", remedy)
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    found = f"not built; there is {compiler} now" if compiler else "not built: no C compiler (cc, gcc, clang) on PATH"
+    before = "" if compiler else "install a C compiler, such as gcc, and Python's headers; then "
+    return Finding(
+        part,
+        State.OFF,
+        f"{found}; numpy and torch do its work, slower",
+        f"{before}pip install --force-reinstall --no-deps --no-cache-dir dpshard",
+    )
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return Finding("GPU", State.ON, f"{names} (CUDA {torch.version.cuda})")
+    if torch.version.cuda is None and torch.version.hip is None:
+        remedy = "for a GPU, install a torch for it: https://pytorch.org/get-started"
+        return Finding("GPU", State.OFF, "this torch is built for CPUs only", remedy)
+    remedy = "for a GPU, check its driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    return Finding("GPU", State.OFF, f"torch is built for CUDA {torch.version.cuda} and finds no GPU", remedy)
+
+
+def _triton() -> Finding:
+    import torch
+
+    from dpshard.kernels.triton import dispatch
+
+    part, installed = "Triton kernels", _installed("triton")
+    if os.environ.get("DPSHARD_TRITON") == "0":
+        return Finding(part, State.OFF, "DPSHARD_TRITON=0: torch does their work", "unset DPSHARD_TRITON")
+    if not torch.cuda.is_available():
+        return Finding(part, State.OFF, f"they need a GPU (triton: {installed or 'not installed'})")
+    if installed is None:
+        return Finding(part, State.OFF, "triton is not installed", "pip install 'dpshard[triton]'")
+    if dispatch.run_on(torch.device("cuda")):
+        return Finding(part, State.ON, f"triton {installed}")
+    return Finding(
+        part, State.BROKEN, f"triton {installed} does not run here: see the warning above", "install a C compiler"
+    )
+
+
+def _threads() -> Finding:
+    import torch
+
+    used, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    found = f"torch uses {used} of {cores} cores"
+    if used > cores:
+        return Finding("threads", State.ON, found, f"more threads than cores are slow: OMP_NUM_THREADS={cores}")
+    if used == 1 < cores and os.environ.get("OMP_NUM_THREADS") == "1":
+        return Finding("threads", State.ON, found, "OMP_NUM_THREADS=1 is set; unset it to use all cores")
+    return Finding("threads", State.ON, found)
+
+
+def _extras() -> list[Finding]:
+    return [
+        Finding(f"extra {extra}", State.ON, f"{package} {installed}")
+        if (installed := _installed(package))
+        else Finding(
+            f"extra {extra}",
+            State.OFF,
+            f"{package} is not installed; needed for {purpose}",
+            f"pip install 'dpshard[{extra}]'",
+        )
+        for extra, (package, purpose) in EXTRAS.items()
+    ]
+
+
+def _installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _print(findings: list[Finding]) -> None:
+    colours = {State.ON: "green", State.OFF: "yellow", State.BROKEN: "bold red"}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("part", "", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        table.add_row(finding.part, state, escape(finding.found), escape(finding.remedy))
+    console.out.print(table)

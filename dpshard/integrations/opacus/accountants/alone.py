@@ -1,0 +1,80 @@
+"""Accountants without an engine: the caller counts the steps, and vouches for Poisson sampling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+from dpshard.accounting import Release, epsilon_of
+from dpshard.config import AccountantName
+from dpshard.errors import ConfigurationError
+
+
+class IAccountant:
+    """Counts steps of DP-SGD under Poisson sampling; subclasses name the mathematics."""
+
+    method: ClassVar[AccountantName]
+    """The accountant of dpshard."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Release] = Counter()
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Count a step with this noise, whose batch held each sample with probability `sample_rate`.
+
+        Raises ConfigurationError for impossible figures.
+        """
+        # Without a cap on batches, epsilon does not depend on the number of samples.
+        self._counts[Release(noise_multiplier, sample_rate, sample_size=1)] += 1
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return epsilon of all steps at `delta`."""
+        return epsilon_of(tuple(self._counts.items()), delta, self.method)
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """Noise, sample rate and number of the steps of each kind."""
+        return [(r.noise_multiplier, r.sampling_probability, count) for r, count in self._counts.items()]
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._counts.total()
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Return Opacus's name of the accountant."""
+        return _NAMES[cls.method]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps, as plain values."""
+        return {"history": self.history, "mechanism": self.mechanism()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the steps of a saved accountant of this kind; raise ConfigurationError for another one."""
+        if state_dict.get("mechanism") != self.mechanism():
+            raise ConfigurationError(
+                f"The state is that of {state_dict.get('mechanism')!r}; this accountant is {self.mechanism()!r}. "
+                f"Load it into the accountant that saved it."
+            )
+        self._counts = Counter({Release(sigma, q, sample_size=1): count for sigma, q, count in state_dict["history"]})
+
+
+_NAMES: dict[AccountantName, str] = {"rdp": "rdp", "pld": "prv", "gdp": "gdp"}
+
+
+class RDPAccountant(IAccountant):
+    """Renyi differential privacy."""
+
+    method = "rdp"
+
+
+class PRVAccountant(IAccountant):
+    """Composes privacy loss distributions numerically, as Opacus's does; an upper bound."""
+
+    method = "pld"
+
+
+class GaussianAccountant(IAccountant):
+    """The central limit of Gaussian differential privacy: NOT a bound, and often below the true epsilon."""
+
+    method = "gdp"
