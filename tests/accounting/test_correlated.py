@@ -139,7 +139,7 @@ def test_epsilon_of_cyclic_sampling_is_that_of_its_mixtures():
     run = run_of(BandMF(bands=2, coefficients=(1, 0.5)), "cyclic-poisson", **length, noise_multiplier=sigma)
     C = matrix(run.correlation.strategy(4))[:, [0, 2]]
     std = sigma * run.sensitivity
-    x = np.linspace(-9, 10, 2001)
+    x = np.linspace(-9, 10, 801)
     grid = np.stack(np.meshgrid(x, x, indexing="ij"))  # along the two columns, in standard deviations of z
     directions = C / np.linalg.norm(C, axis=0)
     assert directions.T @ directions == pytest.approx(np.eye(2))
