@@ -1,12 +1,14 @@
 """Privacy accounting: releases, their ledger, their epsilon, and calibration.
 
-`releases.py` and `mechanism.py`: the facts. `composition.py` and `bounds.py`: the mathematics. `calibration.py`: the
-noise for an epsilon. `ledger.py`, `history.py` and `budget.py`: a run. `search.py`: a search over many runs.
+`releases.py`, `mechanism.py` and `correlated.py`: the facts. `composition.py` and `bounds.py`: the mathematics.
+`calibration.py`: the noise for an epsilon. `ledger.py`, `history.py` and `budget.py`: a run. `search.py`: a search over
+many runs.
 Imports no torch; dp-accounting is imported when needed. Begin with `releases.py`.
 """
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of
 from dpshard.accounting.calibration import calibrate, steps_for_epsilon
+from dpshard.accounting.correlated import CorrelatedMechanism
 from dpshard.accounting.ledger import PrivacyLedger
 from dpshard.accounting.mechanism import Mechanism, SampledMechanism
 from dpshard.accounting.releases import Release, relation_of, rounded_up
@@ -14,6 +16,7 @@ from dpshard.accounting.search import RunsDistribution, Search
 
 __all__ = [
     "Bound",
+    "CorrelatedMechanism",
     "Mechanism",
     "PrivacyLedger",
     "Release",

@@ -9,13 +9,14 @@ from functools import cache
 from typing import TypeVar, cast
 
 from dpshard.accounting.bounds import check_accountant, check_supported, epsilon_of
+from dpshard.accounting.correlated import CorrelatedMechanism
 from dpshard.accounting.mechanism import SampledMechanism
 from dpshard.accounting.releases import Release
 from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
 from dpshard.errors import AccountingError
 
-M = TypeVar("M", bound=SampledMechanism)
+M = TypeVar("M", bound=SampledMechanism | CorrelatedMechanism)
 
 DRAFTS: dict[str, str] = {"pld": "pld-draft"}
 """For an accountant, a quicker and looser one that begins the calibration."""

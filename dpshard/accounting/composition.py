@@ -71,6 +71,9 @@ LARGEST_LOSS = 2000.0
 PLD_ERROR = 2.0**-51
 """Bound on the error of delta by "pld" for each composed step; see [Note: The rounding of a composition]."""
 
+ROOT_ERROR = 1e-11
+"""Bound on the error of a root of `gdp_epsilon`; it is found to 2e-12."""
+
 
 def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     """Return epsilon at `delta` of `counts`, which have noise, and the accountant that found it.
@@ -215,6 +218,8 @@ class _DropWarnings(logging.Filter):
 
 
 def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
+    if (exact := _exact_epsilon(counts, delta)) is not None:
+        return exact
     counts = _merged(counts)
     interval = _interval(counts, delta)
     if interval is None:
@@ -224,6 +229,17 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
         return math.inf
     composed = _composed(counts, relation_of(r for r, _ in counts), interval * coarseness)
     return float(composed.get_epsilon_for_delta(certain))
+
+
+def _exact_epsilon(counts: Counts, delta: float) -> float | None:
+    """Return epsilon of a single release of all samples, a Gaussian mechanism, in closed form; None for others."""
+    (release, count), *others = counts
+    if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
+        return None
+    if 1 / release.noise_multiplier > LARGEST_LOSS or delta <= PLD_ERROR:
+        return math.inf
+    # Delta is a difference of tails, which errs by less than PLD_ERROR; the root by less than ROOT_ERROR.
+    return gdp_epsilon(1 / release.noise_multiplier, delta - PLD_ERROR) + ROOT_ERROR
 
 
 def _merged(counts: Counts) -> Counts:

@@ -1,5 +1,9 @@
 """A release, a budget, ledgers and runs to test with."""
 
+import math
+
+from scipy import special
+
 from dpshard.accounting import (
     PrivacyLedger,
     Release,
@@ -43,3 +47,8 @@ def run_steps(batch_size, *, target_epsilon, target_delta, accountant="pld", sea
     budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     release = run_of([(batch_size, 1)], **facts).release(0)
     return steps_for_epsilon(release, **budget, accountant=accountant, search=search)
+
+
+def delta_of_gaussian(mu, epsilon):
+    """The exact delta of the Gaussian mechanism; Balle and Wang 2018, arXiv:1805.06530, Theorem 8."""
+    return float(special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))

@@ -13,12 +13,11 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from scipy import special
 
 from dpshard.accounting import PrivacyLedger, Release, bounds, composition
 from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
-from tests.accounting.ledgers import RELEASE, ledger_of, run_bound, run_epsilon, run_of
+from tests.accounting.ledgers import RELEASE, delta_of_gaussian, ledger_of, run_bound, run_epsilon, run_of
 
 MNIST = {"noise_multiplier": 1.1, "sample_size": 60_000, "target_delta": 1e-5}
 
@@ -32,11 +31,6 @@ def test_figure_of_a_thousand_steps(accountant, epsilon):
 @pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 2.3818), ("rdp", 2.5967)])
 def test_figure_of_mnist(accountant, epsilon):
     assert round(run_epsilon([(256, 14_063)], **MNIST, accountant=accountant), 4) == epsilon
-
-
-def delta_of_gaussian(mu, epsilon):
-    """The exact delta of the Gaussian mechanism; Balle and Wang 2018, arXiv:1805.06530, Theorem 8."""
-    return float(special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from dpshard.accounting import (
+    CorrelatedMechanism,
     SampledMechanism,
     Search,
     calibrate,
@@ -24,7 +25,7 @@ from dpshard.accounting import (
     steps_for_epsilon,
 )
 from dpshard.accounting.releases import Counts
-from dpshard.applications.cli import console, plots
+from dpshard.applications.cli import console, correlated, plots
 from dpshard.applications.cli.formats import NEIGHBOURS, to_json
 from dpshard.applications.cli.settings import parse_phases
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
@@ -41,7 +42,7 @@ class Plan:
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
     """What is asked for: the name of a field of Answer."""
-    mechanism: SampledMechanism
+    mechanism: SampledMechanism | CorrelatedMechanism
     """The run; of one step if the length is asked for."""
     target_epsilon: float | None
     target_delta: float
@@ -51,7 +52,11 @@ class Plan:
     def known(self) -> dict[str, Any]:
         """Return what is known, for JSON: a length or noise that is asked for is null."""
         facts = asdict(self.mechanism)
-        del facts["schedule"], facts["quantile_counts"]
+        del facts["schedule"]
+        if isinstance(self.mechanism, CorrelatedMechanism):
+            facts["correlation"] = repr(self.mechanism.correlation)
+        else:
+            del facts["quantile_counts"]
         asked_for = {"noise_multiplier": None} if self.unknown == "noise_multiplier" else {}
         phases = [(size, None if self.unknown == "steps" else n) for size, n in self.mechanism.schedule.phases()]
         budget = {
@@ -70,7 +75,7 @@ class Plan:
     def releases(self, noise_multiplier: float, steps: int) -> Counts:
         """Return the releases of the first `steps` steps with this noise; of none, nothing."""
         run = replace(self.mechanism, noise_multiplier=noise_multiplier)
-        if self.unknown == "steps":
+        if self.unknown == "steps" and isinstance(run, SampledMechanism):
             return ((run.release(0), steps),) if steps else ()
         return run.releases(steps)
 
@@ -91,6 +96,8 @@ class Answer:
     neighbouring_relation: str
     upper_bound: bool
     """Whether the true epsilon is certainly not larger."""
+    error_over_dp_sgd: float | None
+    """Error of prefix sums over that of Poisson-sampled DP-SGD at this epsilon, for `--sampling` of another kind."""
     found_by: str
     """The accountant that gave the figure: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
 
@@ -152,6 +159,9 @@ def command(
     elements: Annotated[
         int | None, typer.Option(help="Trainable elements of the model, which discrete noise asks for.")
     ] = None,
+    sampling: correlated.Sampling = "poisson",
+    correlation: correlated.Name = None,
+    bands: correlated.Bands = None,
     accountant: Accountants = None,
     search_runs: SearchRuns = None,
     search_distribution: SearchDistribution = None,
@@ -167,15 +177,16 @@ def command(
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
     schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases)
+    run = SampledMechanism(
+        schedule=schedule,
+        sample_size=sample_size,
+        noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
+        max_batch_size=max_batch_size,
+        discretized_elements=_grid_elements(noise, elements),
+    )
     plan = Plan(
         unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
-        mechanism=SampledMechanism(
-            schedule=schedule,
-            sample_size=sample_size,
-            noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
-            max_batch_size=max_batch_size,
-            discretized_elements=_grid_elements(noise, elements),
-        ),
+        mechanism=correlated.parse(run, sampling, correlation, bands, of_known_length=length is not None),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         search=_search(search_runs, search_distribution, search_also or [], sample_size),
@@ -237,6 +248,8 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 def _able(plan: Plan) -> Sequence[str]:
     """Return the accountants that can analyse `plan`."""
+    if isinstance(plan.mechanism, CorrelatedMechanism):
+        return ["pld"] if plan.search is None else ["rdp"]
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]
     if plan.mechanism.max_batch_size is not None:
@@ -263,7 +276,7 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
     if plan.unknown == "noise_multiplier":
         run = calibrate(run, target_epsilon=budget, **question)
     steps = run.schedule.steps
-    if plan.unknown == "steps":
+    if plan.unknown == "steps" and isinstance(run, SampledMechanism):
         steps = steps_for_epsilon(run.release(0), target_epsilon=budget, **question)
     bound = compute_bound(plan.releases(run.noise_multiplier, steps), **question)
     return Answer(
@@ -272,16 +285,22 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
         found_by=bound.accountant,
         noise_multiplier=run.noise_multiplier,
         steps=steps,
-        neighbouring_relation=relation_of([run.release(0)]),
+        neighbouring_relation=_relation(run),
         upper_bound=accountant != "gdp",
+        error_over_dp_sgd=correlated.error_over_dp_sgd(run, bound.epsilon, **question),
     )
+
+
+def _relation(run: SampledMechanism | CorrelatedMechanism) -> str:
+    return "zero-out" if isinstance(run, CorrelatedMechanism) else relation_of([run.release(0)])
 
 
 def _print(plan: Plan, answers: Sequence[Answer]) -> None:
     run, phases = plan.mechanism, plan.mechanism.schedule.phases()
     size = " then ".join(f"{size:,}" for size, _ in phases)
+    sampling = run.sampling if isinstance(run, CorrelatedMechanism) else "Poisson"
     table = Table(
-        title=f"N = {run.sample_size:,}, batch {size} (Poisson), δ = {plan.target_delta:g}", title_justify="left"
+        title=f"N = {run.sample_size:,}, batch {size} ({sampling}), δ = {plan.target_delta:g}", title_justify="left"
     )
     columns = {"epsilon": "ε", "noise_multiplier": "σ", "steps": "steps"}
     table.add_column("accountant")
@@ -312,6 +331,9 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
             f"It covers runs of {1 + len(plan.search.others)} settings of noise, batch and steps, and costs what the "
             f"worst costs. Name further ones by --search-also."
         )
+    for answer in answers:
+        if answer.error_over_dp_sgd is not None:
+            console.out.print(correlated.in_words(run, answer.error_over_dp_sgd))
     name = answers[0].neighbouring_relation
     console.out.print(f"Neighbours: {name}: {NEIGHBOURS[name]}.")
     for answer in answers:

@@ -12,6 +12,8 @@ NEIGHBOURS = {
     "of one sample",
     "replace-special": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of "
     "one sample, and may leave its slot in a capped batch to another",
+    "zero-out": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of one "
+    "sample in the order",
 }
 """The neighbouring relations of dpshard.accounting, in words."""
 

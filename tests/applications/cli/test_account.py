@@ -210,3 +210,46 @@ def test_a_bad_search_gets_one_line(dpshard, wrong, word):
     error = dpshard("account", *MNIST, "--steps", 10, "--sigma", 1, *wrong, exit_code=2).stderr
     assert error.startswith("error: ")
     assert word in error
+
+
+def test_correlated_noise_is_planned_and_compared_with_dp_sgd(dpshard):
+    run = ["--steps", 60, "--epsilon", 8, "--accountant", "rdp"]
+    ratios = {}
+    for words in (
+        "fixed-order --correlation banded-inverse --bands 16",
+        "cyclic-poisson --correlation band-mf --bands 8",
+    ):
+        _, answers = ask(dpshard, *run, "--sampling", *words.split())
+        assert answers["rdp"]["neighbouring_relation"] == "zero-out"
+        assert 0.99 * 8 < answers["rdp"]["epsilon"] <= 8
+        ratios[words.split()[0]] = answers["rdp"]["error_over_dp_sgd"]
+    assert all(0.5 < ratio < 0.6 for ratio in ratios.values())
+    assert ratios["fixed-order"] != ratios["cyclic-poisson"]
+    _, answers = ask(dpshard, *run, "--sampling", "fixed-order")
+    assert answers["rdp"]["error_over_dp_sgd"] > 1
+    _, answers = ask(dpshard, *run)
+    assert answers["rdp"]["error_over_dp_sgd"] is None
+
+
+@pytest.mark.parametrize(("epsilon", "advice"), [(8, "this noise pays"), (0.1, "take --sampling poisson")])
+def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
+    words = "--epochs 3 --accountant rdp --sampling fixed-order --correlation banded-inverse --bands 8".split()
+    output = dpshard("account", *MNIST, *words, "--epsilon", epsilon).stdout
+    assert advice in " ".join(output.split())
+    assert "(fixed-order)" in output
+    assert "max_grad_norm" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "not analysed under --sampling poisson"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --bands 4", "go together"),
+        ("--steps 9 --sigma 1 --sampling cyclic-poisson", "needs BandMF"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --max-batch-size 300", "without a cap"),
+        ("--epsilon 2 --sigma 1 --sampling fixed-order", "known length"),
+        ("--steps 9 --sigma 1 --sampling shuffled", "choose one of"),
+    ],
+)
+def test_correlations_that_are_not_analysed_are_refused(dpshard, words, message):
+    assert message in " ".join(dpshard("account", *MNIST, *words.split(), exit_code=2).stderr.split())

@@ -1,0 +1,84 @@
+"""The options of `dpshard account` for noise that is correlated over steps, and for sampling that goes with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, get_args
+
+import typer
+
+from dpshard.accounting import CorrelatedMechanism, SampledMechanism, calibrate, rounded_up
+from dpshard.accounting.correlated import INDEPENDENT, CorrelatedSampling, independent_error
+from dpshard.config import check_choice
+from dpshard.errors import ConfigurationError
+from dpshard.noise.correlation import BandedInverse, BandMF
+
+KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
+
+Sampling = Annotated[
+    str,
+    typer.Option(
+        help="poisson; fixed-order: every sample once an epoch, in one order; or cyclic-poisson, with band-mf. "
+        "Figures only: training samples by poisson."
+    ),
+]
+Name = Annotated[
+    str | None, typer.Option(help="Noise that is correlated over steps: banded-inverse or band-mf, with --bands.")
+]
+Bands = Annotated[int | None, typer.Option(help="Number of bands of --correlation.")]
+
+
+def parse(
+    run: SampledMechanism, sampling: str, name: str | None, bands: int | None, *, of_known_length: bool
+) -> SampledMechanism | CorrelatedMechanism:
+    """Return `run` with this sampling and correlation. Raises ConfigurationError for what is not analysed together."""
+    check_choice("--sampling", sampling, ("poisson", *get_args(CorrelatedSampling)))
+    check_choice("--correlation", name, (None, *KINDS))
+    if (name is None) != (bands is None):
+        raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
+    if sampling == "poisson":
+        if name is not None:
+            raise ConfigurationError(
+                f"--correlation {name} is not analysed under --sampling poisson, where a sample may come at any step. "
+                f"Take --sampling fixed-order, or cyclic-poisson with band-mf."
+            )
+        return run
+    if not of_known_length:
+        raise ConfigurationError(
+            f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
+            f"for the noise or for epsilon."
+        )
+    if run.max_batch_size is not None or run.discretized_elements is not None:
+        raise ConfigurationError(
+            f"--sampling {sampling} is analysed for Gaussian noise and without a cap: leave --max-batch-size and "
+            f"--noise discrete-gaussian out."
+        )
+    return CorrelatedMechanism(
+        noise_multiplier=run.noise_multiplier,
+        schedule=run.schedule,
+        sample_size=run.sample_size,
+        sampling=sampling,  # pyright: ignore[reportArgumentType]
+        correlation=INDEPENDENT if name is None or bands is None else KINDS[name](bands=bands),
+    )
+
+
+def error_over_dp_sgd(run: SampledMechanism | CorrelatedMechanism, epsilon: float, **question: Any) -> float | None:
+    """Return the error of prefix sums over that of Poisson-sampled DP-SGD at `epsilon`; None for such a run itself."""
+    if isinstance(run, SampledMechanism) or not 0 < epsilon < math.inf:
+        return None
+    plain = SampledMechanism(schedule=run.schedule, sample_size=run.sample_size)
+    sigma = calibrate(plain, target_epsilon=epsilon, **question).noise_multiplier
+    return run.error / independent_error(sigma, run.schedule.steps)
+
+
+def in_words(run: SampledMechanism | CorrelatedMechanism, ratio: float) -> str:
+    """Return what `error_over_dp_sgd` says, and what the noise multiplier means."""
+    assert isinstance(run, CorrelatedMechanism)
+    steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
+    advice = "this noise pays" if ratio < 1 else "take --sampling poisson, which has less noise"
+    return (
+        f"The independent noise that is correlated has standard deviation σ · {rounded_up(run.sensitivity)} · "
+        f"max_grad_norm.\nNoise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of "
+        f"DP-SGD with Poisson sampling at this ε: {advice}. (Correlation pays for a large ε and few epochs; here "
+        f"{sampled / run.sample_size:.3g}.)"
+    )

@@ -1,0 +1,204 @@
+"""Noise that is correlated over the steps of a run: its weights, its sensitivity and its error. No torch in here.
+
+[Note: A run as one Gaussian mechanism]
+Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t that is independent over
+steps. In matrices, Y = S + W Z = W (C S + Z), where W is lower triangular and Toeplitz, with w_0 = 1, and C is its
+inverse, with entries c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. Its guarantee holds for sums that
+depend on earlier releases, too, because C is lower triangular (Denisov et al. 2022, arXiv:2202.08312).
+
+[Note: The sensitivity of a strategy]
+A sample takes part at the steps t_1 < ... < t_k, with t_{i+1} - t_i >= b, and contributes g_i there, |g_i| <= R. It
+moves C S by D, the sum over i of C[:, t_i] g_i. With <C_s, C_t> for the inner products of columns,
+
+    |D|^2 = sum over i, j of <C_{t_i}, C_{t_j}> <g_i, g_j>  <=  R^2 sum over i, j of |<C_{t_i}, C_{t_j}>|.
+
+Let e_n be the largest |c_m| with m >= n. It is at least |c_n| and never rises. E is the Toeplitz matrix of e. For s <=
+t, |<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls if t rises, because the sum has fewer
+terms, and if t - s rises, because e falls. Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all
+<E_{t_i}, E_{t_j}> are largest at the steps 0, b, ..., (k - 1) b. No term is negative, so further participations only
+add to it. Hence
+
+    |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
+
+If c is positive and never rises, as with the default weights, E is C. Then equal g_i reach the bound: it is the
+sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
+distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may stand for E.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpshard.config import is_count, is_number
+from dpshard.errors import ConfigurationError
+
+Series = NDArray[np.float64]
+"""The first column [T] of a lower triangular Toeplitz matrix: the coefficients of a power series."""
+
+
+class Correlation(Protocol):
+    """Correlated noise. Guarantee: `noising` and `strategy` are inverse Toeplitz matrices, and both begin with 1."""
+
+    @property
+    def bands(self) -> int:
+        """Number of non-zero coefficients of one of the two."""
+        ...
+
+    def noising(self, steps: int) -> Series:
+        """Return the weights w [T] of the noise of this step and of the steps before it."""
+        ...
+
+    def strategy(self, steps: int) -> Series:
+        """Return the first column c [T] of the inverse C, whose sensitivity is charged."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedInverse:
+    """Noise z_t + w_1 z_{t-1} + ... + w_{p-1} z_{t-p+1}; the p vectors can be drawn again, so none is kept.
+
+    The default weights are those of Kalinin et al. 2025, arXiv:2505.12128 (BISR): the first p coefficients of the
+    square root of 1 - x. Two bands with the coefficients (1, -lambda) are the DP-lambda-CGD of arXiv:2601.22334.
+    """
+
+    bands: int
+    """Number p of noise vectors in a release; 1 is plain noise."""
+    coefficients: tuple[float, ...] | None = None
+    """The weights w_0 = 1, ..., w_{p-1}; None for the default."""
+
+    def __post_init__(self) -> None:
+        _check_bands(self)
+
+    def noising(self, steps: int) -> Series:
+        """Return the weights [steps], zeros from the p-th on."""
+        known = _root_weights(self.bands) if self.coefficients is None else np.array(self.coefficients)
+        return _cut(known, steps)
+
+    def strategy(self, steps: int) -> Series:
+        """Return the first column of C [steps]."""
+        return inverse(self.noising(self.bands), steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandMF:
+    """Noise C^-1 z for a Toeplitz matrix C with b bands, of McKenna et al. 2024, arXiv:2405.15913.
+
+    The default coefficients minimise the error of prefix sums over the length of the run.
+    """
+
+    bands: int
+    """Number b of non-zero diagonals of C; steps at a distance of b share no noise in C S."""
+    coefficients: tuple[float, ...] | None = None
+    """The diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
+
+    def __post_init__(self) -> None:
+        _check_bands(self)
+
+    def noising(self, steps: int) -> Series:
+        """Return the weights [steps], of which none is zero in general."""
+        return inverse(self.strategy(steps), steps)
+
+    def strategy(self, steps: int) -> Series:
+        """Return the first column of C [steps], zeros from the b-th on."""
+        if self.coefficients is None:
+            return _cut(_optimised_strategy(min(self.bands, steps), steps), steps)
+        return _cut(np.array(self.coefficients), steps)
+
+
+def inverse(series: Series, steps: int) -> Series:
+    """Return the first `steps` coefficients of 1 / `series`, which begins with 1."""
+    from scipy.signal import lfilter  # late: it takes as long to import as dpshard
+
+    impulse = np.zeros(steps)
+    impulse[0] = 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        return cast(Series, lfilter([1.0], series, impulse))
+
+
+def sensitivity(strategy: Series, *, separation: int) -> float:
+    """Return a bound on how far one sample of contributions of norm 1 moves C S; [Note: The sensitivity of a strategy].
+
+    The sample takes part in at most one of any `separation` consecutive steps. Raises ConfigurationError for a strategy
+    that overflows.
+    """
+    steps, overlap = len(strategy), strategy[separation:].any()
+    column = np.maximum.accumulate(np.abs(strategy[::-1]))[::-1] if overlap else strategy
+    moved = np.zeros(steps)
+    for first in range(0, steps, separation):
+        moved[first:] += column[: steps - first]
+    bound = float(np.linalg.norm(moved))
+    if not math.isfinite(bound):
+        raise ConfigurationError(
+            "The sensitivity of these coefficients overflows: the inverse of their Toeplitz matrix grows from step to "
+            "step. Take coefficients whose sum is above 0, or the default ones."
+        )
+    return bound
+
+
+def prefix_error(noising: Series) -> float:
+    """Return the root mean square, over the steps, of the noise in the sum of all releases so far, for z of norm 1."""
+    return math.sqrt(float(np.mean(np.cumsum(np.cumsum(noising) ** 2))))
+
+
+def _check_bands(correlation: BandedInverse | BandMF) -> None:
+    name, bands, coefficients = type(correlation).__name__, correlation.bands, correlation.coefficients
+    if not is_count(bands):
+        raise ConfigurationError(f"{name}(bands={bands!r}): it must be an int, at least 1.")
+    if coefficients is None:
+        return
+    if not (isinstance(coefficients, tuple) and all(is_number(x) and math.isfinite(x) for x in coefficients)):
+        raise ConfigurationError(f"{name}(coefficients={coefficients!r}): pass a tuple of finite numbers.")
+    if len(coefficients) != bands or coefficients[0] != 1:
+        raise ConfigurationError(
+            f"{name}(coefficients=...) has {len(coefficients)} numbers for {bands} bands, of which the first is "
+            f"{coefficients[:1]}: pass one number for each band, the first of them 1."
+        )
+
+
+def _cut(known: Series, steps: int) -> Series:
+    """Return the first `steps` of the `known` coefficients and zeros."""
+    series = np.zeros(steps)
+    series[: len(known)] = known[:steps]
+    return series
+
+
+def _root_weights(n: int) -> Series:
+    """Return the first `n` coefficients of the square root of 1 - x."""
+    k = np.arange(1, n)
+    return np.concatenate([[1.0], np.cumprod((k - 1.5) / k)])
+
+
+@lru_cache(maxsize=16)
+def _optimised_strategy(bands: int, steps: int) -> Series:
+    """Return the coefficients [bands] whose column norm times `prefix_error` is least over `steps`.
+
+    Local search from the coefficients of (1 - x)^(-1/2). With columns that are orthogonal at a distance of `bands`, the
+    column norm is the sensitivity of one participation.
+    """
+    from scipy.optimize import minimize
+    from scipy.signal import fftconvolve
+
+    weight = np.arange(steps, 0, -1.0)
+
+    def log_error(tail: Series) -> tuple[float, Series]:
+        # With r = 1 / c and e = cumsum(r), the error is |c|^2 times the sum of weight * e^2, and dr = -r * r * dc.
+        c = np.concatenate([[1.0], tail])
+        r = inverse(c, steps)
+        e = np.cumsum(r)
+        error = float(np.sum(weight * e**2))
+        if not math.isfinite(error):
+            return math.inf, np.zeros_like(tail)
+        by_r = np.cumsum((2 * weight * e)[::-1])[::-1]
+        squared = fftconvolve(r, r)[:steps]
+        by_c = -fftconvolve(by_r, squared[::-1])[steps - 1 : steps - 1 + bands]
+        return math.log(c @ c) + math.log(error), 2 * tail / (c @ c) + by_c[1:] / error
+
+    start = inverse(_root_weights(bands), bands)[1:]
+    found = minimize(log_error, start, jac=True, method="L-BFGS-B").x if bands > 1 else start
+    return np.concatenate([[1.0], found])
