@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dpshard.engine import PrivacyEngine
     from dpshard.replacements import replace_unsupported
     from dpshard.step.logical_batch import LogicalBatch
+    from dpshard.units import UnitDataset
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "LogicalBatch",
     "PrivacyEngine",
     "QuantileTracking",
+    "UnitDataset",
     "__version__",
     "replace_unsupported",
 ]
@@ -29,6 +31,7 @@ _HOMES = {
     "LogicalBatch": "dpshard.step.logical_batch",
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
+    "UnitDataset": "dpshard.units",
     "replace_unsupported": "dpshard.replacements",
 }
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from dpshard.errors import ConfigurationError
 
@@ -197,6 +197,21 @@ def check_positive(name: str, value: float) -> None:
     """Raise ConfigurationError unless `value` is a finite number above zero."""
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name}={value!r}: it must be a finite number above 0, an int or a float.")
+
+
+def check_rows_per_unit(rows: object) -> None:
+    """Raise ConfigurationError unless `rows` is a positive int."""
+    if not is_count(rows):
+        raise ConfigurationError(f"rows_per_unit={rows!r}: give the number of rows of a unit, an int of at least 1.")
+
+
+def refuse_units(settings: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigurationError if engine settings ask for units of several rows, which `where` does not know."""
+    if settings.get("rows_per_unit", 1) != 1:
+        raise ConfigurationError(
+            f"{where} does not know units of rows_per_unit={settings['rows_per_unit']!r} rows yet: leave it out, or "
+            f"write the loop over engine.batches(...) of your own PrivacyEngine."
+        )
 
 
 def check_probability(name: str, value: float) -> None:

@@ -31,12 +31,13 @@ from dpshard.config import (
     NoiseName,
     check_choice,
     check_positive,
+    check_rows_per_unit,
     is_count,
     parse_clipping_mode,
     warn_of_low_cap,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.interception import Interception, Run
+from dpshard.interception import Interception, Run, by_unit
 from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
 from dpshard.randomness import derive_key, new_run_secret
@@ -83,6 +84,9 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: What the loss does over the rows of the micro-batch: "mean" or "sum".
+        rows_per_unit: Rows K of a sample, where that is a unit of several: a patient, a user, a pair. Batch, sample and
+            micro-batch sizes then count units; models get the rows of a unit side by side. A unit's gradient is that
+            of the mean of its rows' losses. A loss may couple rows of a unit, never those of two.
         adaptive_clipping: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
             `max_grad_norm` on, and the noise follows them. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
@@ -122,6 +126,7 @@ class PrivacyEngine:
         clipping_mode: str = "auto",
         accountant: AccountantName = "pld",
         loss_reduction: LossReduction = "mean",
+        rows_per_unit: int = 1,
         adaptive_clipping: QuantileTracking | None = None,
         max_batch_size: int | Literal["auto"] | None = None,
         offload_records: bool = False,
@@ -133,6 +138,7 @@ class PrivacyEngine:
     ) -> None:
         _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         _check_thresholds(max_grad_norm, adaptive_clipping, noise)
+        check_rows_per_unit(rows_per_unit)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
@@ -155,6 +161,7 @@ class PrivacyEngine:
                 clipping_groups=tuple(group.names for group in groups),
                 adaptive_clipping=None if adaptive_clipping is None else repr(adaptive_clipping),
                 loss_reduction=loss_reduction,
+                rows_per_unit=rows_per_unit,
                 secure=secure_mode,
                 accountant=accountant,
                 target_delta=target_delta,
@@ -162,7 +169,8 @@ class PrivacyEngine:
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
             self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")
-            self._watch(Collector(backend, groups, function, execution, mean=mean), adaptive_clipping, undo, mean=mean)
+            collector = Collector(backend, groups, function, execution, mean=mean, rows_per_unit=rows_per_unit)
+            self._watch(collector, adaptive_clipping, undo, mean=mean)
             undo.pop_all()
         optimizer_hook.register(self)
 
@@ -187,7 +195,9 @@ class PrivacyEngine:
         ranks, secret = self._backend.communicator, lambda: self._secret
         self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
-        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward)
+        self._interception = Interception(
+            self.model, sources, collector, sharding, self._before_forward, self.mechanism.rows_per_unit
+        )
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
 
@@ -259,10 +269,13 @@ class PrivacyEngine:
     def record_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch for `metrics()`.
 
-        `loss` is one value a row, [B], of which padding is left out; or a mean over all rows, [], as it is.
+        `loss` is one value a row, or a unit of several, [B], of which padding is left out; or a mean over all rows, [].
         """
         plan = self._collector.plan
-        self._collector.metrics.add_loss(loss.detach(), None if plan is None else plan.is_padding)
+        is_padding_B = None if plan is None else plan.rows_are_padding
+        if plan is not None and loss.dim() > 0 and len(loss) == len(plan.is_padding):
+            is_padding_B = plan.is_padding
+        self._collector.metrics.add_loss(loss.detach(), is_padding_B)
 
     def batches(
         self,
@@ -279,9 +292,9 @@ class PrivacyEngine:
     ) -> Iterator[LogicalBatch]:
         """Yield the logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
-        Each is an iterable of micro-batches of exactly `micro_batch_size` rows; rows that pad the last ones
-        contribute exactly nothing. With None, each is one micro-batch of as many rows as were drawn. With `pad=False`
-        the last ones have as many rows as samples (one that counts nothing, where there is none): for loops that sort,
+        Each is an iterable of micro-batches of exactly `micro_batch_size` samples; those that pad the last ones
+        contribute exactly nothing. With None, each is one micro-batch of all that were drawn. With `pad=False`
+        the last ones hold as many as were drawn (one that counts nothing, where there is none): for loops that sort,
         shuffle or augment rows, which are refused where there is padding. Call `optimizer.step()` after each logical
         batch, also after an empty one.
         `steps` asks for so many logical batches instead: a part of the run, or more than was planned, for which
@@ -291,12 +304,18 @@ class PrivacyEngine:
         if micro_batch_size is not None:
             check_micro_batch_size(micro_batch_size)
         check_choice("pad", pad, (False, True))
+        if not pad and self.mechanism.rows_per_unit > 1:
+            raise ConfigurationError(
+                f"pad=False is for loops that change the order of rows, but the {self.mechanism.rows_per_unit} rows of "
+                f"a unit must stay side by side. Leave it out, and augment in the data set or in collate_fn."
+            )
         if steps is not None and not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
         loaded = load(
             dataset,
             self._plans(dataset, micro_batch_size, steps, pad=pad),
             sample_size=self.mechanism.sample_size,
+            rows_per_unit=self.mechanism.rows_per_unit,
             collate_fn=verified_collation(collate_fn) if self._verify else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -321,6 +340,7 @@ class PrivacyEngine:
             rank=ranks.rank,
             world_size=ranks.world_size,
             pad=pad,
+            rows_per_unit=self.mechanism.rows_per_unit,
         )
 
     def privatize(self) -> None:
@@ -387,7 +407,8 @@ class PrivacyEngine:
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         with self._backend.sharding.guard_disabled():
             run = self._interception.plan(model_inputs, model_kwargs)
-            loss = None if loss_fn is None else Loss(loss_fn, targets)
+            K = self.mechanism.rows_per_unit
+            loss = None if loss_fn is None else Loss(loss_fn, tuple(by_unit(t, 0, K) for t in targets), K)
             self._verifier.verify(self._interception.replay, run, loss, thorough=True)
 
     def detach(self) -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dpshard.config import BatchSchedule, is_count
 from dpshard.errors import ConfigurationError, DataError
 from dpshard.randomness import RandomSource, derive_key
+from dpshard.units import CollatedRows, DrawnUnits, UnitDataset, UnitTensors
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,25 @@ class MicroBatchPlan:
     count: int
     """Number of micro-batches K of the logical batch, equal on all ranks."""
     indices: list[int]
-    """Index of the sample in each of the B rows; padding rows repeat a sample of the batch for its shape."""
+    """Index of each of the B samples; padding repeats a sample of the batch for its shape."""
     is_padding: Tensor
-    """Bool [B]: the rows that must contribute exactly 0, behind those of the samples."""
+    """Bool [B]: the samples that must contribute exactly 0, behind the others."""
     samples_everywhere: int
-    """Rows that are samples on every rank, at least: all ranks know the same number."""
+    """Samples on every rank, at least: all ranks know the same number."""
+    rows_key: bytes = field(default=b"", repr=False)
+    """Key of the step for the rows that a sample of several shows."""
+    rows_per_unit: int = 1
+    """Rows of a sample, side by side: the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
 
     @cached_property
     def samples(self) -> int:
-        """Number of rows that are samples."""
+        """Number of samples that are not padding."""
         return int((~self.is_padding).sum())
+
+    @cached_property
+    def rows_are_padding(self) -> Tensor:
+        """Bool [B * rows_per_unit]: the rows of padding."""
+        return self.is_padding if self.rows_per_unit == 1 else self.is_padding.repeat_interleave(self.rows_per_unit)
 
 
 def plan_micro_batches(
@@ -126,6 +136,8 @@ def plan_micro_batches(
     world_size: int = 1,
     *,
     pad: bool = True,
+    rows_per_unit: int = 1,
+    rows_key: bytes = b"",
 ) -> list[MicroBatchPlan]:
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
@@ -149,7 +161,8 @@ def plan_micro_batches(
     for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True)):
         rows = B if pad else max(1, min(len(own) - position * B, B))
         everywhere = min(max(least - position * B, 0), B)
-        plans.append(MicroBatchPlan(step, position, count, row_B[:rows], is_padding_B[:rows], everywhere))
+        own_B, padding_B = row_B[:rows], is_padding_B[:rows]
+        plans.append(MicroBatchPlan(step, position, count, own_B, padding_B, everywhere, rows_key, rows_per_unit))
     return plans
 
 
@@ -181,6 +194,7 @@ def poisson_plans(
     rank: int = 0,
     world_size: int = 1,
     pad: bool = True,
+    rows_per_unit: int = 1,
 ) -> Iterator[MicroBatchPlan]:
     """Yield the micro-batches that `rank` runs in each of `steps`, drawn by a PoissonSampler.
 
@@ -190,7 +204,8 @@ def poisson_plans(
     for step in steps:
         drawn = sampler.draw(step)
         size = micro_batch_size or max(1, math.ceil(len(drawn) / world_size))
-        yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad)
+        of_units = {"rows_per_unit": rows_per_unit, "rows_key": derive_key(secret, "rows of units", step)}
+        yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad, **of_units)
 
 
 def check_micro_batch_size(size: int) -> None:
@@ -204,6 +219,7 @@ def load(
     plans: Iterable[MicroBatchPlan],
     *,
     sample_size: int,
+    rows_per_unit: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -212,18 +228,26 @@ def load(
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
     """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
-    `plans` is consumed lazily, a few plans ahead of the data, so it may describe a run of any length. The other
-    arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once, as `check_dataset` does.
+    `plans` is consumed lazily, a few plans ahead of the data, so it may describe a run of any length. An item of the
+    data set is a sample, or a unit of `rows_per_unit` rows. The other arguments are those of
+    `torch.utils.data.DataLoader`. Raises DataError, at once, as `check_dataset` does.
     """
     check_dataset(dataset, sample_size)
     if type(dataset) is TensorDataset and collate_fn is None:
-        dataset, collate_fn = _TensorRows(dataset), _as_is
-    elif hasattr(dataset, "__getitems__"):
-        dataset = _OneByOne(dataset)
+        dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)
+        collate_fn = _as_is
+    else:
+        units = isinstance(dataset, UnitDataset)
+        if units or rows_per_unit > 1:
+            collate_fn = CollatedRows(collate_fn or default_collate, rows_per_unit)
+        if units:
+            dataset = DrawnUnits(dataset)
+        elif hasattr(dataset, "__getitems__"):
+            dataset = _OneByOne(dataset)
     ahead: deque[MicroBatchPlan] = deque()
     loader = DataLoader(
         dataset,
-        batch_sampler=_Announced(plans, ahead),
+        batch_sampler=_Announced(plans, ahead, keyed=isinstance(dataset, DrawnUnits)),
         collate_fn=collate_fn or default_collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -262,26 +286,33 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A batch sampler over plans that notes each plan it has handed to the loader."""
+    """A batch sampler over plans that notes each plan it has handed to the loader.
+
+    `keyed`: samples are asked for with the key of the step.
+    """
 
     plans: Iterable[MicroBatchPlan]
     ahead: deque[MicroBatchPlan]
+    keyed: bool
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         for plan in self.plans:
             self.ahead.append(plan)
             # Padding is added behind what was collated: a collate_fn that sorts its rows must not move it.
-            yield plan.indices[: max(1, plan.samples)]
+            indices = plan.indices[: max(1, plan.samples)]
+            yield [(i, plan.rows_key) for i in indices] if self.keyed else indices
 
 
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
-    """Return collated data of the samples of `plan`, filled up to B rows with copies of the last one.
+    """Return collated data of the samples of `plan`, filled up to B of them with copies of the last one.
 
     Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also within tuples, lists
     and dicts. Raises DataError if no part of `data` has a row per sample.
     """
-    rows, B = max(1, plan.samples), len(plan.indices)
-    places = torch.arange(B).clamp(max=rows - 1)
+    K = plan.rows_per_unit
+    rows, B = max(1, plan.samples) * K, len(plan.indices) * K
+    places = torch.arange(B)
+    places = torch.where(places < rows, places, rows - K + places % K)
     found = False
 
     def pad(x: Any) -> Any:
@@ -310,7 +341,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     filled = pad(data)
     if not found:
         raise DataError(
-            f"collate_fn returned no tensor with one row for each of its {rows} samples (as dimension 0), so the "
+            f"collate_fn returned no tensor with one row for each of the {rows} that it got (as dimension 0), so the "
             f"micro-batch cannot be padded. Return tensors with the samples first, or tuples, lists and dicts of them; "
             f"do not drop, merge or repeat samples."
         )

@@ -33,7 +33,10 @@ class Budget:
 
     def statement(self, generator: str) -> str:
         """Return the guarantee reached so far, in one sentence; `generator` names the source of the noise."""
-        return self.ledger.statement(self.mechanism.target_delta, plan=self._plan, generator=generator)
+        mechanism = self.mechanism
+        return self.ledger.statement(
+            mechanism.target_delta, plan=self._plan, generator=generator, rows_per_unit=mechanism.rows_per_unit
+        )
 
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
         """Count the release of the next step, with this identity; return False if it was counted before.

@@ -92,10 +92,10 @@ class PrivacyLedger:
             return True
         return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.releases, 1024)) > 0
 
-    def statement(self, delta: float, *, plan: Counts = (), generator: str = "") -> str:
+    def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
 
-        `generator` names the source of the noise.
+        `generator` names the source of the noise. What is protected is a sample, or a unit of several rows.
         """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
         bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
@@ -105,7 +105,8 @@ class PrivacyLedger:
         released = self._counts or [release for release, _ in plan]
         relation = relation_of(released)
         sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
-        unit = f"one sample of N = {sizes}" if sizes else "one sample"
+        unit = "one sample" if rows_per_unit == 1 else f"one unit of up to {rows_per_unit} rows,"
+        unit = f"{unit} of N = {sizes}" if sizes else unit
         cap = " with a cap" if relation == "replace-special" else ""
         groups = max((release.quantile_counts for release in self._counts), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""

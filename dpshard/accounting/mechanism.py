@@ -71,6 +71,8 @@ class Mechanism(SampledMechanism):
     """`repr` of the rule by which thresholds follow the gradients; None if they are fixed."""
     loss_reduction: LossReduction
     """How the loss reduces the rows of a micro-batch; it fixes the unit of per-sample gradients."""
+    rows_per_unit: int = 1
+    """Rows of a sample, which is the unit of privacy; batch and sample sizes count samples."""
     secure: bool
     """True if the noise follows [Note: Secure noise] in noise/keyed.py; a replay must draw it likewise."""
     accountant: AccountantName

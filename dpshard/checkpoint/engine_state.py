@@ -66,7 +66,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             "spent budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
-    saved = json.loads(json.dumps(saved))
+    saved = {"rows_per_unit": 1, **json.loads(json.dumps(saved))}  # states of before units name none
     changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.loaders import loading_options
@@ -54,6 +55,7 @@ class PrivateTraining(L.Callback):
     ) -> None:
         if loader.batch_size is None:
             raise ConfigurationError("The loader has no batch_size, which is the expected logical batch: give it one.")
+        refuse_units(privacy, "PrivateTraining")
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
         check_dataset(loader.dataset, size)
         self.engine: PrivacyEngine | None = None

@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
+from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import check_supported, shard_on_cpu
@@ -93,6 +94,7 @@ class _Private(ShardsOnCPU):
             )
         args = TrainingArguments() if args is None else args
         _check(args)
+        refuse_units(privacy, "PrivateTrainer")
         self.engine: PrivacyEngine | None = None
         self._privacy = dict(privacy)
         self._expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size

@@ -14,7 +14,7 @@ from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_thr
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
 from dpshard.interception.rows import Copies, Doubt, Doubts, RowIdentity
-from dpshard.interception.run import Run, plan_run
+from dpshard.interception.run import Run, by_unit, plan_run
 
 __all__ = [
     "AS_DRAWN",
@@ -32,6 +32,7 @@ __all__ = [
     "Run",
     "TapeProvider",
     "access_to",
+    "by_unit",
     "container",
     "is_own",
     "kind_of_object",

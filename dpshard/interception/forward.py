@@ -59,8 +59,10 @@ class Interception:
         session: TapeProvider,
         sharding: ShardingHooks,
         before_forward: Callable[[Run, Any], None],
+        rows_per_unit: int = 1,
     ) -> None:
         self._model, self._session, self._before_forward = model, session, before_forward
+        self._rows_per_unit = rows_per_unit
         self._active = active = ActiveForward()
         self._parameters = parameters = TrainedParameters(model, sources, sharding, active)
         isolate = functools.partial(IsolatedForward, model, active, WriteGuard(model))
@@ -89,7 +91,7 @@ class Interception:
     def plan(self, args: Any, kwargs: Any) -> Run:
         """Return the call of the model with these arguments, probed, to be repeated beside the training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
-        run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None)
+        run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None, self._rows_per_unit)
         return self.layouts.probed(run)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
@@ -133,7 +135,8 @@ class Interception:
         if not compiled:
             original = with_recomputed_weights(module, original)
         session, parameters = self._session, self._parameters
-        run = plan_run(module, parameters.repeatable(module, original), args, kwargs, session.plan)
+        repeatable = parameters.repeatable(module, original)
+        run = plan_run(module, repeatable, args, kwargs, session.plan, self._rows_per_unit)
         rows = session.rows
         if rows is not None:
             rows.enter(run)
@@ -166,7 +169,8 @@ class Interception:
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):
-            mode = InterceptionMode(self._parameters.trainable(), layout, tape, self._parameters.refusal)
+            sources, refusal = self._parameters.trainable(), self._parameters.refusal
+            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit)
             try:
                 with self._active.recorded(mode):
                     return call()

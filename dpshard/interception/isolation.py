@@ -43,7 +43,7 @@ class IsolatedForward:
 
     def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
         """Return the output for `samples` through plain autograd, without dropout and compilation."""
-        self._active.repeat = functools.partial(DeterministicForward, len(samples), draws)
+        self._active.repeat = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
         with eager(), self._active.repeat():
             return run.on(samples)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Layouts:
     def as_read(self, run: Run) -> Run:
         """Return `run` with the inputs that carry samples as earlier probes have found."""
         dims = self._readings.get(kind_of_run(run)) if self._readings else None
-        return run if dims is None else replace(run, dims=dims)
+        return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
         """Return `run` as the model takes it: inputs of a new kind are probed.
@@ -78,7 +77,7 @@ class Layouts:
                 raise
             if not unshards:  # other ranks need not have failed, and would not take part
                 self._try_whole(run)
-            cut = [(tuple(x.shape), d) for x, d in zip(run.leaves, run.dims, strict=True) if isinstance(x, Tensor)]
+            cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
                 f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
                 f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
@@ -97,11 +96,12 @@ class Layouts:
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.
             alike = functools.partial(first, rows=min(2, run.rows))
             if unshards:  # all ranks run as often
-                return find_layout(alike, self._parameters.trainable)
+                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
             try:
-                return find_layout(functools.partial(first, rows=run.rows), self._parameters.trainable)
+                varied = functools.partial(first, rows=run.rows)
+                return find_layout(varied, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
             except BatchLayoutError:
-                return find_layout(alike, self._parameters.trainable)
+                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
 
     def _try_whole(self, run: Run) -> None:
         """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""

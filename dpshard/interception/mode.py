@@ -55,9 +55,12 @@ class UnknownCall(Exception):
 class InterceptionMode(TorchFunctionMode):
     """Redirects calls that use parameters, with a given layout, to their rules."""
 
-    def __init__(self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal) -> None:
+    def __init__(
+        self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal, rows_per_unit: int = 1
+    ) -> None:
         super().__init__()
         self._refusal = refusal
+        self._rows_per_unit = rows_per_unit
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # grows by what the forward derives
@@ -67,7 +70,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return another mode that knows the same sources and calls, and records in `slots`."""
-        return InterceptionMode(self.sources, self.layout, slots, self._refusal)
+        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self._rows_per_unit)
 
     @contextmanager
     def in_region(self, slots: Slots, sources: dict[Tensor, Source]) -> Iterator[None]:
@@ -205,7 +208,8 @@ class InterceptionMode(TorchFunctionMode):
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
-        if known is None and read and x.requires_grad and x.shape[dim] == self.slots.batch_size:
+        whole = self.slots.batch_size * self._rows_per_unit
+        if known is None and read and x.requires_grad and x.shape[dim] == whole:
             raise UnknownCall  # rows are picked on a course that was not probed
         return known is not None and known.inputs[0] is not None
 

@@ -57,9 +57,10 @@ class Replay:
         layout = self.layouts.of(run)
         for _ in range(ATTEMPTS):
             state.rewind(draws)
-            mode = InterceptionMode(self.parameters.trainable(), layout, tape(), self.parameters.refusal)
+            sources, refusal = self.parameters.trainable(), self.parameters.refusal
+            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit)
             try:
-                undropped = functools.partial(DeterministicForward, len(samples), draws)
+                undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, beside=undropped()):
                     return run.on(samples)
             except UnknownCall:

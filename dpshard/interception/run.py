@@ -1,4 +1,12 @@
-"""One outermost call of a module: which of its inputs carry samples, and how to repeat it on some of them."""
+"""One outermost call of a module: which of its inputs carry samples, and how to repeat it on some of them.
+
+[Note: Units]
+A sample is a unit of K rows, and K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units
+as one dimension of m * K, the rows of a unit side by side. Here, and only here, rows become units: `Run.leaves` have
+both dimensions, and `Run.on` joins them again for the model. So a unit is a sample whose rows are flattened into the
+batch before the model instead of within it. Everything else knows such rows already: probes find them, rules join them
+into one record of the sample, and verification compares the sample with others.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +34,33 @@ class Run:
 
     module: nn.Module
     original: Callable[..., Any]
+    given: tuple[Any, ...]
+    """The inputs of the model, as it got them."""
     leaves: tuple[Any, ...]
+    """The same; where they carry samples, those have a dimension, and behind it their rows, if they have several."""
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
     """Per leaf: the dimension of the samples, or None."""
     rows: int
-    """The first rows, which are samples and not padding; at least 1."""
+    """The first samples, which are not padding; at least 1."""
+    rows_per_unit: int = 1
+    """Rows of a sample; see [Note: Units]."""
 
     def on(self, samples: list[int]) -> Any:
         """Return the output for `samples` (indices into the batch) alone."""
-        args, kwargs = pytree.tree_unflatten([self._pick(i, samples) for i in range(len(self.leaves))], self.tree)
+        picked = [self._joined(self._pick(i, samples), self.dims[i]) for i in range(len(self.leaves))]
+        args, kwargs = pytree.tree_unflatten(picked, self.tree)
         return self.original(*args, **kwargs)
+
+    def carrying(self) -> list[tuple[Tensor, int]]:
+        """Return the given inputs that carry samples, and the dimension of each."""
+        return [(x, dim) for x, dim in zip(self.given, self.dims, strict=True) if dim is not None]
+
+    def reading(self, dims: tuple[int | None, ...]) -> Run:
+        """Return the call with the samples of its inputs along other dimensions."""
+        leaves = tuple(by_unit(x, dim, self.rows_per_unit) for x, dim in zip(self.given, dims, strict=True))
+        return replace(self, dims=dims, leaves=leaves)
 
     def first(self, n: int, rows: int) -> Any:
         """Return the output for the first n of `rows` samples, repeated if there are fewer."""
@@ -45,13 +68,13 @@ class Run:
 
     def other_readings(self) -> Iterator[Run]:
         """Yield the call with some inputs as constants, though their size is the batch's: a mask [T, T] of T = B."""
-        square = (self.batch_size, self.batch_size)
+        B = self.batch_size * self.rows_per_unit
         carrying = [i for i, d in enumerate(self.dims) if d == 0]
-        doubtful = [i for i in carrying if self.leaves[i].dim() == 1 or self.leaves[i].shape[:2] == square]
-        doubtful.sort(key=lambda i: (self.leaves[i].is_floating_point(), self.leaves[i].dim()))  # the likeliest first
+        doubtful = [i for i in carrying if self.given[i].dim() == 1 or self.given[i].shape[:2] == (B, B)]
+        doubtful.sort(key=lambda i: (self.given[i].is_floating_point(), self.given[i].dim()))  # the likeliest first
         subsets = (itertools.combinations(doubtful, n) for n in range(1, len(carrying)))
         for constant in itertools.islice(itertools.chain.from_iterable(subsets), READINGS):
-            yield replace(self, dims=tuple(None if i in constant else d for i, d in enumerate(self.dims)))
+            yield self.reading(tuple(None if i in constant else d for i, d in enumerate(self.dims)))
 
     def beginning_with(self, samples: list[int]) -> Run:
         """Return the call with these samples before the others."""
@@ -66,11 +89,33 @@ class Run:
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
         return picked.clone()  # modes must see a new tensor, not the indexing
 
+    def _joined(self, x: Any, dim: int | None) -> Any:
+        if dim is None or self.rows_per_unit == 1:
+            return x
+        with torch._C.DisableTorchFunction():
+            return x.flatten(dim, dim + 1)
+
+
+def by_unit(x: Any, dim: int | None, rows_per_unit: int) -> Any:
+    """Return `x` with its units along `dim`, and behind it the rows of each, if they are several."""
+    if dim is None or rows_per_unit == 1:
+        return x
+    with torch._C.DisableTorchFunction():
+        return x.unflatten(dim, (-1, rows_per_unit))
+
 
 def plan_run(
-    module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, plan: MicroBatchPlan | None
+    module: nn.Module,
+    original: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    plan: MicroBatchPlan | None,
+    rows_per_unit: int = 1,
 ) -> Run:
-    """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long."""
+    """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long.
+
+    B counts rows, `rows_per_unit` a sample.
+    """
     if transforms_are_active():
         raise BatchLayoutError(
             f"{type(module).__name__} was called within torch.vmap or another transform of torch.func, so its samples "
@@ -84,7 +129,7 @@ def plan_run(
             f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
             f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
         )
-    B = len(plan.indices) if plan is not None else sizes[0]
+    B = len(plan.indices) * rows_per_unit if plan is not None else sizes[0]
     if plan is None and len(set(sizes) - {1}) > 1:
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
@@ -94,6 +139,13 @@ def plan_run(
     if B == 0:
         raise BatchLayoutError(
             f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
+        )
+
+    if B % rows_per_unit:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
+            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
+            f"have fewer rows."
         )
 
     def dim(x: Any) -> int | None:
@@ -110,7 +162,11 @@ def plan_run(
             f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model, and "
             f"fetch the next one after its backward: num_workers= of engine.batches reads ahead."
         )
-    return Run(module, original, tuple(leaves), tree, B, dims, max(1, B if plan is None else plan.samples_everywhere))
+    m = B // rows_per_unit
+    rows = max(1, m if plan is None else plan.samples_everywhere)
+    given = tuple(leaves)
+    run = Run(module, original, given, given, tree, m, dims, rows, rows_per_unit)
+    return run if rows_per_unit == 1 else run.reading(dims)
 
 
 def refuse_two_batch_dimensions(run: Run) -> None:
@@ -118,8 +174,9 @@ def refuse_two_batch_dimensions(run: Run) -> None:
 
     A whole model gets the samples first; a part gets what other parts have made.
     """
-    for x in run.leaves:
-        if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == run.batch_size:
+    rows = run.batch_size * run.rows_per_unit
+    for x in run.given:
+        if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == rows:
             raise BatchLayoutError(
                 f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
                 f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "

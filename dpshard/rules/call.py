@@ -18,8 +18,9 @@ class BatchAxis:
 
     dim: int
     """The dimension, from 0."""
-    sample_major: bool = True
-    """When the dimension is B * k long: whether the k rows of one sample are adjacent ([B, k]) or strided ([k, B])."""
+    adjacent: int = 0
+    """When the dimension is B * k long: how many of the k rows of a sample are adjacent. 0: all ([B, k]); 1: none
+    ([k, B]); K, where a unit has so many in the inputs of the model: [k / K, B, K]."""
     routed: bool = False
     """Whether the data decides which sample's row is where (experts): every row of the call then counts as a sample."""
 
@@ -28,17 +29,20 @@ class BatchAxis:
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
-        if self.sample_major:
+        if not self.adjacent:
             return x.unflatten(self.dim, (batch_size, size // batch_size)).movedim(self.dim, 0)
-        return x.unflatten(self.dim, (size // batch_size, batch_size)).movedim(self.dim + 1, 0)
+        apart = size // batch_size // self.adjacent
+        x = x.unflatten(self.dim, (apart, batch_size, self.adjacent)).movedim(self.dim + 1, 0)
+        return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
         """Undo `split`: from samples first to the layout of this axis; k rows a sample (1: no dimension for them)."""
         if k == 1:
             return x.movedim(0, self.dim)
-        if self.sample_major:
+        if not self.adjacent:
             return x.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        return x.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1)
+        x = x.unflatten(self.dim + 1, (k // self.adjacent, self.adjacent))
+        return x.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 Replay = Callable[[dict[str, Tensor]], Tensor]
@@ -118,8 +122,11 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
     return axis
 
 
-def spread(call: Call, x: Tensor, from_right: int, size: int, sample_major: bool) -> Tensor:
-    """Return the source `x`, one copy a sample, to broadcast with data of `size` = B * k rows at dim -from_right."""
+def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
+    """Return the source `x`, one copy a sample, to broadcast with data of `size` = B * k rows at dim -from_right.
+
+    `adjacent`: see BatchAxis.
+    """
     source = call.source(x)
     assert source is not None
     B = call.batch_size
@@ -130,6 +137,6 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, sample_major: bool
     copies = call.per_sample(x).reshape(B, *shape)
     # The size-1 dimension at `dim` becomes the k rows of a sample: autograd sums their gradients.
     k = size // B
-    return BatchAxis(dim, sample_major).merge(
+    return BatchAxis(dim, adjacent).merge(
         copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k
     )

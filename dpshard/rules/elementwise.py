@@ -49,23 +49,23 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments; every source among them becomes one copy a sample, to broadcast with the data."""
-    from_right, size, major = _batch_position(call, (args, kwargs))
+    from_right, size, adjacent = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:
-        return x if call.source(x) is None else spread(call, x, from_right, size, major)
+        return x if call.source(x) is None else spread(call, x, from_right, size, adjacent)
 
     return pytree.tree_map_only(Tensor, enter, (args, kwargs))
 
 
-def _batch_position(call: Call, tree: Any) -> tuple[int, int, bool]:
-    """Where the samples lie: counted from the right (broadcasting aligns there), rows, and their order."""
-    found: set[tuple[int, int, bool]] = set()
+def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
+    """Where the samples lie: counted from the right (broadcasting aligns there), rows, and how many are adjacent."""
+    found: set[tuple[int, int, int]] = set()
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and call.source(x) is None:
             axis = call.axis(x)
             if axis is not None:
                 size = x.shape[axis.dim]
-                found.add((x.dim() - axis.dim, size, axis.sample_major or size == call.batch_size))
+                found.add((x.dim() - axis.dim, size, axis.adjacent if size > call.batch_size else 0))
     if len(found) != 1:
         raise call.refuse("its data inputs carry the samples of the micro-batch at different places")
     return found.pop()
@@ -83,7 +83,7 @@ def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     else:
         shape = list(sizes) if isinstance(first, int) else list(first)
     rows = shape[axis.dim]
-    copies = spread(call, x, len(shape) - axis.dim, rows, axis.sample_major)
+    copies = spread(call, x, len(shape) - axis.dim, rows, axis.adjacent)
     shape[axis.dim] = -1
     return copies.expand(shape)
 
@@ -98,9 +98,13 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     times = list(repeats) if isinstance(first, int) else list(first)
     times = [1] * (len(source.shape) - len(times)) + times
     shape = (1,) * (len(times) - len(source.shape)) + source.shape
-    if times[axis.dim] != call.batch_size or not (axis.sample_major or shape[axis.dim] == 1):
-        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {call.batch_size}")
-    copies = call.per_sample(x).reshape(call.batch_size, *shape)
-    rows = BatchAxis(axis.dim).merge(copies.squeeze(axis.dim + 1) if shape[axis.dim] == 1 else copies, shape[axis.dim])
+    B, each = call.batch_size, shape[axis.dim]
+    k, rest = divmod(times[axis.dim], B)
+    if rest or k == 0 or (axis.adjacent and each > 1):
+        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {B}")
+    copies = call.per_sample(x).reshape(B, *shape)
+    if k > 1:  # once for each of the k rows of a sample
+        copies = torch.cat([copies] * k, axis.dim + 1)
+    rows = BatchAxis(axis.dim, axis.adjacent).merge(copies.squeeze(axis.dim + 1) if k * each == 1 else copies, k * each)
     times[axis.dim] = 1
     return rows.repeat(times)

@@ -54,7 +54,8 @@ class Collector:
     """The logical batch in progress, from its first forward to its release.
 
     Whatever would count a sample twice, in the release of another step, or not at all raises LogicalBatchError.
-    `mean`: whether losses are means over the rows of the micro-batch.
+    `mean`: whether losses are means over the rows of the micro-batch. `rows_per_unit`: the rows of a sample, the mean
+    of whose losses is the sample's loss.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Collector:
         execution: Execution,
         *,
         mean: bool,
+        rows_per_unit: int = 1,
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
@@ -77,7 +79,7 @@ class Collector:
         self.clipper = Clipper(roots, groups, function, execution, self)
         self._backend = backend
         self._device = backend.sharding.device
-        self._mean = mean
+        self._mean, self._rows_per_unit = mean, rows_per_unit
         self._loop: Feed | None = None  # of the loop over `batches` that is running
         self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
         self._silence = Silence()
@@ -121,7 +123,8 @@ class Collector:
             self.clipper.abort()  # a backward that raised left records behind
         if self.state is not BatchState.COLLECTING:
             self._backend.sharding.refuse_changed_parameters()
-        scale = float(batch_size) if self._mean else 1.0
+        # A mean over all rows is a mean of the samples' means; of a sum, a sample's part is that of its rows.
+        scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
         micro = self._micro
         if micro is None:
             self._require_own_loop(module)

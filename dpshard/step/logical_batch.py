@@ -124,7 +124,7 @@ class LogicalBatch:
         """
         if self._micro is None:
             raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
-        return self._micro.plan.is_padding
+        return self._micro.plan.rows_are_padding
 
     def __len__(self) -> NoReturn:
         """Refuse: the number of micro-batches depends on who was drawn. See UnknownLengthError."""

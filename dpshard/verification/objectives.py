@@ -19,11 +19,14 @@ class Loss:
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
+    """Samples first; then the rows of each, if they have several."""
+    rows_per_unit: int = 1
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
         """Return the loss of `samples`, given their output."""
         index = torch.tensor(list(samples))
-        return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
+        picked = [t.index_select(0, index.to(t.device)) for t in self.targets]
+        return self.loss_fn(output, *(picked if self.rows_per_unit == 1 else [t.flatten(0, 1) for t in picked]))
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]

@@ -66,7 +66,7 @@ def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), nega
 
 def replaced_targets(loss: Loss, source: Sequence[int]) -> Loss:
     """Return the loss with the targets of row source[i] in row i."""
-    return Loss(loss.loss_fn, tuple(taken(t, 0, source) for t in loss.targets))
+    return replace(loss, targets=tuple(taken(t, 0, source) for t in loss.targets))
 
 
 def taken(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:

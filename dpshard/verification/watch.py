@@ -210,4 +210,4 @@ def _ration(path: str, kind: Any) -> str:
 
 
 def _samples(run: Run) -> list[tuple[Tensor, int]]:
-    return [(x, dim) for x, dim in zip(run.leaves, run.dims, strict=True) if dim is not None]
+    return run.carrying()

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpshard.clipping.tape import Clipper
 from dpshard.interception import kind_of_run
 from dpshard.verification.bench import Bench
-from dpshard.verification.objectives import Loss
 
 
 @dataclass(slots=True)
@@ -83,7 +82,9 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
             buffer.data = buffer.data.double()
         parameters = {sources[p].label: wide[p] for p in wide if p in sources}
         leaves = tuple(_double(x) for x in bench.run.leaves)
-        loss = None if bench.loss is None else Loss(bench.loss.loss_fn, tuple(_double(t) for t in bench.loss.targets))
+        loss = bench.loss
+        if loss is not None:
+            loss = replace(loss, targets=tuple(_double(t) for t in loss.targets))
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
         kind = kind_of_run(in_double.run)

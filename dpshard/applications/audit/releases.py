@@ -40,7 +40,7 @@ from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_faul
 from dpshard.applications.audit.steps import stepping
 from dpshard.backends.ranks import Ranks
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import is_count
+from dpshard.config import is_count, refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -93,6 +93,7 @@ def audit_releases(
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
+    refuse_units(options, "audit_releases")
     rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
     x, y = x[rows], y[rows]
     prepared = prepare(model)

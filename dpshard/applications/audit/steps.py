@@ -43,7 +43,7 @@ from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import check_positive, is_count
+from dpshard.config import check_positive, is_count, refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -130,6 +130,7 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20; a fifth of them chooses the test.")
     check_positive("noise_multiplier", noise_multiplier)
+    refuse_units(options, "audit_steps")
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)

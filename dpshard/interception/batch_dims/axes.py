@@ -54,8 +54,8 @@ class CallLayout:
 
     def in_order(self) -> CallLayout:
         """Return the layout for rows that lie as if they had never been routed."""
-        inputs = [axis and BatchAxis(axis.dim, axis.sample_major) for axis in self.inputs]
-        return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.sample_major), self.lost)
+        inputs = [axis and BatchAxis(axis.dim, axis.adjacent) for axis in self.inputs]
+        return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.adjacent), self.lost)
 
 
 Layout = dict[CallKey, CallLayout]

@@ -272,14 +272,20 @@ class _SecondRun(_Compared):
                 f"per-sample gradient exists."
             )
         if old[dim] != first:
-            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach(), place))
+            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach().clone(), place))
         return BatchAxis(dim)
 
 
 def find_layout(
-    run: Callable[[int], Any], sources: Callable[[], dict[Tensor, Source]], sizes: tuple[int, int] = (2, 3)
+    run: Callable[[int], Any],
+    sources: Callable[[], dict[Tensor, Source]],
+    sizes: tuple[int, int] = (2, 3),
+    *,
+    rows_per_unit: int = 1,
 ) -> Layout:
     """Layouts of all calls that use `sources()`; `run(n)` runs the model on the first n samples of a batch.
+
+    `rows_per_unit`: the rows of a sample in the model's inputs, side by side.
 
     Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
     """
@@ -293,5 +299,5 @@ def find_layout(
         valued = _FirstRun(frozenset(second.doubts))
         with valued:
             run(sizes[0])
-        settle(second.layout, second.doubts, valued.values, sizes)
+        settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit)
     return second.layout

@@ -1,7 +1,8 @@
 """The order of rows that are flattened into the batch: a sample's side by side ([B, k]), or one batch apart ([k, B]).
 
-Shapes cannot tell the two orders apart; values can. Both runs begin with the same samples, so under the right order the
-rows of these samples are equal in both runs.
+Where a sample is a unit of K rows in the inputs, these may stay side by side and others one batch apart: [k / K, B, K].
+Shapes cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order the
+rows of these samples are equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpshard.errors import BatchLayoutError
 from dpshard.interception.batch_dims.axes import CallKey, Layout, describe
 from dpshard.records import as_real
+from dpshard.rules.call import BatchAxis
 
 ROWS: CallKey = ("an index along dimension 0",)
 """Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
@@ -39,18 +41,24 @@ class Doubt:
 
 
 def settle(
-    layout: Layout, doubts: dict[int, list[Doubt]], values: dict[int, list[Tensor]], sizes: tuple[int, int]
+    layout: Layout,
+    doubts: dict[int, list[Doubt]],
+    values: dict[int, list[Tensor]],
+    sizes: tuple[int, int],
+    rows_per_unit: int = 1,
 ) -> None:
     """Write into `layout` in which order flattened dimensions hold their rows.
 
     `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
-    `sizes` are the numbers of samples of the two runs.
+    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs.
     """
-    settled: dict[tuple[CallKey, int], bool] = {}
+    settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
     for position, here in doubts.items():
         for doubt in here:
-            order = _is_sample_major(doubt, values[position][doubt.seen_at], sizes)
+            order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit)
+            if order is None and doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]:
+                order = 0  # equal rows (positions, zeros) lie as those of the inputs
             if order is None:
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
@@ -64,51 +72,56 @@ def settle(
             continue
         settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
     for (key, place), order in settled.items():
-        if not order:
+        if order:
             found = layout[key]
             axis = found.inputs[place] if place < len(found.inputs) else found.output
             assert axis is not None
-            axis = replace(axis, sample_major=False)
+            axis = replace(axis, adjacent=order)
             if place < len(found.inputs):
                 found.inputs[place] = axis
             else:
                 found.output = axis
 
 
-def _is_sample_major(doubt: Doubt, old: Tensor, sizes: tuple[int, int]) -> bool | None:
-    """Return True if the rows of a sample lie side by side; None if values do not tell."""
+def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int) -> int | None:
+    """Return how many rows of a sample are adjacent, 0 for all; None if values do not tell."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
     error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
-    for order in (True, False):
-        sides = []
-        for x, size in ((old, first), (new, second)):
-            rows = x.unflatten(doubt.dim, (size, k) if order else (k, size))
-            sides.append(rows.narrow(doubt.dim + (not order), 0, first).double())
+    orders = [0, 1] if rows_per_unit in (1, k) or k % rows_per_unit else [0, 1, rows_per_unit]
+    for order in orders:
+        axis = BatchAxis(doubt.dim, order)
+        sides = [axis.split(x, size)[:first].double() for x, size in ((old, first), (new, second))]
         error[order] = float((sides[0] - sides[1]).abs().nan_to_num_(0).max())
-    if min(error.values()) > _SAME * scale:
+    best = min(error.values())
+    fitting = [order for order, e in error.items() if e <= 2 * best]
+    if best > _SAME * scale:
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
             f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
-    if max(error.values()) <= 2 * min(error.values()):
+    if fitting == [1, rows_per_unit]:
+        fitting = [rows_per_unit]  # all units are equal (copies of one sample): their rows lie as those of the inputs
+    if len(fitting) > 1:
         return None
-    if error[False] < error[True] and doubt.key == ROWS:
+    if fitting != [0] and doubt.key == ROWS:
         raise BatchLayoutError(
             f"Rows are picked along dimension 0 of a tensor of shape {tuple(new.shape)}, which holds the "
             f"rows of a sample one batch apart ([k, B]). Put the samples first before you flatten."
         )
-    return error[True] < error[False]
+    return fitting[0]
 
 
-def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], bool], layout: Layout, second: int) -> bool:
+def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
     """Return the order of rows that are all equal: that of other calls of the kind, or of other arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return all(orders)  # it has no values, and nothing is trained with it: a plan counts what a step costs
+        return max(
+            orders, default=0
+        )  # it has no values, and nothing is trained with it: a plan counts what a step costs
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "
@@ -116,4 +129,4 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], bool], layout: L
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
             f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
         )
-    return all(orders)
+    return max(orders, default=0)

@@ -35,6 +35,11 @@ class Doubt(Enum):
         "The model got the rows of a padded micro-batch in another order than engine.batches(...) has handed them "
         f"out, so padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
     )
+    SCATTERED = (
+        "The model got the rows of units in another order than engine.batches(...) has handed them out, so rows of "
+        "several units would be clipped as one. Keep the rows of a unit side by side (no list of first rows before one "
+        "of second rows), and sort rows in the data set or in collate_fn."
+    )
     REPEATED = (
         "One row that engine.batches(...) has handed out came to the model in two rows of its micro-batch: in place of "
         "a corrupt row, say, or because equal rows were merged and others repeated. So that sample has two gradients, "

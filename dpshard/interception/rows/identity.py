@@ -3,6 +3,7 @@
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
 by length, shuffles them, or takes rows from elsewhere. The loop itself cannot be seen, but there is evidence:
+- rows of a unit are side by side, on full micro-batches, too: rows that were handed out come in the same order;
 - padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
   of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
@@ -28,7 +29,7 @@ from dpshard.interception.rows.copies import Copies
 from dpshard.interception.rows.doubts import Doubt, Doubts
 from dpshard.interception.rows.fingerprints import Rows, Seen
 from dpshard.interception.rows.handed_out import repeats, transposed
-from dpshard.interception.run import Run
+from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 
 ROUNDING = {True: 1e-4, False: 0.05}
@@ -45,8 +46,9 @@ class RowIdentity:
     """
 
     def __init__(self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool) -> None:
-        self.rows, self.samples = len(plan.indices), plan.samples
-        padded = 0 < self.samples < self.rows
+        self.samples, self._rows_per_unit = plan.samples, plan.rows_per_unit
+        self.rows = len(plan.indices) * plan.rows_per_unit
+        padded = 0 < plan.samples < len(plan.indices)
         self.copies = Copies(self.samples, mean=mean) if padded else None
         """Of a micro-batch with samples and padding: what the norms of its copies tell."""
         self._doubts = doubts
@@ -64,7 +66,7 @@ class RowIdentity:
         if self.samples == 0:
             return  # nothing of it counts
         if self._forwards > 1 and self.samples > 1:
-            refuse_between((x for x in run.leaves if isinstance(x, Tensor)), self._graph, rows=self.rows)
+            refuse_between((x for x in run.given if isinstance(x, Tensor)), self._graph, rows=self.rows)
         if self._forwards == 1:
             self._inputs.append(run)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -90,8 +92,9 @@ class RowIdentity:
                 self._outputs.append(Rows.of(x.detach(), 0).light())
 
     def _require_copies(self, x: Tensor, dim: int) -> None:
+        x = by_unit(x, dim, self._rows_per_unit)
         filler = x.narrow(dim, self.samples - 1, 1)
-        copies = x.narrow(dim, self.samples, self.rows - self.samples)
+        copies = x.narrow(dim, self.samples, x.shape[dim] - self.samples)
         if x.device.type == "cpu" and torch.equal(copies, filler.expand_as(copies)):
             return
         differs = copies != filler
@@ -113,14 +116,14 @@ class RowIdentity:
             ]
         for rows in inputs:
             alike = [x for x in handed if x.kind == rows.kind]
-            self._note(Doubt.REPEATED, repeats(rows, alike, self.samples))
+            self._note(Doubt.REPEATED, repeats(rows, alike, self.samples * self._rows_per_unit))
             for x in alike:
                 self._note(Doubt.TRANSPOSED, transposed(rows, x.tensor))
-        if self.copies is not None and self._forwards == 1:
+        if (self.copies is not None or self._rows_per_unit > 1) and self._forwards == 1:
             seen = Seen()
             for x in handed:
                 seen.add(x)
-            self._note(Doubt.SHUFFLED, seen.reordered(inputs))
+            self._note(Doubt.SHUFFLED if self._rows_per_unit == 1 else Doubt.SCATTERED, seen.reordered(inputs))
 
     def _require_order_of_forwards(self, inputs: list[Rows]) -> None:
         earlier = [rows for run in self._inputs for rows in _inputs_of(run)] + self._outputs
@@ -139,7 +142,7 @@ class RowIdentity:
 
 def _inputs_of(run: Run) -> list[Rows]:
     """Return the inputs that carry samples."""
-    return [Rows.of(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None and _is_plain(x)]
+    return [Rows.of(x, d) for x, d in run.carrying() if _is_plain(x)]
 
 
 def _is_plain(x: Any) -> bool:

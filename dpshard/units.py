@@ -1,0 +1,191 @@
+"""Units of several rows: what a data set hands out as one sample, and how it becomes rows of a micro-batch.
+
+A `collate_fn` gets rows, as it does without units: K of each unit, side by side.
+
+[Note: Units of unequal size]
+A micro-batch has K rows of every unit, so that no shape depends on who was drawn. A unit with fewer rows is filled with
+copies of its last one, and every row comes with a weight: K / n for each of n < K rows, 0 for a copy, 1 in all other
+units. The mean of weight times loss over K rows is then the mean over the real ones. The weights are for the model's
+sake: a loop without them counts copies, and each unit is still clipped as one. Of more than K rows, the run's key draws
+K in every step. Which rows a unit shows may depend on the unit in any way; so epsilon does not depend on this draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from dpshard.config import check_rows_per_unit
+from dpshard.errors import DataError
+from dpshard.randomness import SECRET_BYTES, RandomSource, derive_key
+
+WEIGHT = "row_weight"
+"""Key of the weight in rows that are dicts."""
+
+
+class UnitRows(list[Any]):
+    """The K rows of one unit, each as the data set has it, with its weight."""
+
+
+class UnitDataset(Dataset):
+    """The units of a data set: user, patient, document. Item i is unit i, of `rows_per_unit` rows.
+
+    A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", another row x becomes (x, weight). Multiply
+    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes time and memory O(N), a step
+    only what it draws.
+
+    Args:
+        dataset: A map-style data set of rows.
+        unit_ids: The unit of every row: numbers or strings, as long as the data set.
+        rows_per_unit: Rows K that a unit shows in a step; that of the engine.
+
+    Raises:
+        DataError: if there are no rows, or not as many ids, or an id is missing.
+        ConfigurationError: if rows_per_unit is no positive int.
+    """
+
+    def __init__(self, dataset: Any, unit_ids: Sequence[Any] | NDArray[Any] | Tensor, rows_per_unit: int) -> None:
+        check_rows_per_unit(rows_per_unit)
+        self.dataset, self.rows_per_unit = dataset, rows_per_unit
+        ids = _checked_ids(unit_ids, len(dataset))
+        self.ids, unit_of_row, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        """The id of each unit, sorted."""
+        self._rows = np.argsort(unit_of_row, kind="stable")  # of unit 0, of unit 1, ...
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        """Return the number of units: `sample_size` of the engine."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> UnitRows:
+        """Return a unit; of more than K rows always the same."""
+        return self.draw(index, bytes(SECRET_BYTES))
+
+    def draw(self, index: int, key: bytes) -> UnitRows:
+        """Return a unit; of more than K rows, those that `key` draws."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"unit {index} of {len(self)}")
+        K, end = self.rows_per_unit, int(self._ends[index])
+        begin = int(self._ends[index - 1]) if index else 0
+        n = end - begin
+        if n > K:
+            words = RandomSource(derive_key(key, "unit", index)).words(4)
+            places = np.random.default_rng([int(word) for word in words]).choice(n, K, replace=False, shuffle=False)
+        else:
+            places = np.arange(K).clip(max=n - 1)
+        weights = [K / min(n, K) if place < n else 0.0 for place in range(K)]
+        rows = self._rows[begin + places].tolist()
+        return UnitRows(_weighted(self.dataset[row], weight) for row, weight in zip(rows, weights, strict=True))
+
+
+def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
+    ids = np.asarray(unit_ids.cpu() if isinstance(unit_ids, Tensor) else unit_ids)
+    if rows == 0:
+        raise DataError("The data set of rows is empty: check the path or the filter that it was made with.")
+    if ids.shape != (rows,):
+        raise DataError(
+            f"unit_ids has shape {ids.shape}, and the data set {rows} rows: pass one id for each row, in their order."
+        )
+    missing = np.isnan(ids) if ids.dtype.kind == "f" else np.array([x is None or x != x for x in ids.tolist()])
+    if missing.any():
+        raise DataError(
+            f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none): rows without an id "
+            f"are no unit of their own. Leave them out, or give each an id."
+        )
+    if ids.dtype.kind == "O":
+        ids = np.array([f"{type(x).__name__} {x!r}" for x in ids.tolist()])  # 1 and "1" are two units
+    return ids
+
+
+def _weighted(row: Any, weight: float) -> Any:
+    w = torch.tensor(weight)
+    if isinstance(row, Mapping):
+        return {**row, WEIGHT: w}
+    if isinstance(row, (tuple, list)):
+        return (*row, w)
+    return (row, w)
+
+
+class DrawnUnits(Dataset):
+    """A UnitDataset that is asked for a unit and the key of the step."""
+
+    def __init__(self, dataset: UnitDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, drawn: tuple[int, bytes]) -> UnitRows:
+        """Return the rows of a unit in this step."""
+        return self._dataset.draw(*drawn)
+
+
+@dataclass(frozen=True)
+class CollatedRows:
+    """Hands the rows of units [K, ...] to a `collate_fn` of rows."""
+
+    collate_fn: Callable[[list[Any]], Any]
+    rows_per_unit: int
+
+    def __call__(self, units: list[Any]) -> Any:
+        """Return the collated rows. Raises DataError for a unit that has not K of them."""
+        return self.collate_fn([row for unit in units for row in rows_of(unit, self.rows_per_unit)])
+
+
+def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
+    """Return the K rows of an item: of each tensor, array or list of numbers and strings within it."""
+    if isinstance(unit, UnitRows):
+        if len(unit) != rows_per_unit:
+            raise not_units(f"a unit of {len(unit)} rows", rows_per_unit)
+        return unit
+    return [_row(unit, j, rows_per_unit) for j in range(rows_per_unit)]
+
+
+def _row(x: Any, j: int, rows_per_unit: int) -> Any:
+    if isinstance(x, Mapping):
+        return {key: _row(value, j, rows_per_unit) for key, value in x.items()}
+    if isinstance(x, tuple) or (isinstance(x, list) and not _are_plain(x)):
+        rows = [_row(part, j, rows_per_unit) for part in x]
+        return type(x)(*rows) if hasattr(x, "_fields") else type(x)(rows)
+    array = isinstance(x, (Tensor, np.ndarray))
+    if not isinstance(x, (Tensor, np.ndarray, list)) or (array and x.ndim == 0) or len(x) != rows_per_unit:
+        raise not_units(_described(x), rows_per_unit)
+    return x[j]
+
+
+def _are_plain(x: list[Any]) -> bool:
+    return bool(x) and all(isinstance(item, (str, bytes, int, float)) for item in x)
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, (Tensor, np.ndarray)):
+        return f"a tensor of shape {tuple(x.shape)}"
+    return f"a {type(x).__name__} of {len(x)} values" if isinstance(x, list) else f"a {type(x).__name__}"
+
+
+def not_units(found: str, rows_per_unit: int) -> DataError:
+    """Return the error for an item that is no unit of K rows."""
+    return DataError(
+        f"An item of the data set holds {found}, which is no unit of rows_per_unit={rows_per_unit} rows: every tensor "
+        f"of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
+        f"rows_per_unit={rows_per_unit}) makes units of single rows, and fills those that have fewer."
+    )
+
+
+class UnitTensors(Dataset):
+    """A TensorDataset of units [N, K, ...], read by whole micro-batches as rows."""
+
+    def __init__(self, dataset: TensorDataset, rows_per_unit: int):
+        self.tensors = dataset.tensors
+        for x in self.tensors:
+            if x.dim() < 2 or x.shape[1] != rows_per_unit:
+                raise not_units(_described(x[0]), rows_per_unit)
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        """Return the rows of these units."""
+        units = torch.tensor(indices)
+        return [x[units.to(x.device)].flatten(0, 1) for x in self.tensors]

@@ -1,0 +1,55 @@
+"""One step over 7 units of 3 rows; every rank reports the error of its whole update, case by case.
+
+Usage: torchrun --nproc_per_node=2 units_worker.py CASE...
+"""
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from tests.distributed.rank import main
+from tests.oracle import clipped_mean, noise_free_engine, norm, ramp_loss, relative_error
+
+N, K, D = 7, 3, 5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
+
+
+def error(case: str) -> float:
+    data = torch.randn(N, K, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = network()
+    names = [name for name, _ in plain.named_parameters()]
+    per_unit = [
+        dict(zip(names, torch.autograd.grad(ramp_loss(plain(unit)), list(plain.parameters())), strict=True))
+        for unit in data
+    ]
+    R = sorted(norm(g) for g in per_unit)[N // 2] * 0.999
+    model = network()
+    if case == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer)
+        fully_shard(model)
+    engine = noise_free_engine(model, batch_size=N, sample_size=N, max_grad_norm=R, rows_per_unit=K)
+    for logical_batch in engine.batches(TensorDataset(data), 2):
+        for (x,) in logical_batch:
+            ramp_loss(model(x)).backward()
+        engine.privatize()
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        found[name.removeprefix("module.")] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=N))
+
+
+if __name__ == "__main__":
+    main(lambda: [error(case) for case in sys.argv[1:]])
