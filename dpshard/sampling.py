@@ -143,7 +143,7 @@ def plan_micro_batches(
     filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
     rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
     rows_KB.reshape(-1)[: len(own)] = own
-    is_padding_KB = torch.arange(rows_KB.size).view(count, micro_batch_size) >= len(own)
+    is_padding_KB = torch.arange(rows_KB.size, device="cpu").view(count, micro_batch_size) >= len(own)
     least, B = len(drawn) // world_size, micro_batch_size
     plans = []
     for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True)):
@@ -276,7 +276,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     and dicts. Raises DataError if no part of `data` has a row per sample.
     """
     rows, B = max(1, plan.samples), len(plan.indices)
-    places = torch.arange(B).clamp(max=rows - 1)
+    places = torch.arange(B, device="cpu").clamp(max=rows - 1)
     found = False
 
     def pad(x: Any) -> Any:
@@ -319,7 +319,7 @@ class _TensorRows(Dataset):
         self.tensors = dataset.tensors
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
 
 

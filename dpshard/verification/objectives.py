@@ -22,7 +22,7 @@ class Loss:
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
         """Return the loss of `samples`, given their output."""
-        index = torch.tensor(list(samples))
+        index = torch.tensor(list(samples), device="cpu")
         return self.loss_fn(output, *(t.index_select(0, index.to(t.device)) for t in self.targets))
 
 
@@ -81,7 +81,7 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
                 f"not treat samples one by one. Pass the loss: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
-        seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
+        seed = torch.randn(x.shape, generator=generator, dtype=dtype, device="cpu").to(x.device, x.dtype)
         found.append((seed, *(place or (None, 0))))
     return found
 
