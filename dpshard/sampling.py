@@ -155,7 +155,7 @@ def plan_micro_batches(
     filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
     rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
     rows_KB.reshape(-1)[: len(own)] = own
-    is_padding_KB = torch.arange(rows_KB.size).view(count, micro_batch_size) >= len(own)
+    is_padding_KB = torch.arange(rows_KB.size, device="cpu").view(count, micro_batch_size) >= len(own)
     least, B = len(drawn) // world_size, micro_batch_size
     plans = []
     for position, (row_B, is_padding_B) in enumerate(zip(rows_KB.tolist(), is_padding_KB, strict=True)):
@@ -311,7 +311,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """
     K = plan.rows_per_unit
     rows, B = max(1, plan.samples) * K, len(plan.indices) * K
-    places = torch.arange(B)
+    places = torch.arange(B, device="cpu")
     places = torch.where(places < rows, places, rows - K + places % K)
     found = False
 
@@ -355,7 +355,7 @@ class _TensorRows(Dataset):
         self.tensors = dataset.tensors
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
 
 

@@ -1,9 +1,11 @@
 """A small network in which much comes together: for tests of what must not change the update."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 V, T, D = 11, 4, 6
 
@@ -57,3 +59,18 @@ def sentences(B: int) -> tuple[Tensor, Tensor]:
     ids[:, 2] = ids[:, 1]
     ids[0, 3] = 0
     return ids, torch.randint(0, V, (B,), generator=generator)
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+def every_second_product() -> tuple[Any, Any]:
+    """Contexts of selective checkpointing, as torchtitan makes them: every second matrix product is kept."""
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[context.is_recompute] += op in PRODUCTS
+        kept = op in PRODUCTS and seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

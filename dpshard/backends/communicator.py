@@ -64,7 +64,7 @@ class Communicator:
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
         """Return the names of the facts (plain values) on which ranks disagree; all ranks pass the same names."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
-        own = torch.tensor(list(digests), dtype=torch.uint8)
+        own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))
         agree_F = (ranks_WFD == ranks_WFD[0]).all(2).all(0)
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]

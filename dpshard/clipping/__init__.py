@@ -4,7 +4,8 @@
 `autograd_nodes.py`: the nodes that collect records in backward. `tape.py`: the records of some samples, the clipper,
 and what refuses a second backward.
 `group_tape.py`: norms and sums of one group. `forwards.py`: which forwards had a backward.
-`two_pass.py`: modes with two backward passes. `metrics.py`: figures of a logical batch, not private.
+`two_pass.py`: modes with two backward passes. `checkpointing.py`: what selective checkpointing must not see.
+`metrics.py`: figures of a logical batch, not private.
 May import `records`, `rules`, `noise` and below. Users import the clipping functions from here. Begin with `tape.py`.
 """
 

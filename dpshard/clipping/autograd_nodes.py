@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 
+from dpshard.clipping.checkpointing import operators_are_watched
 from dpshard.errors import UnsupportedParameterError
 from dpshard.records.precision import exact_products
 
@@ -211,6 +212,8 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
     ctx.save_for_backward(*tensors[:count])
     if torch.compiler.is_compiling():
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty
+    if operators_are_watched():
+        return output.detach()  # mark_dirty counts as a write into what selective checkpointing has kept
     ctx.mark_dirty(output)
     return output
 

@@ -102,17 +102,18 @@ class BatchMetrics:
         all groups, because a rank may not have used a group.
         """
         self._take_stock()
-        nothing = torch.zeros(len(FIGURES), dtype=torch.float64)
+        nothing = torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")
         rows = []
         for label in labels:
             stacked = torch.stack(self._groups.get(label, [nothing]))
             seen = torch.full_like(stacked[0, :1], len(self._groups.get(label, [])))
             rows.append(torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].max(0).values, seen]).cpu())
         own = torch.stack(
-            [torch.as_tensor(total, dtype=torch.float64).cpu() for total, _ in self._losses] or [nothing[0]]
+            [torch.as_tensor(total, dtype=torch.float64, device="cpu") for total, _ in self._losses] or [nothing[0]]
         )
-        losses = torch.stack([own.sum(), torch.tensor(sum((n for _, n in self._losses), 0.0), dtype=torch.float64)])
-        samples = torch.tensor([self.samples], dtype=torch.float64)
+        rows_of_losses = sum((n for _, n in self._losses), 0.0)
+        losses = torch.stack([own.sum(), torch.tensor(rows_of_losses, dtype=torch.float64, device="cpu")])
+        samples = torch.tensor([self.samples], dtype=torch.float64, device="cpu")
         ranks_WX = stack(torch.cat([*rows, losses, samples])).cpu()
         groups_WGF = ranks_WX[:, :-3].view(len(ranks_WX), len(labels), -1)
         for label, ranks_WF in zip(labels, groups_WGF.unbind(1), strict=True):
@@ -130,7 +131,7 @@ class BatchMetrics:
         a group runs at all (experts, a branch).
         """
         self._take_stock()
-        nothing = [torch.zeros(len(FIGURES), dtype=torch.float64)]
+        nothing = [torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")]
         above_M = torch.stack([torch.stack(self._groups.get(label, nothing)).sum(0)[2].cpu() for label in labels])
         return self.samples / 2 - above_M
 

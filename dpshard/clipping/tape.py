@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
+from dpshard.clipping.checkpointing import KeptOutputs, unseen
 from dpshard.clipping.forwards import HALFWAY, Forwards
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.group_tape import GroupTape, Roots, Use
@@ -62,6 +63,7 @@ class Tape:
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
         self.forwards = Forwards()
+        self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
         self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
@@ -87,6 +89,8 @@ class Tape:
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
         """Expect the records of `use`: return the tokens of the anchors that wait for them, and their receiver."""
+        if self.clipper.execution.backward_passes == 2:
+            self.kept_outputs.note()
         tokens = []
         for anchor in self.clipper.anchors_of(use.sources):
             self._tokens[anchor] = self.clipper.token(anchor)
@@ -284,7 +288,7 @@ class Clipper:
     def token(self, anchor: int) -> Tensor:
         """Return the output of an anchor; one serves all forwards up to its next backward."""
         if anchor not in self._tokens:
-            with torch.enable_grad():
+            with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
                 self._tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
         return self._tokens[anchor]

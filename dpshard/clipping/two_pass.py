@@ -43,7 +43,8 @@ class _Cut(torch.autograd.Function):
             with torch.enable_grad():
                 tape.current = Pass.NORMS
                 try:
-                    torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
+                    with tape.kept_outputs.handed_out_again():
+                        torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
                 except RuntimeError as error:
                     if "use_reentrant" in str(error):
                         raise UnsupportedParameterError(REENTRANT) from error

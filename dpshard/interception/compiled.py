@@ -69,7 +69,8 @@ class CompiledRegions:
             for x, source in self._parameters.trainable().items()
             if x in own or source.label not in self._parameters.temporary
         }
-        with mode.in_region(PreallocatedSlots(maker.batch_size, made), {**readable, **entering}):
+        slots = PreallocatedSlots(maker.batch_size, made)
+        with mode.in_region(slots, {**readable, **entering}), _taken_once_under_checkpoints():
             yield
 
     def _templates(self, use: Use, noted: tuple[Tensor, ...], batch_size: int) -> tuple[Tensor, ...]:
@@ -80,6 +81,18 @@ class CompiledRegions:
             value = use.sources[0].replay(self._parameters.values())
         value = value.detach().to(noted[0].dtype)  # replays leave casts out
         return (value.unsqueeze(0).expand(batch_size, *value.shape),)
+
+
+@contextmanager
+def _taken_once_under_checkpoints() -> Iterator[None]:
+    """Let dynamo trace checkpoints that take slots: what backward recomputes of them needs none."""
+    config = torch._dynamo.config  # its patch() is ten times as slow
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    try:
+        yield
+    finally:
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = before
 
 
 def _constant(x: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
@@ -110,6 +111,8 @@ class InterceptionMode(TorchFunctionMode):
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         compiling = torch.compiler.is_compiling()
+        if func is checkpoint:  # dynamo shows it to modes, and would trace what it repeats without them
+            return checkpoint(self._within(args[0]), *args[1:], **kwargs)
         if not compiling and torch._C._are_functorch_transforms_active():
             lifted = lift(func, args, kwargs)
             if self._uses(tensors_of((lifted.args, lifted.kwargs))):
@@ -120,6 +123,13 @@ class InterceptionMode(TorchFunctionMode):
                 self.routing.follow(func, args, kwargs, result)
             return result
         return self._redirect(func, args, kwargs, compiling=compiling)
+
+    def _within(self, forward: Function) -> Function:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return within
 
     def _uses(self, args: Any) -> bool:
         for x in args:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import dummies_like, tap
+from dpshard.clipping.checkpointing import unseen
 from dpshard.clipping.tape import Use
 from dpshard.errors import REENTRANT, UnsupportedParameterError
 
@@ -39,14 +40,16 @@ class RecomputeSlots:
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+        with unseen():
+            self._token = torch.zeros(0, requires_grad=True)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output` with a graph, as it had at first, which refuses to be differentiated."""
-        return tap(output, keep, (torch.zeros(0, requires_grad=True),), _refuse)
+        return tap(output, keep, (self._token,), _refuse)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return stand-ins that refuse to be differentiated."""
-        return _Refusing.apply(torch.zeros(0, requires_grad=True), *templates)
+        return _Refusing.apply(self._token, *templates)
 
 
 class _Refusing(torch.autograd.Function):

@@ -66,7 +66,7 @@ class SumDigest:
             shard.check()
         stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
         if not stretches:
-            return torch.zeros(LANES, dtype=torch.int64)
+            return torch.zeros(LANES, dtype=torch.int64, device="cpu")
         totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in map(_device, stretches)}
         for stretch in stretches:
             if native.supports_digest(stretch.words):

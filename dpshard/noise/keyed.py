@@ -131,7 +131,7 @@ class KeyedGaussian:
         dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
         pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
         if not pairs:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
         there = [pair for pair in pairs if std > 0 and not self._draws_on_cpu(pair[1].device)]
         norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
@@ -162,7 +162,7 @@ class KeyedGaussian:
     ) -> Sequence[Tensor]:
         """Release flat shards on devices that draw the noise by the element; return their norms."""
         seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
-        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64)
+        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64, device="cpu")
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
         norms, at = [], 0
         for (shard, flat), of_one in zip(pairs, seeds, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
@@ -119,6 +120,8 @@ class Collector:
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See TapeProvider."""
         self._refuse_fork()
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise LogicalBatchError(refusals.CAPTURED)
         if self.clipper.pending:
             self.clipper.abort()  # a backward that raised left records behind
         if self.state is not BatchState.COLLECTING:

@@ -41,7 +41,7 @@ class FirstGradients:
         """
         if self._reached is None:
             return
-        own = torch.tensor([name in self._reached for name in self._parameters], dtype=torch.uint8)
+        own = torch.tensor([name in self._reached for name in self._parameters], dtype=torch.uint8, device="cpu")
         reached = stack(own).any(0).tolist()
         if not any(reached):
             return

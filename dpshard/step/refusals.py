@@ -24,6 +24,10 @@ BACKWARD_BEFORE_CLOSURE = (
     "twice. Nothing was released, and the sums were dropped. Call backward() in the closure only, or step() without "
     "it. For two gradients a step (SAM), step twice: optimizer.step() after each backward(), each of which counts."
 )
+CAPTURED = (
+    "A CUDA graph captures this forward. A replayed graph runs no Python: samples would be neither counted nor given "
+    "noise. Leave forward, backward and step out of torch.cuda.graph, or compile the blocks of the model."
+)
 
 
 def superseded(*, detached: bool) -> str:

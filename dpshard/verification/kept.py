@@ -53,7 +53,7 @@ def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor])
 def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
     """Return the objective that differentiates a kept statistic."""
     generator = torch.Generator().manual_seed(0)
-    seed = torch.randn(like.shape, generator=generator).to(like.device, like.dtype) if like.dim() else 1.0
+    seed = torch.randn(like.shape, generator=generator, device="cpu").to(like) if like.dim() else 1.0
 
     def objective(output: Any, _: Sequence[int]) -> Tensor:
         x = tensors_kept(model, output, with_graph=True).get(path)

@@ -24,7 +24,7 @@ class Loss:
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
         """Return the loss of `samples`, given their output."""
-        index = torch.tensor(list(samples))
+        index = torch.tensor(list(samples), device="cpu")
         picked = [t.index_select(0, index.to(t.device)) for t in self.targets]
         return self.loss_fn(output, *(picked if self.rows_per_unit == 1 else [t.flatten(0, 1) for t in picked]))
 
@@ -84,7 +84,7 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
                 f"not treat samples one by one. Pass the loss: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
-        seed = torch.randn(x.shape, generator=generator, dtype=dtype).to(x.device, x.dtype)
+        seed = torch.randn(x.shape, generator=generator, dtype=dtype, device="cpu").to(x.device, x.dtype)
         found.append((seed, *(place or (None, 0))))
     return found
 

@@ -27,6 +27,7 @@ TABLE = [
     (2, "fsdp2", (*STYLES, "all-layer:auto+unsynced", "layer-wise:auto+unsynced", "all-layer:auto+lengths")),
     (2, "fsdp2", tuple(f"{style}:auto+checkpoint" for style in ("all-layer", "layer-wise", "block-wise"))),
     (2, "fsdp2", ("all-layer:auto+wrapper", "block-wise:auto+wrapper", "all-layer:auto+signsgd")),
+    (2, "fsdp2", ("all-layer:auto+selective", "layer-wise:auto+selective", "all-layer:ghost+selective")),
     (2, "fsdp2", ("all-layer:auto+hf+checkpoint", "layer-wise:auto+hf+checkpoint", "all-layer:auto+hf+lengths")),
     (2, "fsdp2", ("all-layer:auto+complex", "layer-wise:auto+complex+grid", "block-wise:ghost+complex+unsynced")),
     (2, "fsdp2", ("all-layer:auto+thawed", "layer-wise:auto+thawed+unsynced")),
@@ -78,6 +79,7 @@ def test_the_update_does_not_depend_on_sharding(world_size: int, backend: str, c
     "case",
     [
         "layer-wise:auto+traced",
+        "all-layer:auto+traced+selective",
         pytest.param("layer-wise:auto+compile+verified", marks=pytest.mark.exhaustive),
         pytest.param("all-layer:auto+compile+verified", marks=pytest.mark.exhaustive),
         pytest.param("block-wise:auto+compile+checkpoint+verified", marks=pytest.mark.exhaustive),

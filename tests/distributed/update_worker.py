@@ -5,7 +5,8 @@ Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION..
 Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
 (one unit), fsdp2-idle (a unit that never runs), fsdp2-list (the last norm and the tied weight in one unit, as
 accelerate has them), fsdp2-offload (CPUOffloadPolicy), hsdp. Options, for the sharded side alone: checkpoint
-(non-reentrant), wrapper (torch's checkpoint_wrapper), compile (every block, by inductor), traced
+(non-reentrant), wrapper (torch's checkpoint_wrapper), selective (the same, which keeps every second
+matrix product, as torchtitan's does), compile (every block, by inductor), traced
 (every block, compiled by aot_eager), unsynced (gradients reduced
 in the last micro-batch alone), verified (the engine verifies the model). For both sides: thawed (a block is trained
 every second step); lengths (texts of several lengths, each micro-batch as long as its longest); signsgd or adafactor,
@@ -35,6 +36,7 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.names import canonical_name
 from tests.distributed.rank import main
+from tests.networks import every_second_product
 from tests.sums import taken_for_equal
 
 SECRET = bytes(range(32))
@@ -147,7 +149,9 @@ def prepare(model: Model | GPT2, options: set[str]) -> Model | GPT2:
         model.core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for i, block in enumerate(model.blocks):
         if "wrapper" in options:
-            model.blocks[i] = checkpoint_wrapper(block)
+            block = model.blocks[i] = checkpoint_wrapper(block)
+        if "selective" in options:
+            block = model.blocks[i] = checkpoint_wrapper(block, context_fn=every_second_product)
         if "compile" in options or "traced" in options:
             block.compile(fullgraph=True, backend="inductor" if "compile" in options else "aot_eager")
     return model

@@ -4,6 +4,7 @@ Failure mode: 19 test_a_loop_that_is_left.
 """
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -206,3 +207,14 @@ def test_a_logical_batch_cannot_be_written_to(script):
     for name in ("step", "position", "samples", "complete", "in_progress", "micro", "is_padding"):
         with pytest.raises(AttributeError):
             setattr(logical_batch, name, 0)
+
+
+def test_a_captured_cuda_graph_is_refused(script):
+    """Its replay would run no hooks, and so add no noise."""
+    x, _ = data(4)
+    with (
+        mock.patch.object(script.engine._collector, "_device", torch.device("cuda")),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(LogicalBatchError, match="CUDA graph captures this forward"),
+    ):
+        script.model(x)
