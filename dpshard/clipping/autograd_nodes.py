@@ -7,7 +7,7 @@ Three autograd nodes make every clipping style, and the rules know none of them:
                   (1 a group)       (on the output of the function that used the parameter)
 
     parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
-                                    (1 a use)
+                                    (1 a region)
 
 Tap    passes the output gradient g on, and hands what was kept in forward, and g, to the tape, as records.
 Anchor has an edge to every tap of its group, so that autograd runs it after all of them; it asks the tape for the

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -84,8 +85,23 @@ class Tape:
 
         A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
         """
-        tokens, arrive = self.expect(use)
-        return Slot.apply(arrive, len(templates), *templates, *tokens)
+        return self.region([(use, templates)])[0]
+
+    def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
+        """Return the slots of all uses of a compiled region, given with their templates: one node for all."""
+        if not asked:
+            return []
+        tokens, arrivals = zip(*[self.expect(use) for use, _ in asked], strict=True)
+        distinct = {id(token): token for some in tokens for token in some}
+        sizes = [len(templates) for _, templates in asked]
+
+        def arrive(gradients: Sequence[Tensor | None]) -> None:
+            parts = iter(gradients)
+            for arrival, tensors in reversed([(a, [*islice(parts, n)]) for a, n in zip(arrivals, sizes, strict=True)]):
+                arrival(tensors)
+
+        made = iter(Slot.apply(arrive, sum(sizes), *(x for _, some in asked for x in some), *distinct.values()))
+        return [tuple(islice(made, n)) for n in sizes]
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
         """Expect the records of `use`: return the tokens of the anchors that wait for them, and their receiver."""

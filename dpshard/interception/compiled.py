@@ -6,8 +6,10 @@ uses. See [Note: Anchor, slot, tap] in autograd_nodes.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +17,33 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Use
-from dpshard.interception.active import ActiveForward
+from dpshard.interception.active import ActiveForward, Region
+from dpshard.interception.batch_dims import Layout
+from dpshard.interception.call import Refusal
 from dpshard.interception.isolation import Isolate, eager
+from dpshard.interception.mode import InterceptionMode
+from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
+from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
+
+Asked = list[tuple[Use, tuple[Tensor, ...]]]
+"""Uses of a region in order, each with its templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rehearsed:
+    """The uses and calls of a compiled region, for one kind of inputs."""
+
+    numbering: Numbering
+    layout: Layout
+    """The calls within, with sources by number."""
+    inside: Asked
+    """With sources by number."""
+    outside: Asked
+    """With sources as the tape knows them."""
+    refusal: Refusal
 
 
 class CompiledRegions:
@@ -27,7 +51,7 @@ class CompiledRegions:
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
-        self._rehearsals: dict[Any, list[tuple[Use, tuple[Tensor, ...]]]] = {}
+        self._rehearsed: dict[Any, _Rehearsed] = {}
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with slots that were made for it."""
@@ -40,7 +64,7 @@ class CompiledRegions:
     @contextmanager
     def slots_for(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Iterator[None]:
         """Make the slots of a compiled region before it runs."""
-        mode = self._active.mode
+        mode = self._active.innermost()
         assert mode is not None
         if mode.slots.rehearses:
             with eager():
@@ -50,37 +74,69 @@ class CompiledRegions:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
-        if key not in self._rehearsals:
-            rehearsal = SlotRecorder(mode.slots.batch_size, [])
-            rehearsing = mode.with_slots(rehearsal)
-            with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
-                original(*args, **kwargs)
-            self._rehearsals[key] = rehearsal.asked
-        maker = mode.slots
-        made = []
-        for use, noted in self._rehearsals[key]:
-            labels = tuple([source.label for source in use.sources])
-            made.append((labels, maker.slot(use, *self._templates(use, noted, maker.batch_size))))
-        entering = {x: mode.sources[x] for x in leaves if isinstance(x, Tensor) and x in mode.sources}
-        own = set(module.parameters())
-        # Dynamo prints what it guards on, and must not read a parameter that is freed meanwhile.
-        readable = {
-            x: source
-            for x, source in self._parameters.trainable().items()
-            if x in own or source.label not in self._parameters.temporary
-        }
-        slots = PreallocatedSlots(maker.batch_size, made)
-        with mode.in_region(slots, {**readable, **entering}), _taken_once_under_checkpoints():
+        # Those of the module, and what enters as arguments, have the same numbers in every call.
+        first = [x for x in (*module.parameters(), *leaves) if isinstance(x, Tensor) and x in mode.sources]
+        if key not in self._rehearsed:
+            self._rehearsed[key] = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
+        region = self._rehearsed[key]
+        uses = region.outside if mode.slots.compiled else self._with_values(region.outside, mode.slots.batch_size)
+        labels = [tuple([source.label for source in use.sources]) for use, _ in region.inside]
+        made = list(zip(labels, mode.slots.region(uses), strict=True))
+        known = self._known(region, mode, first)
+        slots = PreallocatedSlots(mode.slots.batch_size, made)
+        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal)
+        with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
-    def _templates(self, use: Use, noted: tuple[Tensor, ...], batch_size: int) -> tuple[Tensor, ...]:
-        if not use.copies:
-            return noted
-        # Parameters have moved since the rehearsal.
-        with torch.no_grad():
-            value = use.sources[0].replay(self._parameters.values())
-        value = value.detach().to(noted[0].dtype)  # replays leave casts out
-        return (value.unsqueeze(0).expand(batch_size, *value.shape),)
+    def _rehearse(
+        self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
+    ) -> _Rehearsed:
+        """Run a region in eager mode and without gradients, to see which uses and calls it makes."""
+        numbering, recorder = Numbering(), SlotRecorder(mode.slots.batch_size, [])
+        layout = NumberedLayout(numbering, mode.layout)
+        for x in first:
+            numbering.number(mode.sources[x])
+        refusal = _renaming(mode.refusal, numbering)
+        rehearsing = InterceptionMode({}, layout, recorder, refusal)
+        rehearsing.sources = NumberedSources(numbering, mode.sources)
+        with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
+            forward()
+        outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
+        return _Rehearsed(numbering, dict(layout), recorder.asked, outside, refusal)
+
+    def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
+        """Return the sources that the trace of a region may meet, by number."""
+        numbering = region.numbering
+        known = {x: numbering.number(mode.sources[x]) for x in first}
+        if len(numbering.names) > len(known):
+            for x, source in mode.sources.items():
+                # Dynamo prints what it guards on, and must not read a parameter that is freed meanwhile.
+                if numbering.knows(source) and source.label not in self._parameters.temporary:
+                    known.setdefault(x, numbering.number(source))
+        return known
+
+    def _with_values(self, asked: Asked, batch_size: int) -> Asked:
+        """Return the uses with templates that hold the values of now: parameters have moved since the rehearsal."""
+        values = self._parameters.values() if any(use.copies for use, _ in asked) else {}
+
+        def templates(use: Use, noted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if not use.copies:
+                return noted
+            with torch.no_grad():
+                value = use.sources[0].replay(values)
+            value = value.detach().to(noted[0].dtype)  # replays leave casts out
+            return (value.unsqueeze(0).expand(batch_size, *value.shape),)
+
+        return [(use, templates(use, noted)) for use, noted in asked]
+
+
+def _renaming(refusal: Refusal, numbering: Numbering) -> Refusal:
+    """Return `refusal` for labels of a region."""
+
+    def renamed(labels: str, func: Any, reason: str, *, advise: bool = True) -> Exception:
+        return refusal(numbering.name_all(labels), func, reason, advise=advise)
+
+    return renamed
 
 
 @contextmanager

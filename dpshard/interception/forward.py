@@ -100,6 +100,9 @@ class Interception:
         if active.running and active.mode is not None:
             if compiled and not torch.compiler.is_compiling():
                 return self._regions.call(module, original, args, kwargs)
+            region = active.region
+            if region is not None and not region.entered:
+                return region.run(original, args, kwargs)
             return original(*args, **kwargs)
         if torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
             return self._outermost(module, original, compiled, args, kwargs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
 from dpshard.interception.routed_calls import ONE_BY_ONE, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
-from dpshard.interception.slots import Slots
+from dpshard.interception.slots import ANOTHER_COURSE, Slots
 from dpshard.interception.vmapped import Lifted, Vmapped, lift
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Source
@@ -72,17 +71,6 @@ class InterceptionMode(TorchFunctionMode):
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return another mode that knows the same sources and calls, and records in `slots`."""
         return InterceptionMode(self.sources, self.layout, slots, self._refusal, self._rows_per_unit)
-
-    @contextmanager
-    def in_region(self, slots: Slots, sources: dict[Tensor, Source]) -> Iterator[None]:
-        """Record in `slots`, and know `sources` only; afterwards also what was derived from them."""
-        before = self.slots, self.sources
-        self.slots, self.sources = slots, sources
-        try:
-            yield
-        finally:
-            before[1].update(self.sources)
-            self.slots, self.sources = before
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Know a parameter that was gathered just now; one that was frozen since the last time is a constant."""
@@ -157,12 +145,13 @@ class InterceptionMode(TorchFunctionMode):
         if key[0] in PASS_THROUGH or not (torch.is_grad_enabled() or self.slots.rehearses):
             return func(*args, **kwargs)
         layout = self.layout.get(key)
-        if layout is None and not compiling:
+        in_region = self.slots.compiled and not self.slots.rehearses
+        if layout is None and not compiling and not in_region:
             layout = self._unprobed(func, tensors)
         if layout is None:
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
-                raise UnknownCall
+                raise UnsupportedParameterError(ANOTHER_COURSE) if in_region else UnknownCall
             return result  # a shape, a comparison, a printed value: nothing that a gradient flows through
         if layout.derives:
             return self._derive(func, args, kwargs)

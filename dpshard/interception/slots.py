@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -31,8 +32,12 @@ class Slots(Protocol):
         """See Tape.slot."""
         ...
 
+    def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
+        """Return the slots of all uses of a compiled region; given with each use are its templates."""
+        return [self.slot(use, *templates) for use, templates in asked]
 
-class RecomputeSlots:
+
+class RecomputeSlots(Slots):
     """Slots for a module that checkpointing runs again: they lead nowhere, unless checkpointing is reentrant."""
 
     compiled: bool = False
@@ -67,7 +72,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 
 @dataclass(slots=True)
-class SlotRecorder:
+class SlotRecorder(Slots):
     """Notes which slots a compiled region uses."""
 
     batch_size: int
@@ -86,16 +91,17 @@ class SlotRecorder:
         return templates
 
 
-class PreallocatedSlots:
+class PreallocatedSlots(Slots):
     """Hands a compiled region the slots that were made for it, in order."""
 
     compiled: bool = True
     rehearses: bool = False
 
-    def __init__(self, batch_size: int, slots: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
+    def __init__(self, batch_size: int, made: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
         self.batch_size = batch_size
-        self.slots = slots
+        self.made = made
         """The labels of the sources of each use, and its tensors."""
+        self._taken = 0
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; `keep` and its gradient leave the region as the gradients of a slot."""
@@ -103,7 +109,8 @@ class PreallocatedSlots:
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return the next slot; UnsupportedParameterError if it was made for another use."""
-        labels, tensors = self.slots.pop(0) if self.slots else ((), ())
+        labels, tensors = self.made[self._taken] if self._taken < len(self.made) else ((), ())
+        self._taken += 1
         if labels != tuple([source.label for source in use.sources]):
             raise UnsupportedParameterError(ANOTHER_COURSE)
         return tensors

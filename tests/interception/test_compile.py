@@ -3,6 +3,9 @@
 The update is the oracle's for a compiled model, one that compiled itself in place, and compiled blocks.
 """
 
+import re
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -311,3 +314,40 @@ def test_another_course_of_a_compiled_region_is_refused():
     with pytest.raises(UnsupportedParameterError, match=r"uses other parameters.*argument of the call"):
         compiled(randn(B, 4))
     counters.clear()
+
+
+class Layer(nn.Module):
+    """Equal blocks of few functions; one weight is used through a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.scale = nn.LayerNorm(3), nn.Linear(3, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).tanh() * (1 + self.scale)
+
+
+@pytest.mark.parametrize("style", ["all-layer", "block-wise", "layer-wise"])
+def test_equal_blocks_have_one_graph(style):
+    """Dynamo runs what it has compiled eight times in eager mode, so twelve blocks must share a graph."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 3), *[Layer() for _ in range(12)]).double(), randn(B, 2, 3)
+    names = [name for name, _ in model.named_parameters()]
+    prefixes = {"all-layer": "", "block-wise": r"\d+\.", "layer-wise": r"\d+\.(\w+\.)?"}[style]
+    of = {name: re.match(prefixes, name).group() for name in names}
+    groups = [[name for name in names if of[name] == group] for group in dict.fromkeys(of.values())]
+    expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=R, batch_size=B, groups=groups)
+    for block in model[1:]:
+        block.compile(fullgraph=True, backend="aot_eager")
+    clipping_style = groups if style == "block-wise" else style
+    options = {"max_grad_norm": R, "clipping_style": clipping_style, "verify": False, "steps": 3}
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        engine = noise_free_engine(model, batch_size=B, **options)
+        for step in range(3):
+            with torch._dynamo.config.patch(error_on_recompile=step > 0), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ramp_loss(model(x)).backward()
+            engine.privatize()
+            assert relative_error(gradients_of(model), expected) <= TOLERANCE
+            model.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1

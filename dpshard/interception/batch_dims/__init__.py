@@ -15,7 +15,7 @@ be compared with. Of their arguments, those that were made on the common course 
 are followed; see [Note: Routed rows] in routing.py.
 """
 
-from dpshard.interception.batch_dims.axes import PASS_THROUGH, CallLayout, Layout, call_key, merge, rows_key
+from dpshard.interception.batch_dims.axes import PASS_THROUGH, CallKey, CallLayout, Layout, call_key, merge, rows_key
 from dpshard.interception.batch_dims.probe import find_layout
 
-__all__ = ["PASS_THROUGH", "CallLayout", "Layout", "call_key", "find_layout", "merge", "rows_key"]
+__all__ = ["PASS_THROUGH", "CallKey", "CallLayout", "Layout", "call_key", "find_layout", "merge", "rows_key"]

@@ -1,0 +1,135 @@
+"""Sources of a compiled region by number.
+
+Dynamo guards on every string that it reads: a graph that has read the names of one block serves no other block.
+So a region knows its parameters by numbers, in an order that equal blocks share, and names stay outside of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dpshard.clipping.tape import Use
+from dpshard.interception.batch_dims import CallKey, CallLayout, Layout
+from dpshard.records import Record
+from dpshard.rules.call import Source
+
+_LABEL = re.compile(r"source#(\d+)")
+
+
+class Numbering:
+    """The numbers of the sources of one region, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[Source] = []
+        """The sources as they are known outside, by number."""
+        self._numbered: dict[Source, Source] = {}
+        self._named: dict[Source, Source] = {}
+
+    def number(self, source: Source) -> Source:
+        """Return `source` as the region knows it: a root."""
+        if source not in self._numbered:
+            transpose_of = source.transpose_of and self.number(source.transpose_of)
+            slice_of = source.slice_of and (self.number(source.slice_of[0]), source.slice_of[1])
+            flags = source.isometric, source.exact
+            numbered = _root(f"source#{len(self.names)}", source.shape, *flags, transpose_of, slice_of)
+            self.names.append(source)
+            self._numbered[source], self._named[numbered] = numbered, source
+        return self._numbered[source]
+
+    def knows(self, source: Source) -> bool:
+        """Return True if `source` has a number."""
+        return source in self._numbered
+
+    def name(self, source: Source) -> Source:
+        """Return a source of the region, a root or one derived within, as it is known outside."""
+        if source not in self._named:
+            self._named[source] = self._derived(source)
+        return self._named[source]
+
+    def name_use(self, use: Use) -> Use:
+        """Return a use within the region as it is known outside."""
+
+        def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
+            return [(self.name(source), record) for source, record in use.build(*tensors)]
+
+        return Use(tuple(map(self.name, use.sources)), build, use.copies)
+
+    def name_all(self, labels: str) -> str:
+        """Return text of the region with labels that are known outside."""
+        return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
+
+    def name_forms(self, form: str) -> str:
+        """Return the form of a source of the region as it is known outside."""
+        return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
+
+    def _outside(self, label: str) -> Source:
+        return self.names[int(label.rpartition("#")[2])]
+
+    def _derived(self, source: Source) -> Source:
+        outside = {label: self._outside(label) for label in source.roots}
+
+        def replay(values: dict[str, Tensor]) -> Tensor:
+            return source.replay({label: root.replay(values) for label, root in outside.items()})
+
+        return Source(
+            label=self.name_all(source.label),
+            form=self.name_forms(source.form),
+            roots=tuple(dict.fromkeys(name for root in outside.values() for name in root.roots)),
+            shape=source.shape,
+            replay=replay,
+            isometric=source.isometric,
+            exact=source.exact,
+            transpose_of=source.transpose_of and self.name(source.transpose_of),
+            slice_of=source.slice_of and (self.name(source.slice_of[0]), source.slice_of[1]),
+        )
+
+
+@functools.cache
+def _root(
+    label: str,
+    shape: tuple[int, ...],
+    isometric: bool,
+    exact: bool,
+    transpose_of: Source | None,
+    slice_of: tuple[Source, int] | None,
+) -> Source:
+    """Return a source of a region; equal blocks have the same."""
+
+    def replay(values: dict[str, Tensor]) -> Tensor:
+        return values[label]
+
+    return Source(label, label, (label,), shape, replay, isometric, exact, transpose_of, slice_of)
+
+
+class NumberedSources(dict[Tensor, Source]):
+    """The sources that a rehearsal may meet: each gets its number when it is read first."""
+
+    def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
+        super().__init__(outside)
+        self._numbering, self._outside = numbering, set(outside)
+
+    def __getitem__(self, x: Tensor) -> Source:
+        if x in self._outside:
+            self._outside.remove(x)
+            self[x] = self._numbering.number(super().__getitem__(x))
+        return super().__getitem__(x)
+
+
+class NumberedLayout(dict[CallKey, CallLayout]):
+    """The calls that a rehearsal has met, with sources by number; the layouts are those that are known outside."""
+
+    def __init__(self, numbering: Numbering, outside: Layout) -> None:
+        super().__init__()
+        self._numbering, self._outside = numbering, outside
+
+    def get(self, key: CallKey, default: CallLayout | None = None) -> CallLayout | None:  # type: ignore[override]
+        """Look up a call, and remember its layout for the trace."""
+        named = tuple(self._numbering.name_forms(x) if isinstance(x, str) else x for x in key)
+        layout = self._outside.get(named, default)
+        if layout is not None:
+            self[key] = layout
+        return layout
