@@ -79,16 +79,18 @@ def private(model, style):
     engine = PrivacyEngine(model, batch_size=n, sample_size=n, steps=4, noise_multiplier=1.0, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.utils.data.TensorDataset(torch.arange(n))
+    operators, before = Counter(), Counter()
     for batch in engine.batches(rows, B):
         with Counts() as counts:
             backwards(model, batch)
             before = Counter(counts.waits)
             optimizer.step()
+        operators = counts.operators
         optimizer.zero_grad()
         if engine.step == 3:
             break
     engine.detach()
-    return counts.operators, before
+    return operators, before
 
 
 def a_block(count):
