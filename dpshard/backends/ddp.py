@@ -55,7 +55,7 @@ class DDPReduction:
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
-        begins = self._store.passes.begins(self._end)
+        begins = self._store.begins(self._end)
         # All of them before the first sum, because at the end all gradients are taken for what the reducer has left,
         # also those of parameters that have no part in this backward.
         self._store.require_untouched(self._parameters if begins else names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -98,24 +99,47 @@ class GradStore:
 
     # --- between backward and the noise -----------------------------------------------------------------------------
 
+    def begins(self, ended: Callable[[], object]) -> bool:
+        """Return True if a backward pass begins with this call; `ended` is called when it is through.
+
+        Raises LogicalBatchError if the bits of a gradient are not what the pass before it has left.
+        """
+        begins = self.passes.begins(ended)
+        if begins:
+            self._forget_failed()
+            with self._forgetting():
+                self._guard.compare_bits()
+        return begins
+
     def require_untouched(self, names: Collection[str]) -> None:
         """Raise LogicalBatchError if gradients are not what backward has left; see [Note: Guarding the gradients]."""
-        if self.passes.failed and self._guard.all_thrown_away():
-            self.forget()
-            self.passes.failed = False
-        try:
+        self._forget_failed()
+        with self._forgetting():
             self._guard.require_untouched(names)
-        except LogicalBatchError:
-            self.forget()  # what is left is lost; zero_grad() then makes a fresh start
-            raise
 
     def fault(self) -> DpshardError | None:
         """Return the reason why the sums of this rank must not be released, if there is one."""
         try:
             self.require_untouched(self._parameters)
+            with self._forgetting():
+                self._guard.compare_bits()
+                self._guard.refuse_rewritten()
         except (LogicalBatchError, UnsupportedParameterError) as error:
             return error
         return None
+
+    def _forget_failed(self) -> None:
+        if self.passes.failed and self._guard.all_thrown_away():
+            self.forget()
+            self.passes.failed = False
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        try:
+            yield
+        except LogicalBatchError:
+            self.forget()  # what is left is lost; zero_grad() then makes a fresh start
+            raise
 
     def refuse_stale(self) -> None:
         """Raise LogicalBatchError if a parameter still has a gradient of an earlier step."""

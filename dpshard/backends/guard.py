@@ -4,11 +4,13 @@
 Between an anchor and the noise a clipped sum lies in the open: in `.grad`, where anything may reach it. So
 - a hook on every parameter lets only the very tensor pass that its anchor has returned: autograd would hand a sum of
   several paths as another tensor;
-- a second hook notes `.grad` as backward left it: the tensor, its version, and a checksum of its bits. Before more is
-  added, or noise, they must be the same. What lies between (clip_grad_norm_, an unscaling, zero_grad, an optimizer that
-  is none of torch) would change what was accounted, or use it without noise. The version tells of writes that change no
-  bit, as zero_() on zeros; the checksum of those that torch does not count: through `.data`, and by torch._foreach_*,
-  that is clip_grad_norm_, on shards;
+- a second hook notes `.grad` as autograd left it: the tensor and its version; and the end of the backward pass notes a
+  checksum of its bits. Before more is added, or noise, they must be the same. What lies between (clip_grad_norm_, an
+  unscaling, zero_grad, an optimizer that is none of torch) would change what was accounted, or use it without noise.
+  The version tells of writes that change no bit, as zero_() on zeros; the checksum of those that torch does not count:
+  through `.data`, and by torch._foreach_*, that is clip_grad_norm_, on shards. Checksums are taken of all gradients at
+  once, and compared at the first anchor of the next pass, and before the noise. An accelerator that waited for a
+  comparison in backward would stand still: only the release reads it there;
 - hooks of others on a parameter are refused, for they see and change gradients before the noise.
 Only a backward pass that has failed may be thrown away: its sums are incomplete anyway.
 """
@@ -16,7 +18,7 @@ Only a backward pass that has failed may be thrown away: its sums are incomplete
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dpshard.backends.checksums import checksums
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
-from dpshard.records import as_real
+from dpshard.records.host import is_at_hand
 
 
 class Guard:
@@ -49,6 +52,9 @@ class Guard:
         # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
+        self._unsealed: dict[str, None] = {}  # noted in the backward pass that runs, at whose end come the checksums
+        self._sealing = -1  # number of that pass
+        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and whether their bits have changed: not read
         self._handles: list[RemovableHandle] = []
         for name, p in parameters.items():
             self.watch(name, p)
@@ -96,8 +102,29 @@ class Guard:
     def note(self, name: str) -> None:
         """Take `.grad`, as it is now, for what backward has left."""
         gradient = self._parameters[name].grad
-        if gradient is not None:
-            self._noted[name] = _Noted(gradient, self._versions(gradient), checksum(self._local(gradient)))
+        if gradient is None:
+            return
+        self._noted[name] = _Noted(gradient, self._versions(gradient))
+        self._unsealed[name] = None
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            self._seal()
+        elif backward != self._sealing:
+            self._sealing = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._seal)
+
+    def _seal(self) -> None:
+        """Take checksums of the gradients that were noted since the last call."""
+        self._sealing = -1
+        fresh = [name for name in self._unsealed if name in self._noted]
+        self._unsealed.clear()
+        if fresh:
+            seal = _Seal(*checksums(self._bits(fresh)))
+            for name in fresh:
+                self._noted[name].seal = seal
+
+    def _bits(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._local(self._noted[name].gradient) for name in names}
 
     def holds_anything(self, name: str) -> bool:
         """Return True if this rank's part of `.grad` is there, and not all zeros."""
@@ -117,13 +144,33 @@ class Guard:
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError if gradients are not what backward has left.
+        """Raise LogicalBatchError if gradients are not what backward has left, as far as torch tells.
 
         Raises UnsupportedParameterError for parameters that somebody else has put a hook on.
         """
         for name in names:
             self.refuse_hooks(name)
-        touched = next((name for name in names if not self.is_untouched(name)), None) or self._rewritten(names)
+        self._refuse(next((name for name in names if not self.is_untouched(name)), None))
+
+    def compare_bits(self) -> None:
+        """Compare all gradients with their checksums; LogicalBatchError at once, unless an accelerator would wait."""
+        for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
+            held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
+            names, now_N = checksums(self._bits(held))
+            then_N = seal.checksum_N if names == seal.names else seal.checksum_N[[seal.names.index(n) for n in names]]
+            self._comparisons.append((names, now_N != then_N))
+        if all(is_at_hand(changed_N) for _, changed_N in self._comparisons):
+            self.refuse_rewritten()
+
+    def refuse_rewritten(self) -> None:
+        """Raise LogicalBatchError if a comparison has found other bits than backward has left."""
+        comparisons, self._comparisons = self._comparisons, []
+        changed = [changed_N for _, changed_N in comparisons]
+        found = torch.cat(changed).tolist() if changed else []
+        names = [name for names, _ in comparisons for name in names]
+        self._refuse(next((name for name, is_changed in zip(names, found, strict=True) if is_changed), None))
+
+    def _refuse(self, touched: str | None) -> None:
         if touched is None:
             return
         if not self.holds_anything(touched):
@@ -140,18 +187,6 @@ class Guard:
 
     def _versions(self, gradient: Tensor) -> tuple[int, int]:
         return gradient._version, self._local(gradient)._version
-
-    def _rewritten(self, names: Collection[str]) -> str | None:
-        """Return the name of a gradient that has other bits than backward has left."""
-        noted = {name: self._noted[name] for name in names if name in self._noted}
-        if not noted:
-            return None
-        now = [checksum(self._local(x.gradient)) for x in noted.values()]
-        # Read all at once: an accelerator is waited for once.
-        device = now[0].device
-        then_N = torch.stack([x.checksum.to(device) for x in noted.values()])
-        changed = (torch.stack([x.to(device) for x in now]) != then_N).tolist()
-        return next((name for name, is_changed in zip(noted, changed, strict=True) if is_changed), None)
 
     def refuse_hooks(self, name: str) -> None:
         """Raise UnsupportedParameterError if somebody else has put a hook on this parameter."""
@@ -171,6 +206,8 @@ class Guard:
     def forget(self) -> None:
         """Begin anew: nothing was left by any backward."""
         self._noted.clear()
+        self._unsealed.clear()
+        self._comparisons.clear()
 
     def reset(self) -> None:
         """Begin anew, and expect nothing more."""
@@ -184,31 +221,20 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Seal:
+    """Checksums of gradients as a backward pass has left them."""
+
+    names: list[str]
+    checksum_N: Tensor
+    """Of the gradients with these names, in order."""
+
+
+@dataclass(slots=True, eq=False)
 class _Noted:
-    """A gradient as backward has left it."""
+    """A gradient as autograd has left it."""
 
     gradient: Tensor
     versions: tuple[int, int]
     """Of the gradient, and of this rank's shard of it."""
-    checksum: Tensor
-    """[], int64."""
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, and fast."""
-    x = as_real(x)
-    if x.dtype == torch.float64:
-        words = x.detach().contiguous().view(torch.int64)
-        # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.
-        return words.sum() + (words >> 32).sum()
-    flat = x.detach().contiguous().view(-1)
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        return flat.view(torch.int64).sum()
-    octets = flat.view(torch.uint8)
-    start = -octets.storage_offset() % 8  # words are aligned
-    stop = start + (len(octets) - start) // 8 * 8
-    if stop <= start:
-        return octets.sum()
-    total = octets[start:stop].view(torch.int64).sum()
-    rest = torch.cat([octets[:start], octets[stop:]])
-    return total + rest.sum() if len(rest) else total
+    seal: _Seal | None = None
+    """The checksums among which its own is; None until the backward pass ends."""

@@ -34,7 +34,7 @@ class NoReduction:
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Return the sums: autograd adds them to `.grad`."""
         store = self._store
-        store.passes.begins(lambda: None)
+        store.begins(lambda: None)
         store.require_untouched(names)
         return [store.through_autograd(name, take(name), store.beside) for name in names]
 

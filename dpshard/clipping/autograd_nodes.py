@@ -90,7 +90,7 @@ class Anchor(torch.autograd.Function):
         """Make the token."""
         ctx.close = close
         ctx.set_materialize_grads(False)
-        return torch.zeros(0, device=parameters[0].device)
+        return torch.empty(0, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:

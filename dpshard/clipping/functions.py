@@ -6,14 +6,14 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dpshard.config import check_positive
 from dpshard.errors import ConfigurationError
+from dpshard.records.host import constant, elementwise
 
 
 class ClippingFunction(Protocol):
@@ -28,29 +28,31 @@ class ClippingFunction(Protocol):
         ...
 
 
-def _bounded(clip_coef_B: Tensor, norm_B: Tensor, threshold: float) -> Tensor:
+def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
     """Return `clip_coef_B` [B], lowered where it breaks the guarantee of ClippingFunction.
 
     0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
+    `xp` is the module of the arrays, numpy or torch.
     """
-    return torch.minimum(clip_coef_B, _largest(norm_B, threshold)).clamp(min=0).nan_to_num(nan=0.0)
+    bounded_B = xp.minimum(clip_coef_B, _largest(xp, norm_B, threshold))
+    return xp.fmax(bounded_B, constant(xp, 0, norm_B))  # 0 for NaN
 
 
-def _largest(norm_B: Tensor, threshold: float) -> Tensor:
+def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
     """Return the largest factors [B] that surely scale norms `norm_B` to `threshold` at most; >= 0, or NaN."""
-    # Tensor / tensor is rounded once; number / tensor is a product with the reciprocal, which may overflow.
     # Records measure no smaller norm than `tiny`: a quotient by 0 or -0.0 would be none.
-    tiny = float(torch.finfo(norm_B.dtype).tiny)
-    quotient_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype)) / norm_B.clamp(min=tiny)
+    tiny = float(xp.finfo(norm_B.dtype).tiny)
+    radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
+    quotient_B = radius_B / xp.maximum(norm_B, constant(xp, tiny, norm_B))
     # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
     # that is infinite, and NaN for one that is NaN.
-    return torch.nextafter(quotient_B, torch.zeros_like(norm_B))
+    return xp.nextafter(quotient_B, constant(xp, 0, norm_B))
 
 
 @functools.lru_cache(maxsize=1024)  # adaptive thresholds are others at every step
-def _at_most(x: float, dtype: torch.dtype) -> float:
+def _at_most(x: float, dtype: Any) -> float:
     """Return the largest number of `dtype` (float32, float64) not above `x` > 0: few thresholds are float32."""
-    if dtype == torch.float64:
+    if dtype.itemsize == 8:
         return x
     # By numpy: while a plan is made, torch would make a fake tensor without a value, and the cache would keep it.
     with np.errstate(over="ignore"):  # then the largest float32 is below `x`
@@ -70,8 +72,11 @@ class AutomaticClipping:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
-        radius_B = torch.full_like(norm_B, _at_most(threshold, norm_B.dtype))
-        return _bounded(radius_B / (norm_B + self.stability), norm_B, threshold)
+        return elementwise(self._factor, norm_B, threshold)
+
+    def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
+        radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
+        return _bounded(xp, radius_B / (norm_B + self.stability), norm_B, threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,11 @@ class AbadiClipping:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
-        return _largest(norm_B, threshold).clamp(max=1).nan_to_num(nan=0.0)
+        return elementwise(self._factor, norm_B, threshold)
+
+    def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
+        one, zero = constant(xp, 1, norm_B), constant(xp, 0, norm_B)
+        return xp.fmax(xp.minimum(_largest(xp, norm_B, threshold), one), zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,12 @@ class GlobalClipping:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
+        return elementwise(self._factor, norm_B, threshold)
+
+    def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
         inside_B = norm_B <= threshold * self.bound_over_threshold
-        return _bounded(torch.where(inside_B, 1 / self.bound_over_threshold, 0.0).to(norm_B), norm_B, threshold)
+        factor_B = inside_B * constant(xp, 1 / self.bound_over_threshold, norm_B)
+        return _bounded(xp, factor_B, norm_B, threshold)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,7 +120,8 @@ class _Guarded:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
-        return _bounded(self.function.factor(norm_B, threshold).to(norm_B), norm_B, threshold)
+        factor_B = self.function.factor(norm_B, threshold).to(norm_B)
+        return elementwise(_bounded, factor_B, norm_B, threshold)
 
     def __repr__(self) -> str:
         return repr(self.function)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import FusedGrads, PerSampleGrad, Record, accum_dtype, as_complex, fetched, measure, offloaded
+from dpshard.records.host import elementwise, is_at_hand, total
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -47,6 +48,10 @@ class Roots:
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
 
+_FEW = 2
+"""Small gradients that are not worth joining, where a sum is one operation and a norm costs nearly nothing."""
+
+
 class GroupTape:
     """The records of one clipping group for the samples of one tape.
 
@@ -63,7 +68,7 @@ class GroupTape:
         """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
         self._expected: dict[str, int] = {}  # by parameter: the uses in forward
         self._arrived: dict[str, int] = {}  # and the uses with gradients that have come
-        self._norm_sq_B: Tensor | None = None
+        self._norm_sq: list[Tensor] = []  # [B] each, of the parameters that were measured
         self._nonfinite_B: Tensor | None = None  # whether a sample's norm is not finite; None if all are known to be
         self._bundle: FusedGrads | None = None
         self._sums: dict[str, Tensor] = {}
@@ -112,7 +117,7 @@ class GroupTape:
             return
         execution = self.execution
         norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
-        self._add_norms(norm_sq_B)
+        self._norm_sq.append(norm_sq_B)
         if keep:
             waits = execution.offload_records and not closing
             self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
@@ -121,11 +126,20 @@ class GroupTape:
         """Measure what is left, and return the norms [B] of the group; None if no gradient has arrived."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # a use in a branch that backward never reached
+        if len(self.small) <= _FEW and all(is_at_hand(record.gradient) for record in self.small.values()):
+            for small, record in self.small.items():
+                self._norm_sq.append(record.norm_sq(self.execution.norm))
+                if keep:
+                    self.entries[small] = [(self.sources[small], record)]
+            self.small.clear()
         if self.small:
             self._bundle = FusedGrads.of(self.small)
             self.small.clear()
-            self._add_norms(self._bundle.norm_sq())
-        return None if self._norm_sq_B is None else self._norm_sq_B.sqrt() * self.loss_scale
+            self._norm_sq.append(self._bundle.norm_sq())
+        if not self._norm_sq:
+            return None
+        self._norm_sq = [total(self._norm_sq)]
+        return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
         """Set the coefficients, and which samples have no finite norm; None if all norms are finite."""
@@ -135,9 +149,6 @@ class GroupTape:
         """Begin the second of two passes, which brings all records again."""
         self._bundle = None
         self._arrived.clear()
-
-    def _add_norms(self, norm_sq_B: Tensor) -> None:
-        self._norm_sq_B = norm_sq_B if self._norm_sq_B is None else self._norm_sq_B + norm_sq_B
 
     def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
         shaped = self.roots.placeholder(name)
@@ -162,17 +173,17 @@ class GroupTape:
         if nonfinite_B is not None:
             entries = [(source, record.without(nonfinite_B)) for source, record in entries]
         for source, record in entries:
-            total = record.clipped_sum(clip_coef_B)
+            part = record.clipped_sum(clip_coef_B)
             if source.label != name:
-                total = pull_back(source, total, self.roots.placeholder(name))[name]
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+                part = pull_back(source, part, self.roots.placeholder(name))[name]
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
         """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
         self.sum(name)
         self._sum_bundle()
-        total = self._sums.pop(name, None)
-        return None if total is None else as_complex(total, self.roots.anchored[name].dtype)
+        clipped = self._sums.pop(name, None)
+        return None if clipped is None else as_complex(clipped, self.roots.anchored[name].dtype)
 
     def _sum_bundle(self) -> None:
         bundle, self._bundle = self._bundle, None

@@ -12,7 +12,6 @@ its own.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -30,6 +29,7 @@ from dpshard.clipping.group_tape import GroupTape, Roots, Use
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import Record
+from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
 
@@ -193,11 +193,10 @@ class Tape:
         norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:
             return
-        clip_coef_B = self.clipper.function.factor(norm_B, group.threshold) * self.scale_B
-        # A test for non-finite norms waits for the accelerator: once a group, in the midst of backward.
-        waits = norm_B.device.type != "cpu" and len(self.clipper.groups) > 1
-        # If the sum overflows although all norms are finite, the mask is empty, which does no harm.
-        nonfinite_B = ~(norm_B < torch.inf) if waits or not math.isfinite(norm_B.sum()) else None
+        factor_B = self.clipper.function.factor(norm_B, group.threshold)
+        clip_coef_B = elementwise(lambda _, factor_B, scale_B: factor_B * scale_B, factor_B, self.scale_B)
+        # To ask an accelerator whether all are finite would be to wait for it: there the mask is used, empty or not.
+        nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
         tape.clip(clip_coef_B, nonfinite_B)
         self.clipper.sink.observe(group, norm_B, self.is_padding_B)
 

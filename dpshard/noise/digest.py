@@ -67,7 +67,8 @@ class SumDigest:
         stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
         if not stretches:
             return torch.zeros(LANES, dtype=torch.int64, device="cpu")
-        totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in map(_device, stretches)}
+        devices = dict.fromkeys(map(_device, stretches))
+        totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in devices}
         for stretch in stretches:
             if native.supports_digest(stretch.words):
                 total, rows = totals[_device(stretch)], self._weights(stretch)

@@ -35,7 +35,7 @@ def accum_dtype(x: Tensor) -> torch.dtype:
 
 def flat(x: Tensor) -> Tensor:
     """Return `x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
-    return wide(x).reshape(len(x), x.shape[1:].numel())
+    return wide(x) if x.dim() == 2 else wide(x).reshape(x.shape[0], x.shape[1:].numel())
 
 
 def norms(x: Tensor, dims: int = 1) -> Tensor:

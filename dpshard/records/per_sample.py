@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
+from dpshard.records.host import is_at_hand, short_norm_sq
 from dpshard.records.numerics import as_real, flat, norms, wide, zero_rows
 
 
@@ -20,7 +21,7 @@ class PerSampleGrad:
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Return squared norms [B], float32 or float64."""
-        return norms(self.gradient).square()
+        return _norm_sq(flat(self.gradient)) if self.is_small else norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
         """Return per-sample gradients [B, *shape]."""
@@ -28,8 +29,9 @@ class PerSampleGrad:
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """Return sum_i factor_i * gradient_i, [*shape]."""
-        rows = flat(self.gradient)
-        return (clip_coef_B.to(rows.dtype) @ rows).view(self.gradient.shape[1:])
+        rows, shape = flat(self.gradient), self.gradient.shape[1:]
+        total = torch.mv(rows.mT, clip_coef_B.to(rows.dtype))
+        return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
         """See dpshard.records.record."""
@@ -63,7 +65,7 @@ class FusedGrads:
 
     def norm_sq(self) -> Tensor:
         """Return squared norms [B] over all parameters."""
-        return norms(self.rows).square()
+        return _norm_sq(self.rows)
 
     def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
         """Return sum_i factor_i * gradient_i of every parameter, by name."""
@@ -76,6 +78,12 @@ class FusedGrads:
     def without(self, nonfinite_B: Tensor) -> FusedGrads:
         """Return the gradients with exact zeros for the samples of `nonfinite_B` (bool [B])."""
         return FusedGrads(zero_rows(self.rows, nonfinite_B), self.shapes)
+
+
+def _norm_sq(rows: Tensor) -> Tensor:
+    if rows.shape[1] <= _SMALL and is_at_hand(rows):
+        return short_norm_sq(rows)
+    return norms(rows).square()
 
 
 _SMALL = 2**12

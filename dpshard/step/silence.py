@@ -13,13 +13,16 @@ side by side, again and again.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dpshard.clipping.functions import ClippingGroup
 from dpshard.interception import Doubt, Doubts
+from dpshard.records.host import arrays_of, is_at_hand, total
 
 NOTHING = 1e-8
 """Share of the threshold below which a gradient is none: rounding, or what a norm adds for underflow."""
@@ -31,7 +34,8 @@ class Silence:
     """Counts samples without a gradient, over the logical batches of a run; on the device, which is not waited for."""
 
     def __init__(self) -> None:
-        self._norms: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by mask: padding, norms of the groups
+        # By mask: padding; and by threshold the norms of the groups.
+        self._norms: dict[int, tuple[Tensor, dict[float, list[Tensor]]]] = {}
         self._sound: Tensor | None = None  # samples with a gradient, their micro-batches, steps with mixed ones
 
     def begin(self) -> None:
@@ -41,29 +45,46 @@ class Silence:
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
         """Take the norms of a group in one micro-batch, which its mask tells from others."""
         if id(is_padding_B) not in self._norms:
-            for _, norms in self._norms.values():
-                norms[:] = [torch.stack(norms).sum(0)]
-        self._norms.setdefault(id(is_padding_B), (is_padding_B, []))[1].append(norm_B.detach() / group.threshold)
+            for _, earlier in self._norms.values():
+                shares_B = _shares(earlier)
+                earlier.clear()
+                earlier[1.0] = [shares_B]
+        _, norms = self._norms.setdefault(id(is_padding_B), (is_padding_B, {}))
+        norms.setdefault(group.threshold, []).append(norm_B.detach())
 
     def end(self, doubts: Doubts) -> None:
         """Note, after all backward passes of the logical batch, whether silence in it is no chance."""
         if not self._norms:
             return
-        totals = [torch.stack(norms).sum(0).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
+        totals = [_shares(norms).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
         norm_KB = pad_sequence(totals, batch_first=True, padding_value=math.nan)
-        silent_K = (norm_KB <= NOTHING).sum(1)
-        sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN tells nothing
-        silent, sound = silent_K > 0, sound_K > 0
-        trains = sound.any()  # a step in which nothing does is not told from a public weight of 0
-        mixed = (silent & sound).any()
-        now = torch.stack([(sound_K * ~silent).sum(), (sound & ~silent).sum(), mixed.long()]) * trains
+        xp, (array_KB,) = arrays_of(norm_KB)
+        with np.errstate(invalid="ignore"):
+            now, lonely_K = _tally(xp, array_KB)
+        now, lonely_K = torch.as_tensor(now), torch.as_tensor(lonely_K)
         first, self._sound = self._sound is None, now if self._sound is None else self._sound + now
-        alone = silent & ~sound & trains
-        if first or (alone.device.type == "cpu" and not alone.any()):
+        if first or (is_at_hand(lonely_K) and not lonely_K.numpy().any()):
             return  # data in an order of their own may fall into whole micro-batches once
-        z, m, (n, k, ever_mixed) = (silent_K * alone).sum(), alone.sum(), self._sound
+        alone = lonely_K > 0
+        z, m, (n, k, ever_mixed) = lonely_K.sum(), alone.sum(), self._sound
         unlikely = _log_choose(k + m, m) - _log_choose(n + z, z) < math.log(BY_CHANCE)
         doubts.note(Doubt.SILENT, alone.any() & (ever_mixed == 0) & unlikely, wait=True)
+
+
+def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
+    """Return what this step adds to the counts of sound samples [3], and the samples of silent micro-batches [K]."""
+    silent_K = (norm_KB <= NOTHING).sum(1)
+    sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN tells nothing
+    silent, sound = silent_K > 0, sound_K > 0
+    trains = sound.any()  # a step in which nothing does is not told from a public weight of 0
+    mixed = (silent & sound).any()
+    now = xp.stack([(sound_K * ~silent).sum(), (sound & ~silent).sum(), mixed * 1]) * trains
+    return now, silent_K * (silent & ~sound & trains)
+
+
+def _shares(norms: dict[float, list[Tensor]]) -> Tensor:
+    """Return the sum [B] of the norms over their thresholds."""
+    return total([total(of_one) / threshold for threshold, of_one in norms.items()])
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:

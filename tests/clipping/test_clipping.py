@@ -30,6 +30,7 @@ from dpshard.clipping.functions import (
 )
 from dpshard.clipping.groups import partition
 from dpshard.errors import CheckpointError, ConfigurationError
+from tests import accelerator
 from tests.oracle import clipped_mean, per_sample_gradients, private_step, ramp_loss, randn, relative_error
 
 
@@ -102,6 +103,18 @@ def test_what_is_not_finite_contributes_nothing(function, dtype):
     norms = [math.nan, math.inf, 0.0, -0.0, tiny, info.smallest_normal, info.max, 1.0]
     for threshold in (1e-300, 0.1, 1.0, 1e38):
         assert_bounded(function, norms, threshold, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=repr)
+def test_an_accelerator_has_the_factors_of_the_cpu(function, dtype, monkeypatch):
+    info = torch.finfo(dtype)
+    special = [math.nan, math.inf, 0.0, -0.0, info.smallest_normal, info.max]
+    norm_B = torch.cat([torch.tensor(special, dtype=dtype), torch.rand(200, dtype=dtype).exp() - 1])
+    here = [function.factor(norm_B, threshold) for threshold in (1e-3, 0.1, 3.0)]
+    accelerator.pretend(monkeypatch)
+    there = [function.factor(norm_B, threshold) for threshold in (1e-3, 0.1, 3.0)]
+    assert all(torch.equal(x, y) and x.dtype == dtype for x, y in zip(here, there, strict=True))
 
 
 @given(st.floats(0, 1e6), st.floats(1e-3, 1e3))

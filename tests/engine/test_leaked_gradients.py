@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpshard.backends.guard import checksum
+from dpshard.backends.checksums import checksum
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError, VerificationError
+from tests import accelerator
 from tests.engine.script import UNWARNED, D, P, backward, data, engine_on, gradients, mlp, values
 from tests.oracle import (
     clipped_mean,
@@ -178,6 +179,24 @@ def test_gradients_may_be_changed_after_the_noise_alone(change):
     before = values(model)
     with pytest.raises(LogicalBatchError, match=r"0\.weight.*engine\.privatize\(\) first"):
         optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_change_between_two_backwards_is_refused_at_the_release_at_the_latest(waits, monkeypatch):
+    """A change that the next backward adds to is not seen afterwards; an accelerator is asked at the release only."""
+    model = mlp()
+    engine_on(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = values(model)
+    if waits:
+        accelerator.pretend(monkeypatch)
+    backward(model, slice(0, 3))
+    model[0].weight.grad.data.mul_(100)
+    if waits:
+        backward(model, slice(3, 6))
+    with pytest.raises(LogicalBatchError, match=r"0\.weight.*engine\.privatize\(\) first"):
+        optimizer.step() if waits else backward(model, slice(3, 6))
     assert torch.equal(values(model), before)
 
 

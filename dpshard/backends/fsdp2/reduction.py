@@ -59,7 +59,7 @@ class UnitReduction:
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
-        if self._store.passes.begins(self._end):
+        if self._store.begins(self._end):
             self._pass = None  # of a backward pass that failed
         self._store.require_untouched(names)
         if self._pass is None:

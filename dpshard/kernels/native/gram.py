@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import has_tiles, library, team
+from dpshard.kernels.native.library import has_tiles, library, nobody_watches, team
 
 _TILE = 8, 16
 """Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer
@@ -24,8 +24,6 @@ def ghost_flops(T: int, R: int, C: int) -> int:
     return n * (2 * below - width * (n - 1)) * width * (R + C)
 
 
-# It is an operator of torch, so that fake tensors work and its FLOPs are counted.
-@torch.library.custom_op("dpshard::ghost_norms", mutates_args=())
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
@@ -33,6 +31,11 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
     (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
     strides. Raises ValueError otherwise; call `supports_ghost_norm` first.
     """
+    function = _ghost_norms if nobody_watches(rows, cols) else _operator
+    return function(rows, cols, relative_floor)
+
+
+def _ghost_norms(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     compiled = library()
     if compiled is None or not rows.dtype == cols.dtype == torch.float32 or rows.shape[:3] != cols.shape[:3]:
         raise ValueError(f"No ghost norm of {rows.dtype} {[*rows.shape]} and {cols.dtype} {[*cols.shape]} here.")
@@ -45,4 +48,6 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
     return norm_sq
 
 
-floored_ghost_norm_sq.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))
+# An operator of torch, so that fake tensors work and its FLOPs are counted.
+_operator = torch.library.custom_op("dpshard::ghost_norms", _ghost_norms, mutates_args=())
+_operator.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))

@@ -68,6 +68,19 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     return compiled is not None and compiled.has_tiles
 
 
+def nobody_watches(*tensors: torch.Tensor) -> bool:
+    """Return True if an operator of torch on `tensors` only runs its function, which is then called without torch.
+
+    Otherwise a mode counts or records operators, a compiler traces, or tensors have no values.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and all(type(x) is torch.Tensor for x in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+    )
+
+
 def is_built() -> bool:
     """Return True if this process uses compiled code."""
     return library() is not None

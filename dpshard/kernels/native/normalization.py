@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import library, team
+from dpshard.kernels.native.library import library, nobody_watches, team
 
 
 def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
@@ -13,8 +13,6 @@ def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
-# It is an operator of torch, so that fake tensors work.
-@torch.library.custom_op("dpshard::normalization_gradients", mutates_args=())
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
     """Return per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
 
@@ -23,6 +21,11 @@ def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float
     If `groups` is 0, they are [B, N, K], and the layer normalises each row separately. If not
     `centered`, 0 replaces the mean. Raises ValueError for other dtypes or shapes.
     """
+    function = _gradients if nobody_watches(x, gradient) else _operator
+    return function(x, gradient, groups, eps, centered)
+
+
+def _gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
     compiled, shape = library(), x.shape
     fits = x.dim() == 3 and shape == gradient.shape and (not groups or shape[1] % groups == 0)
     if compiled is None or not x.dtype == gradient.dtype == torch.float32 or not fits:
@@ -37,6 +40,8 @@ def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float
     return made
 
 
-normalization_gradients.register_fake(
+# An operator of torch, so that fake tensors work.
+_operator = torch.library.custom_op("dpshard::normalization_gradients", _gradients, mutates_args=())
+_operator.register_fake(
     lambda x, gradient, groups, eps, centered: x.new_empty(2, x.shape[0], x.shape[1 if groups else 2])
 )

@@ -1,0 +1,92 @@
+"""Checksums of the bits of gradients, many in a few operations: one for each would be a third of a small step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpshard.records import as_real
+
+_SMALL = 2**14
+"""Elements of a tensor that is copied beside others."""
+_TOGETHER = 2**20
+"""Elements that are copied at once."""
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
+    """Return the names of `tensors`, at least one, and their checksums, int64, on the device of the first.
+
+    They are exact: no order of adding changes them, and none depends on the other tensors. Equal names, shapes and
+    dtypes come in the same order again.
+    """
+    device = next(iter(tensors.values())).device
+    names: list[str] = []
+    found: list[Tensor] = []
+    for batch in _batches(tensors):
+        parts = [as_real(tensors[name].detach()) for name in batch]
+        names += batch
+        found.append((_of_small(parts) if _is_small(tensors[batch[0]]) else checksum(parts[0])[None]).to(device))
+    return names, found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield batches of small tensors of one device and dtype, and every other tensor by itself."""
+    open_batches: dict[tuple[torch.device, torch.dtype], tuple[list[str], int]] = {}
+    for name, x in tensors.items():
+        if not _is_small(x):
+            yield [name]
+            continue
+        n = x.numel()
+        kind = x.device, x.dtype
+        batch, total = open_batches.pop(kind, ([], 0))
+        batch.append(name)
+        if total + n > _TOGETHER:
+            yield batch
+        else:
+            open_batches[kind] = batch, total + n
+    yield from (batch for batch, _ in open_batches.values())
+
+
+def _is_small(x: Tensor) -> bool:
+    return 0 < x.numel() <= _SMALL
+
+
+def _of_small(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of each tensor: the sum of w + w^2 over its words w, as a difference of two running sums."""
+    first = tensors[0]
+    word = torch.int16 if first.itemsize == 2 else torch.int32
+    words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()
+    words_a_number = first.itemsize // word.itemsize
+    ends = _ends(tuple([x.numel() * words_a_number for x in tensors]), words_a_number - 1, first.device)
+    sums = torch.addcmul(words, words, words).cumsum(0).index_select(0, ends)
+    return sums[1:] - sums[:-1]
+
+
+@functools.lru_cache(maxsize=1024)  # on an accelerator, a copy of these numbers waits
+def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
+    """Return where stretches of these `lengths` end, and, before that, the place `first` in front of them."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, and fast."""
+    x = as_real(x)
+    if x.dtype == torch.float64:
+        words = x.detach().contiguous().view(torch.int64)
+        # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.
+        return words.sum() + (words >> 32).sum()
+    flat = x.detach().contiguous().view(-1)
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64).sum()
+    octets = flat.view(torch.uint8)
+    start = -octets.storage_offset() % 8  # words are aligned
+    stop = start + (len(octets) - start) // 8 * 8
+    if stop <= start:
+        return octets.sum()
+    total = octets[start:stop].view(torch.int64).sum()
+    rest = torch.cat([octets[:start], octets[stop:]])
+    return total + rest.sum() if len(rest) else total

@@ -1,0 +1,133 @@
+"""What a private step costs however small the arithmetic is: operators, and waits for an accelerator, by count."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpshard import PrivacyEngine
+from dpshard.applications.transformer import GPT, Block
+from dpshard.kernels import native
+from tests import accelerator
+
+B, T, V, WIDTH, MICRO_BATCHES = 4, 8, 16, 32, 2
+WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+FREE = {
+    *("view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze"),
+    *("squeeze", "squeeze_", "as_strided", "detach", "alias", "split", "split_with_sizes", "unbind", "unfold"),
+    *("diagonal", "view_as_real", "empty", "empty_strided", "empty_like", "new_empty", "lift_fresh"),
+    *("_record_function_enter_new", "_record_function_exit", "_local_scalar_dense"),
+}
+"""Operators that compute nothing."""
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators, self.waits = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if name in WAITS:
+            self.waits[name, place()] += 1
+        if name not in FREE:
+            self.operators[name, place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def place():
+    """The file of dpshard, and the function in it, that issues an operator."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if "/dpshard/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.split('/dpshard/')[-1]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the model"
+
+
+def gpt(depth):
+    torch.manual_seed(0)
+    return GPT(V, T, WIDTH, depth, lambda: Block(WIDTH, 2, causal=True))
+
+
+def backwards(model, micro_batches):
+    x = torch.arange(B * T).reshape(B, T) % V
+    for _ in micro_batches:
+        F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+
+
+def ordinary(depth):
+    model = gpt(depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backwards(model, range(MICRO_BATCHES))
+    optimizer.step()
+    optimizer.zero_grad()
+    with Counts() as counts:
+        backwards(model, range(MICRO_BATCHES))
+        optimizer.step()
+    return counts.operators
+
+
+def private(model, style):
+    """The counts of the third logical batch: of its forwards and backwards, and with its release."""
+    n = B * MICRO_BATCHES
+    options = {"clipping_style": style, "verify": False, "accountant": "rdp", "target_delta": 1e-5}
+    engine = PrivacyEngine(model, batch_size=n, sample_size=n, steps=4, noise_multiplier=1.0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.utils.data.TensorDataset(torch.arange(n))
+    operators, before = Counter(), Counter()
+    for batch in engine.batches(rows, B):
+        with Counts() as counts:
+            backwards(model, batch)
+            before = Counter(counts.waits)
+            optimizer.step()
+        operators = counts.operators
+        optimizer.zero_grad()
+        if engine.step == 3:
+            break
+    engine.detach()
+    return operators, before
+
+
+def a_block(count):
+    """The operators that a block adds, by place."""
+    shallow, deep = count(1), count(2)
+    deep.subtract(shallow)
+    return +deep
+
+
+@pytest.mark.skipif(not native.is_built(), reason="torch takes more operators for what compiled code does")
+@pytest.mark.parametrize(("style", "most"), [("all-layer", 104 / 84), ("layer-wise", 126 / 84)])
+def test_a_block_takes_few_more_operators_than_without_privacy(style, most):
+    plain, clipped = a_block(ordinary), a_block(lambda depth: private(gpt(depth), style)[0])
+    assert plain.total() > 60  # the counter sees backward, too
+    assert clipped.total() <= most * plain.total(), clipped.most_common(30)
+
+
+@pytest.mark.skipif(not native.is_built(), reason="torch takes more operators for what compiled code does")
+def test_a_step_has_few_operators_that_no_block_adds():
+    plain, clipped = ordinary(1).total(), private(gpt(1), "all-layer")[0].total()
+    assert clipped - 104 / 84 * plain <= 214
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+def test_nothing_waits_for_an_accelerator_before_the_release(style, monkeypatch):
+    """As far as dpshard asks, these tensors are on one."""
+    accelerator.pretend(monkeypatch)
+    read = Counter()
+    for method in ("tolist", "numpy", "cpu", "item"):
+        original = getattr(torch.Tensor, method)
+
+        def noting(x, *args, _original=original, _method=method, **kwargs):
+            read[_method, place()] += torch._C._current_graph_task_id() != -1
+            return _original(x, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, method, noting)
+    waits = private(nn.Sequential(gpt(1)), style)[1]
+    planned = {key: n for key, n in waits.items() if "sampling.py" in key[1]}  # of plans, which are on the CPU
+    assert +waits - Counter(planned) == Counter()
+    assert +read == Counter()
