@@ -311,8 +311,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """
     K = plan.rows_per_unit
     rows, B = max(1, plan.samples) * K, len(plan.indices) * K
-    places = torch.arange(B, device="cpu")
-    places = torch.where(places < rows, places, rows - K + places % K)
+    places = torch.tensor([min(place, rows - K + place % K) for place in range(B)], device="cpu")
     found = False
 
     def pad(x: Any) -> Any:

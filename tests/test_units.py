@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import UnitDataset
+from dpshard import QuantileTracking, UnitDataset
 from dpshard.audit import audit_releases, audit_steps
 from dpshard.config import CLIPPING_MODES, BatchSchedule
 from dpshard.errors import (
@@ -257,7 +257,7 @@ def test_a_unit_moves_the_sum_by_R_at_most(options):
     assert 0.9 < found <= ALLOWED
 
 
-def test_adaptive_thresholds_follow_the_norms_of_units():
+def test_metrics_are_of_units():
     K, units = 3, units_of(M, 3)
     norms = sorted(
         norm(g)
@@ -269,6 +269,28 @@ def test_adaptive_thresholds_follow_the_norms_of_units():
     loop_in(2)(model, engine, torch.optim.SGD(model.parameters(), lr=0.0), units)
     assert engine.metrics()["grad_norm_max/all-layer"] == pytest.approx(norms[-1])
     assert engine.metrics()["realised_batch_size"] == M
+
+
+def test_thresholds_of_equal_rows_follow_those_of_one():
+    """K identical rows are one: so are the norms that the thresholds follow, and the number of units."""
+    found = []
+    for K in (1, 3):
+        ids, y = sentences(M)
+        rows = [t if K == 1 else torch.stack([t] * K, 1) for t in (ids, y)]
+        engine = noise_free_engine(
+            model := Network(),
+            batch_size=M,
+            sample_size=M,
+            steps=3,
+            rows_per_unit=K,
+            max_grad_norm=0.1,
+            adaptive_clipping=QuantileTracking(learning_rate=0.5),
+        )
+        engine._secret = bytes(range(32))
+        loop_in(2)(model, engine, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(*rows))
+        found.append(engine.thresholds["all-layer"])
+    assert found[0] != 0.1
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
 # --- what units must be ----------------------------------------------------------------------------------------------

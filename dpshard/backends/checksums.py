@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ _SMALL = 2**14
 """Elements of a tensor that is copied beside others."""
 _TOGETHER = 2**20
 """Elements that are copied at once."""
+_MOST_KEPT = 1024
+"""Tensors of places that are kept for the next step."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
@@ -66,10 +68,17 @@ def _of_small(tensors: Sequence[Tensor]) -> Tensor:
     return sums[1:] - sums[:-1]
 
 
-@functools.lru_cache(maxsize=1024)  # on an accelerator, a copy of these numbers waits
+_kept_ends: dict[Any, Tensor] = {}  # not lru_cache, of which dynamo warns
+
+
 def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
     """Return where stretches of these `lengths` end, and, before that, the place `first` in front of them."""
-    return torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
+    key = lengths, first, device
+    if key not in _kept_ends:  # on an accelerator, a copy of these numbers waits
+        if len(_kept_ends) == _MOST_KEPT:
+            _kept_ends.clear()
+        _kept_ends[key] = torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
+    return _kept_ends[key]
 
 
 def checksum(x: Tensor) -> Tensor:

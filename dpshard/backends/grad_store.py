@@ -108,7 +108,7 @@ class GradStore:
         if begins:
             self._forget_failed()
             with self._forgetting():
-                self._guard.compare_bits()
+                self._guard.begin()
         return begins
 
     def require_untouched(self, names: Collection[str]) -> None:

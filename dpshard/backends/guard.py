@@ -10,7 +10,9 @@ Between an anchor and the noise a clipped sum lies in the open: in `.grad`, wher
   The version tells of writes that change no bit, as zero_() on zeros; the checksum of those that torch does not count:
   through `.data`, and by torch._foreach_*, that is clip_grad_norm_, on shards. Checksums are taken of all gradients at
   once, and compared at the first anchor of the next pass, and before the noise. An accelerator that waited for a
-  comparison in backward would stand still: only the release reads it there;
+  comparison in backward would stand still: only the release reads it there. Modules with backward hooks run code of
+  others within the pass: then checksums are taken of each gradient as it comes, and compared at each anchor. (A write
+  through `.data` from a hook on a tensor, within the pass, is not seen.);
 - hooks of others on a parameter are refused, for they see and change gradients before the noise.
 Only a backward pass that has failed may be thrown away: its sums are incomplete anyway.
 """
@@ -35,7 +37,8 @@ class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
     `local` gives the part of a gradient that this rank holds. `accumulated` is called with the name of a parameter
-    whenever autograd has added to its gradient. `training` tells whether the model is in training mode.
+    whenever autograd has added to its gradient. `training` tells whether the model is in training mode, and `hooked`
+    whether hooks of its modules run in backward.
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class Guard:
         local: Callable[[Tensor], Tensor],
         accumulated: Callable[[str], None],
         training: Callable[[], bool],
+        hooked: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
         self._local = local
         self._training = training
+        self._hooked = hooked
+        self._at_once = False  # whether code of others runs within the backward pass
         self._watching = True
         # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
         self._expected: dict[str, Tensor] = {}
@@ -107,7 +113,7 @@ class Guard:
         self._noted[name] = _Noted(gradient, self._versions(gradient))
         self._unsealed[name] = None
         backward = torch._C._current_graph_task_id()
-        if backward == -1:
+        if backward == -1 or self._at_once:
             self._seal()
         elif backward != self._sealing:
             self._sealing = backward
@@ -151,6 +157,13 @@ class Guard:
         for name in names:
             self.refuse_hooks(name)
         self._refuse(next((name for name in names if not self.is_untouched(name)), None))
+        if self._at_once:
+            self.compare_bits()
+
+    def begin(self) -> None:
+        """Compare all gradients at the start of a backward pass."""
+        self._at_once = self._hooked()
+        self.compare_bits()
 
     def compare_bits(self) -> None:
         """Compare all gradients with their checksums; LogicalBatchError at once, unless an accelerator would wait."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_calls
 from torch.nn.parameter import is_lazy
 
 from dpshard.backends.guard import Guard
@@ -45,7 +46,7 @@ class Sharding(ABC):
         """What the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """What plain autograd differentiates."""
-        self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training)
+        self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training, self._hooked)
 
     # --- what the parameters are ------------------------------------------------------------------------------------
 
@@ -96,6 +97,11 @@ class Sharding(ABC):
     def _accumulated(self, name: str) -> None:
         """Take notice that autograd has added to the gradient of a parameter."""
         self.guard.note(name)
+
+    def _hooked(self) -> bool:
+        if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:
+            return True
+        return any(module._backward_hooks or module._backward_pre_hooks for module in self.outermost.modules())
 
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training

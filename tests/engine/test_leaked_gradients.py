@@ -200,6 +200,33 @@ def test_a_change_between_two_backwards_is_refused_at_the_release_at_the_latest(
     assert torch.equal(values(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_module_hook_that_writes_to_gradients_within_a_backward_is_refused(again, everywhere):
+    """Through `.data`, so that torch counts no write, and after the layer behind it has its gradient."""
+    model = mlp()
+    engine_on(model, clipping_style="layer-wise", verify=False)
+    if again:
+        backward(model, slice(0, 3))
+
+    def scale(module, *_):
+        if module is model[1] and model[2].weight.grad is not None:
+            model[2].weight.grad.data.mul_(100)
+
+    def backward_and_step():
+        backward(model, slice(3, 6))
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+    of_all = nn.modules.module.register_module_full_backward_hook
+    handle = (of_all if everywhere else model[1].register_full_backward_hook)(scale)
+    try:
+        with pytest.raises(LogicalBatchError, match=r"2\.weight.*engine\.privatize\(\) first"):
+            backward_and_step()
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [0.25, 0.5, -2.0, 2.0, 4.0])
 def test_a_factor_of_two_is_no_blind_spot_of_the_checksum(dtype, factor):
