@@ -28,9 +28,9 @@ class PerSampleGrad:
         return wide(self.gradient)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """Return sum_i factor_i * gradient_i, [*shape]."""
+        """Return sum_i clip_coef_i * gradient_i, [*shape]."""
         rows, shape = flat(self.gradient), self.gradient.shape[1:]
-        total = torch.mv(rows.mT, clip_coef_B.to(rows.dtype))
+        total = clip_coef_B.to(rows.dtype) @ rows  # a product that FLOP counters know
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
