@@ -27,12 +27,17 @@ class Region:
     layout: Layout
     slots: Slots
     refusal: Refusal
+    rows_per_unit: int
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `forward` through a mode that is made here, where dynamo traces: it guards on nothing of such a mode."""
         mode = InterceptionMode(
-            dict(zip(self.tensors, self.sources, strict=True)), self.layout, self.slots, self.refusal
+            dict(zip(self.tensors, self.sources, strict=True)),
+            self.layout,
+            self.slots,
+            self.refusal,
+            self.rows_per_unit,
         )
         self.entered = True
         try:

@@ -33,6 +33,8 @@ class InterceptedCall:
     sources: dict[Tensor, Source]
     slots: Slots
     refusal: Refusal
+    rows_per_unit: int = 1
+    """Rows of a sample in the inputs of the model, side by side."""
     samples: Tensor | None = None
     """The sample of every row [N], if rows are routed: to the rule every row is a sample, and its record goes there."""
     batch_size: int = field(init=False)

@@ -84,7 +84,7 @@ class CompiledRegions:
         made = list(zip(labels, mode.slots.region(uses), strict=True))
         known = self._known(region, mode, first)
         slots = PreallocatedSlots(mode.slots.batch_size, made)
-        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal)
+        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit)
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
@@ -97,7 +97,7 @@ class CompiledRegions:
         for x in first:
             numbering.number(mode.sources[x])
         refusal = _renaming(mode.refusal, numbering)
-        rehearsing = InterceptionMode({}, layout, recorder, refusal)
+        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()

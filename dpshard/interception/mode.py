@@ -60,7 +60,7 @@ class InterceptionMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._refusal = refusal
-        self._rows_per_unit = rows_per_unit
+        self.rows_per_unit = rows_per_unit
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # grows by what the forward derives
@@ -70,7 +70,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return another mode that knows the same sources and calls, and records in `slots`."""
-        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self._rows_per_unit)
+        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit)
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Know a parameter that was gathered just now; one that was frozen since the last time is a constant."""
@@ -155,7 +155,9 @@ class InterceptionMode(TorchFunctionMode):
             return result  # a shape, a comparison, a printed value: nothing that a gradient flows through
         if layout.derives:
             return self._derive(func, args, kwargs)
-        call = InterceptedCall(func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal)
+        call = InterceptedCall(
+            func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal, self.rows_per_unit
+        )
         routes = None if compiling else self._routing
         if layout.data_dependent or (routes is not None and not routes.idle):
             call = with_routed_rows(call, self.routing)
@@ -207,7 +209,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         known = self.layout.get(rows_key(x, dim))
-        whole = self.slots.batch_size * self._rows_per_unit
+        whole = self.slots.batch_size * self.rows_per_unit
         if known is None and read and x.requires_grad and x.shape[dim] == whole:
             raise UnknownCall  # rows are picked on a course that was not probed
         return known is not None and known.inputs[0] is not None

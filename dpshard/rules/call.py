@@ -83,6 +83,7 @@ class Call(Protocol):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch_size: int
+    rows_per_unit: int
     output_axis: BatchAxis | None
 
     def source(self, x: Any) -> Source | None:

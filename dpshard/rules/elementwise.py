@@ -100,7 +100,8 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     shape = (1,) * (len(times) - len(source.shape)) + source.shape
     B, each = call.batch_size, shape[axis.dim]
     k, rest = divmod(times[axis.dim], B)
-    if rest or k == 0 or (axis.adjacent and each > 1):
+    # Values of the parameter cannot tell in which order rows lie. Those of a unit lie as in the inputs of the model.
+    if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
         raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {B}")
     copies = call.per_sample(x).reshape(B, *shape)
     if k > 1:  # once for each of the k rows of a sample
