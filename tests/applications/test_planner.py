@@ -159,7 +159,8 @@ def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(
     clipping: Clipping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole clipped sums are gone with their unit: of two passes the second waits for no other parameter."""
-    monkeypatch.setattr("dpshard.noise.digest._TOGETHER", 1)  # 32 MiB of rows are all of so small a model
+    for place in ("noise.digest", "backends.checksums"):  # what they take together, up to 32 MiB, is all of this model
+        monkeypatch.setattr(f"dpshard.{place}._TOGETHER", 1)
     extra = []
     for layers in (3, 6):
         setup = Setup(model=replace(TINY, width=64, layers=layers, seq=4), ranks=8, checkpointing=True)
