@@ -39,7 +39,7 @@ class History:
         known = self._known.setdefault(step, set())
         if identity is not None:
             known.add(identity)
-        if len(self._known) > MEMORY:
+        while len(self._known) > MEMORY:
             del self._known[next(iter(self._known))]
         self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ PATIENCE = 300.0
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_meetings = itertools.count()
+_meetings: Counter[int] = Counter()  # of groups, by their first rank
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
@@ -29,7 +29,9 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "fake":  # the planner's: one process stands for all
         return
     store = dist.distributed_c10d._get_default_store()
-    key = f"dpshard/probe/{dist.get_global_rank(group, 0)}/{next(_meetings)}"
+    first = dist.get_global_rank(group, 0)
+    key = f"dpshard/probe/{first}/{_meetings[first]}"
+    _meetings[first] += 1
     store.add(key, 1)
     deadline = time.monotonic() + PATIENCE
     while int(store.add(key, 0)) < dist.get_world_size(group):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -113,11 +114,12 @@ class _TableOfContents(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class, if a table of contents may contain it."""
-        found = super().find_class(module, name)
-        dtype = module == "torch" and isinstance(found, torch.dtype)
-        described = module == "torch.distributed.checkpoint.metadata" and isinstance(found, type)
-        if dtype or described or f"{module}.{name}" in self.ALLOWED:
-            return found
+        if "." not in name:  # pickle follows dots through what a module has imported
+            dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            known = getattr(metadata, name, None) if module == metadata.__name__ else None
+            described = isinstance(known, type) and known.__module__ == module
+            if dtype or described or f"{module}.{name}" in self.ALLOWED:
+                return super().find_class(module, name)
         raise CheckpointError(
             f"The table of contents of the checkpoint asks for {module}.{name}, which may run code, so it is not "
             f"read. Resume from a checkpoint that dpshard wrote."

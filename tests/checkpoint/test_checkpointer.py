@@ -319,6 +319,20 @@ def test_a_checkpoint_cannot_bring_code(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "was here").exists()
 
 
+def test_a_table_of_contents_cannot_reach_code_through_what_a_module_imports(folder):
+    """From protocol 4 on, a name with dots is followed from attribute to attribute."""
+    training = Training(folder)
+    training.checkpoints.save()
+    path = folder / "step-00000000"
+    strings = ("torch.distributed.checkpoint.metadata", "torch.utils.collect_env.subprocess.Popen", "true", "--help")
+    module, name, command, argument = (bytes([0x8C, len(text)]) + text.encode() for text in strings)
+    arguments = b"](" + command + argument + b"e\x85"  # ([command, argument],)
+    (path / ".metadata").write_bytes(b"\x80\x04" + module + name + b"\x93" + arguments + b"R.")
+    reseal(path)
+    with pytest.raises(CheckpointError, match="may run code"):
+        training.checkpoints.load()
+
+
 def test_what_could_not_be_read_back_is_not_saved():
     with pytest.raises(CheckpointError, match="plain values"):
         pack({"model": Training})

@@ -127,13 +127,18 @@ def _triton() -> Finding:
 def _threads() -> Finding:
     import torch
 
-    used, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    used, cores = torch.get_num_threads(), _cores()
     found = f"torch uses {used} of {cores} cores"
     if used > cores:
         return Finding("threads", State.ON, found, f"more threads than cores are slow: OMP_NUM_THREADS={cores}")
     if used == 1 < cores and os.environ.get("OMP_NUM_THREADS") == "1":
         return Finding("threads", State.ON, found, "OMP_NUM_THREADS=1 is set; unset it to use all cores")
     return Finding("threads", State.ON, found)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use, as far as the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _extras() -> list[Finding]:
