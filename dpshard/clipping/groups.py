@@ -43,7 +43,7 @@ def partition(
 
 
 def _listed(model: nn.Module, style: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the groups of an explicit style; every name of a tied weight stands for its first name."""
+    """Return the groups of an explicit style; map every name of a tied weight to its first name."""
     first: dict[Tensor, str] = {}
     named = [(canonical_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
     known = {name: first.setdefault(p, name) for name, p in named}

@@ -1,12 +1,11 @@
-"""The tape: how per-sample records become norms, clip coefficients and clipped sums within one backward pass.
+"""The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so
-that a sample has one gradient and one coefficient however often the model was called. The anchor of a group is made at
-the group's first use: autograd runs younger nodes first, so a group closes, and frees its records, as soon as it is
-done. See [Note: Anchor, slot, tap] in autograd_nodes.py.
+A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so a
+sample has one gradient and one coefficient however often the model was called. The group's first use makes its anchor.
+Autograd runs younger nodes first, so a group closes, and frees its records, as early as possible. See
+[Note: Anchor, slot, tap] in autograd_nodes.py.
 
-With two passes the second one knows all coefficients, so that no parameter waits for another: each has an anchor of
-its own.
+With two passes each parameter has its own anchor: all coefficients are known in the second pass.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ Take = Callable[[str], Tensor | None]
 class Pass(Enum):
     """The purpose of a backward pass through a tape."""
 
-    BOOK_KEEPING = auto()  # one pass: records are kept until their group closes
-    NORMS = auto()  # first of two: records are measured and dropped
-    SUMS = auto()  # second of two: coefficients are known, records are summed at once
+    BOOK_KEEPING = auto()  # one pass: keep records until their group closes
+    NORMS = auto()  # first of two: measure records and drop them
+    SUMS = auto()  # second of two: coefficients are known, so sum records at once
 
 
 class Tape:
@@ -58,37 +57,37 @@ class Tape:
         self.batch_size = batch_size
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
-        """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
+        """Factor from recorded gradients to those of each sample's own loss (B under a mean)."""
         self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        """`loss_scale`, and 0 for rows of padding. A product is safe, because clip coefficients are finite."""
+        """`loss_scale`, and 0 for padding rows. Multiplying is safe because clip coefficients are finite."""
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
         self.forwards = Forwards()
         self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
-        self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
+        self._closed: set[int] = set()  # anchors that have closed
         self._tokens: dict[int, Tensor] = {}
 
     @property
     def gap(self) -> str | None:
-        """Why the samples do not count whole; None if every forward had a complete backward."""
+        """Reason why the samples do not count whole; None if every forward had a complete backward."""
         return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward `keep` and its gradient arrive on this tape as the records of `use`."""
+        """Return `output`; in backward `keep` and its gradient arrive here as the records of `use`."""
         tokens, arrive = self.expect(use)
         return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor per template, equal to it, whose gradients arrive here as the records of `use`.
+        """Return one tensor equal to each template; their gradients arrive here as the records of `use`.
 
-        A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
+        A template that is not floating point (token ids) gets a float64 slot, which holds integers exactly.
         """
         return self.region([(use, templates)])[0]
 
     def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, given with their templates: one node for all."""
+        """Return the slots of all uses of a compiled region, from one node; `asked`: each use and its templates."""
         if not asked:
             return []
         tokens, arrivals = zip(*[self.expect(use) for use, _ in asked], strict=True)
@@ -104,7 +103,7 @@ class Tape:
         return [tuple(islice(made, n)) for n in sizes]
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect the records of `use`: return the tokens of the anchors that wait for them, and their receiver."""
+        """Expect the records of `use`: return the tokens of their anchors, and the function that receives them."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens = []
@@ -118,11 +117,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use)
 
     def tokens(self) -> list[Tensor]:
-        """Return the anchors' tokens that the uses of this tape hang on; another backward may have retired them."""
+        """Return the tokens of this tape's uses; another backward may have retired them at the clipper."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """Return the tokens of the anchors that no use of this tape hangs on, in groups that have other uses.
+        """Return the tokens of the anchors without a use on this tape, in groups that have other uses.
 
         DDP's reducer waits for the gradients of these parameters, too.
         """
@@ -138,7 +137,7 @@ class Tape:
         self.arrive(use, tensors)
 
     def _require_open(self, use: Use) -> None:
-        """Raise LogicalBatchError if records would come too late, or a second time."""
+        """Raise LogicalBatchError if records come too late, or a second time."""
         if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
@@ -169,7 +168,7 @@ class Tape:
                     group.measure(name, keep=keep, closing=group.awaits_only(arriving))
 
     def _add(self, source: Source, record: Record) -> None:
-        """Take a record of a source as records of the parameters that it comes from."""
+        """Add a record of a source as records of its root parameters."""
         if source.isometric:
             name = source.roots[0]
             self._group(name).add(name, source, record)
@@ -195,7 +194,7 @@ class Tape:
             return
         factor_B = self.clipper.function.factor(norm_B, group.threshold)
         clip_coef_B = elementwise(lambda _, factor_B, scale_B: factor_B * scale_B, factor_B, self.scale_B)
-        # To ask an accelerator whether all are finite would be to wait for it: there the mask is used, empty or not.
+        # Testing for non-finite norms would synchronise with an accelerator, so there always mask.
         nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
         tape.clip(clip_coef_B, nonfinite_B)
         self.clipper.sink.observe(group, norm_B, self.is_padding_B)
@@ -208,8 +207,8 @@ class Tape:
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients; from now on `take` returns the sums of this anchor, and further records are refused."""
-        if self.current is Pass.BOOK_KEEPING:  # each group has one anchor, of the same number
+        """Fix the coefficients; `take` then returns the sums of this anchor, and further records are refused."""
+        if self.current is Pass.BOOK_KEEPING:  # in one pass anchors and groups have the same numbers
             self._clip(self.clipper.groups[anchor])
         self._closed.add(anchor)
 
@@ -238,7 +237,7 @@ class Sink(Protocol):
     """Receives the results of a backward pass."""
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the norms [B] of a group on one tape, when they are complete."""
+        """Take the complete norms [B] of a group on one tape."""
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
@@ -247,7 +246,7 @@ class Sink(Protocol):
 
 
 class Clipper:
-    """The clipping of one model: its groups, their anchors, and the tapes that wait for them."""
+    """The clipping of one model: its groups, their anchors, and the tapes with records for them."""
 
     def __init__(
         self,
@@ -259,10 +258,10 @@ class Clipper:
     ) -> None:
         self.roots = roots
         self.groups = groups
-        """With the thresholds of the logical batch in progress."""
+        """Clipping groups, with the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
         self.anchors = [group.names for group in groups]
-        """The parameters whose sums an anchor delivers: in one pass they become known a group at a time."""
+        """Parameters of each anchor: one group an anchor in one pass, one parameter an anchor in two."""
         if execution.backward_passes == 2:
             self.anchors = [(name,) for name in self.group_of]
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
@@ -273,7 +272,7 @@ class Clipper:
         self.pending: dict[int, dict[int, Tape]] = {}
         """By anchor: the tapes that have records for it."""
         self.epoch = 0
-        """A tape of an earlier epoch takes no more records: its samples would count in another release."""
+        """Tapes of earlier epochs take no records: their samples would count in another release."""
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
@@ -287,21 +286,21 @@ class Clipper:
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set the thresholds, one a group; between logical batches, so that a sum has one sensitivity."""
+        """Set the thresholds, one a group; only between logical batches, so that a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 
     def differentiated(self) -> list[Tensor]:
-        """Return what the anchors that are open now differentiate."""
+        """Return the tensors that the open anchors differentiate."""
         anchored = [self.roots.anchored[name] for anchor in self._tokens for name in self.anchors[anchor]]
         return [x for x in anchored if x.requires_grad]
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
-        """Return the numbers of the anchors that deliver the roots of `sources`, each once, in order."""
+        """Return the sorted numbers of the anchors that deliver the roots of `sources`."""
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
     def token(self, anchor: int) -> Tensor:
-        """Return the output of an anchor; one serves all forwards up to its next backward."""
+        """Return the output of an anchor; all forwards up to its next backward share it."""
         if anchor not in self._tokens:
             with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
@@ -309,7 +308,7 @@ class Clipper:
         return self._tokens[anchor]
 
     def close(self, anchor: int) -> Sequence[Tensor | None]:
-        """Close an anchor on every tape that has records for it, and deliver their sums; the anchor calls this."""
+        """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
         names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())
@@ -319,7 +318,7 @@ class Clipper:
             return self.sink.deliver(ClippedSums(names, tapes))
 
     def abort(self) -> None:
-        """Drop the records that an unfinished backward pass has left."""
+        """Drop the records of an unfinished backward pass."""
         for tapes in self.pending.values():
             for tape in tapes.values():
                 tape.aborted = True
