@@ -15,8 +15,8 @@ torch multiplies float32 rows and columns: cuBLAS is better at IEEE products, an
 sums stored gradients, factors @ gradients: one pass over float32 numbers.
 
 No draw and no decision depends on Triton. Sums round in another order than torch's, but always in the same one: tiles
-write partial sums, without atomic additions. Tensor cores do not round their sums: each of the K / 16 additions in a sum
-of K products may drop its last bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a
+write partial sums, without atomic additions. Tensor cores do not round their sums: each of the K / 16 additions in a
+sum of K products may drop its last bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a
 vocabulary, are summed in chunks of 1024; the other sums are as long as a sample.
 
 The kernels run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests without a GPU, in Triton's
