@@ -1,7 +1,7 @@
 """The autograd nodes that bring records to the tape, and clipped sums to the parameters, in one backward pass.
 
 [Note: Anchor, slot, tap]
-Three autograd nodes implement every clipping style; rules do not use them:
+Three nodes implement every clipping style; rules do not use them:
 
     parameters --> Anchor --token--> Tap --> rest of the forward
                   (1 a group)       (on the output of the function that used the parameter)
@@ -9,12 +9,11 @@ Three autograd nodes implement every clipping style; rules do not use them:
     parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
                                     (1 a region)
 
-Tap    passes the output gradient g on. It hands g and the tensors kept in forward to the tape, as records.
-Anchor has an edge to every tap of its group, so autograd runs it after all of them. It returns the clipped sums as
-       the gradients of the parameters. Rules see detached parameters, so only anchors give parameters gradients.
-Slot   stands between the two in a compiled region, which cannot reach the tape. The region takes dummies as inputs.
-       The tap returns its records as their gradients, which arrive at the slot, outside the region.
-       A slot also outputs the copies of a parameter, one a sample: their gradients are the records.
+Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
+Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
+       Rules see detached parameters, so only anchors give parameters gradients.
+Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
+       the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dpshard.records.precision import exact_products
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a block for norms and sums: no autocast, IEEE products ([Note: Why not TF32] in precision.py)."""
     products = exact_products(device)
-    # A query is cheaper than a context, and a model would enter two contexts per layer.
+    # A query is cheaper than two contexts per layer.
     return _without_autocast(device, products) if torch.is_autocast_enabled(device.type) else products
 
 
@@ -47,7 +46,7 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Return True if the running backward pass adds to `.grad`, and False within torch.autograd.grad."""
+    """Return True if the running backward pass adds to `.grad`, unlike torch.autograd.grad."""
     with torch.enable_grad():
         alias = leaf.view_as(leaf).grad_fn
     node = alias.next_functions[0][0] if alias is not None else None
@@ -73,7 +72,7 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 def leave_nodes_out_of_graphs() -> None:
     """Keep torch.compile from tracing the marked nodes where a compiled function calls loss.backward() itself.
 
-    Each engine calls this: it loads the compiler, which takes longer than to load torch.
+    Each engine calls this, because it loads the compiler, which is slow.
     """
     while _traced:
         node = _traced.pop()
@@ -82,7 +81,7 @@ def leave_nodes_out_of_graphs() -> None:
 
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: `close()` returns their gradients, the clipped sums."""
+    """Parameters -> token [0]; backward: `close()` returns the clipped sums."""
 
     @staticmethod
     def forward(ctx: Any, close: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close: every slot of these parameters has its gradients."""
+        """Close, as every slot of these parameters has its gradients."""
         return (None, *ctx.close())
 
 
@@ -136,8 +135,8 @@ class _Hold(torch.autograd.Function):
 def hold(x: Tensor) -> Tensor:
     """Return `x`, saved now for the tap of the function that receives it.
 
-    Activation checkpointing repeats a segment up to the last tensor that it saved. A tap comes after its function: if
-    it saved `x`, checkpointing would repeat the last matrix product of the segment.
+    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
+    checkpointing would repeat the last matrix product of the segment.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
@@ -154,12 +153,12 @@ def _node_of(x: Tensor) -> Any:
 
 
 Arrive = Callable[[Sequence[Tensor | None]], None]
-"""Takes the tensors kept for the records of a use, and the output gradient."""
+"""Takes the tensors kept for a use, and the output gradient."""
 
 
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
-    """Return `output` unchanged; in backward, pass its gradient g on and hand the kept tensors and g to `arrive`.
+    """Return `output`; in backward, pass its gradient on, and hand it and the kept tensors to `arrive`.
 
     The first `count` tensors are saved; the tap has edges to the others.
     """
@@ -175,7 +174,7 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
-        # autograd.grad(loss, input) runs this node as well, and needs no gradient of a parameter.
+        # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
         if _any_runs(ctx.next_functions[1 + ctx.count :]):
             with in_full_precision(gradients[0].device):
                 ctx.arrive((*_kept(ctx), *gradients))
@@ -183,10 +182,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _RegionTap(torch.autograd.Function):
-    """A tap in a compiled region, which cannot reach the tape: the last tensors are dummies of a slot.
-
-    In backward the kept tensors and g become the gradients of the dummies.
-    """
+    """A tap in a compiled region: the last tensors are dummies, whose gradients are the kept tensors and `output`'s."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
@@ -212,7 +208,7 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
     if torch.compiler.is_compiling():
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty
     if operators_are_watched():
-        return output.detach()  # selective checkpointing takes mark_dirty for a write into a kept output
+        return output.detach()  # selective checkpointing takes mark_dirty for a write to a kept output
     ctx.mark_dirty(output)
     return output
 
@@ -223,15 +219,14 @@ def _kept(ctx: Any) -> list[Tensor]:
 
 
 def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Return True if the running backward pass reaches a node behind `edges`."""
     return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
 
-    `ends`: tensors that get an edge from the tap. In eager mode these are the tokens of the anchors. In a compiled
-    region (`arrive` is None) they are the dummies of a slot, whose gradients carry the kept tensors out.
+    `ends` get an edge from the tap: the tokens of the anchors, or in a compiled region (`arrive` is None) the dummies
+    of a slot, which carry the kept tensors out.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
@@ -246,5 +241,5 @@ def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def _dummy_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which `x` travels as a gradient; integers are exact in float64."""
+    """Dtype in which `x` travels as a gradient; integers are exact in float64."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

@@ -1,9 +1,9 @@
 """Selective activation checkpointing, which pairs the operators of a forward with those of its recomputation.
 
 [Note: Selective checkpointing]
-It keeps the n-th output of every operator that its policy names, and returns it for the n-th call of the recomputation.
-So both must run the same operators. A token is made once for several uses, hence in a block of `unseen()`.
-Taps detach their output: selective checkpointing does not count this operator.
+It returns the n-th kept output of an operator for the n-th call in the recomputation, so both must run the same
+operators. A token serves several uses, so `unseen()` hides its operators. Taps detach their output, which does not
+count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unseen() -> Iterator[None]:
 
 
 class KeptOutputs:
-    """Outputs that selective checkpointing kept in one forward: returned once each; two passes need each twice."""
+    """Outputs kept by selective checkpointing in one forward. It returns each once; two passes need each twice."""
 
     def __init__(self) -> None:
         self._storages: dict[int, dict[Any, Any]] = {}
@@ -71,7 +71,7 @@ class KeptOutputs:
 
 
 def _alias(output: Any) -> Any:
-    """Return a copy of a kept output, because autograd gives the consumed one a graph."""
+    """Copy a kept output: autograd gives the consumed one a graph."""
     alias = copy.copy(output)
     if isinstance(alias.val, torch.Tensor):
         alias.val = alias.val.detach()

@@ -17,14 +17,14 @@ class Forwards:
 
     def __init__(self) -> None:
         self.count = 0
-        self._owed: set[int] = set()  # forwards that no backward has differentiated
+        self._owed: set[int] = set()  # forwards without a backward
         self._used: set[int] = set()  # forwards that used a trainable parameter
-        self._trained: set[int] = set()  # forwards with records from a backward
-        self._reached: dict[int, bool] = {}  # forwards reached by the running backward: whether with records
+        self._trained: set[int] = set()  # forwards with records
+        self._reached: dict[int, bool] = {}  # forwards in the running backward: whether with records
         self._backward = -1  # number of the running backward
 
     def begin(self) -> None:
-        """Count a forward, which is owed a backward."""
+        """Count a forward, which owes a backward."""
         self.count += 1
         self._owed.add(self.count)
 
@@ -34,7 +34,7 @@ class Forwards:
         return self.count
 
     def end(self, outputs: Iterable[Any]) -> None:
-        """End the latest forward; without trainable parameters it is owed no backward."""
+        """End the latest forward; without trainable parameters it owes no backward."""
         if self.count not in self._used:
             self._owed.discard(self.count)
             return
@@ -64,11 +64,11 @@ class Forwards:
 
     @property
     def untrained(self) -> bool:
-        """Return True if a forward used parameters and no complete backward brought their records."""
+        """True if forwards used parameters, and no complete backward brought records."""
         return not self._trained and bool(self._owed or self._used)
 
     def gap(self, *, alone: bool) -> str | None:
-        """Return why the samples do not count whole, or None. `alone`: each forward needs its own backward."""
+        """Return why the samples do not count whole, or None. `alone`: gradients of inputs only are no gap."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

@@ -1,4 +1,4 @@
-"""The records of one clipping group: first their norms, then their clipped sums."""
+"""The records of one clipping group: their norms, then their clipped sums."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dpshard.rules.derived import pull_back, pull_back_per_sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One use of sources by one call: builds records from the tensors that arrive at its slot."""
+    """One use of sources by one call; `build` makes records of the tensors that arrive at its slot."""
 
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """True if the slot's template holds the values of its source, one copy a sample, rather than zeros."""
+    """True if the slot's template holds copies of its source, one a sample, rather than zeros."""
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The trainable parameters that sources lead back to, by name."""
+    """The trainable parameters under sources, by name."""
 
     shapes: Mapping[str, Sequence[int]]
     """Shapes of the whole parameters."""
     anchored: Mapping[str, Tensor]
-    """Tensors that the anchors differentiate: the parameters, or stand-ins for sharded ones."""
+    """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
-    """Parameters as forward sees them: sharded ones are whole while in use."""
+    """Parameters in forward, where sharded ones are whole."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""
@@ -53,22 +53,19 @@ _FEW = 2
 
 
 class GroupTape:
-    """The records of one clipping group for the samples of one tape.
-
-    `loss_scale`: factor from recorded gradients to those of each sample's own loss (B under a mean).
-    """
+    """The records of one clipping group for one tape; `loss_scale`: see Tape."""
 
     def __init__(self, roots: Roots, sources: Mapping[str, Source], execution: Execution, loss_scale: float) -> None:
         self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
-        """By parameter: records not summed yet."""
+        """Records by parameter, not summed yet."""
         self.small: dict[str, PerSampleGrad] = {}
-        """By parameter: its only record, if small; these are measured and summed together at the end."""
+        """Small records that are the only one of their parameter; measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
-        """Factor [B] of the recorded gradients in the clipped sum; None until the norms are known."""
-        self._expected: dict[str, int] = {}  # by parameter: uses in forward
-        self._arrived: dict[str, int] = {}  # by parameter: uses whose gradients arrived
-        self._norm_sq: list[Tensor] = []  # squared norms [B] of the measured parameters
+        """Factors [B] of recorded gradients; None until the norms are known."""
+        self._expected: dict[str, int] = {}  # uses in forward, by parameter
+        self._arrived: dict[str, int] = {}  # uses whose gradients arrived, by parameter
+        self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
         self._bundle: FusedGrads | None = None
         self._sums: dict[str, Tensor] = {}
@@ -84,7 +81,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use whose gradients arrived; return True if all uses of the parameter have arrived."""
+        """Count a use whose gradients arrived; return True for the last use of the parameter."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(
@@ -100,7 +97,7 @@ class GroupTape:
     # --- norms -------------------------------------------------------------------------------------------------------
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter, and keep its records if `keep`.
+        """Add the squared norms of a parameter; keep its records if `keep`.
 
         `closing`: the sums come next, so do not offload the records.
         """
@@ -109,7 +106,7 @@ class GroupTape:
             return
         source = entries[0][0]
         if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
-            # Uses through different derivations (slices, transposes) are pulled back to the root.
+            # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         (first, *others) = (record for _, record in entries)
         if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
@@ -123,7 +120,7 @@ class GroupTape:
             self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
-        """Measure the rest, and return the norms [B] of the group; None if no gradient has arrived."""
+        """Measure the rest, and return the norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         if len(self.small) <= _FEW and all(is_at_hand(record.gradient) for record in self.small.values()):
@@ -142,11 +139,11 @@ class GroupTape:
         return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients, and the mask of samples without a finite norm (None if all norms are finite)."""
+        """Set the coefficients, and the mask of samples without a finite norm (None if all are finite)."""
         self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
 
     def begin_sums(self) -> None:
-        """Begin the second of two passes, in which all records arrive again."""
+        """Begin the second pass, in which all records arrive again."""
         self._bundle = None
         self._arrived.clear()
 

@@ -1,11 +1,9 @@
 """The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so a
-sample has one gradient and one coefficient however often the model was called. The group's first use makes its anchor.
-Autograd runs younger nodes first, so a group closes, and frees its records, as early as possible. See
-[Note: Anchor, slot, tap] in autograd_nodes.py.
-
-With two passes each parameter has its own anchor: all coefficients are known in the second pass.
+A tape holds the records of one set of samples. All forwards of a micro-batch of `engine.batches` share it, so a sample
+has one gradient and one coefficient however often the model is called. A group's first use makes its anchor. Autograd
+runs younger nodes first, so groups close, and free their records, early. See [Note: Anchor, slot, tap] in
+autograd_nodes.py. With two passes each parameter has its own anchor, because the second pass has all coefficients.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from dpshard.rules.derived import pull_back_per_sample
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
 
 Take = Callable[[str], Tensor | None]
-"""Computes the clipped sum of a parameter by name, once, and frees its records; None if no gradient arrived."""
+"""See ClippedSums.take."""
 
 
 class Pass(Enum):
@@ -43,7 +41,7 @@ class Pass(Enum):
 
     BOOK_KEEPING = auto()  # one pass: keep records until their group closes
     NORMS = auto()  # first of two: measure records and drop them
-    SUMS = auto()  # second of two: coefficients are known, so sum records at once
+    SUMS = auto()  # second of two: sum records at once
 
 
 class Tape:
@@ -59,14 +57,14 @@ class Tape:
         self.loss_scale = loss_scale
         """Factor from recorded gradients to those of each sample's own loss (B under a mean)."""
         self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        """`loss_scale`, and 0 for padding rows. Multiplying is safe because clip coefficients are finite."""
+        """`loss_scale`, and 0 for padding. Multiplying is safe because clip coefficients are finite."""
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
         self.forwards = Forwards()
         self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
-        self._closed: set[int] = set()  # anchors that have closed
+        self._closed: set[int] = set()  # closed anchors
         self._tokens: dict[int, Tensor] = {}
 
     @property
@@ -82,12 +80,12 @@ class Tape:
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return one tensor equal to each template; their gradients arrive here as the records of `use`.
 
-        A template that is not floating point (token ids) gets a float64 slot, which holds integers exactly.
+        Templates of integers (token ids) get a float64 slot, which holds them exactly.
         """
         return self.region([(use, templates)])[0]
 
     def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, from one node; `asked`: each use and its templates."""
+        """Return the slots of all uses of a compiled region, from one node; `asked`: uses with templates."""
         if not asked:
             return []
         tokens, arrivals = zip(*[self.expect(use) for use, _ in asked], strict=True)
@@ -103,7 +101,7 @@ class Tape:
         return [tuple(islice(made, n)) for n in sizes]
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect the records of `use`: return the tokens of their anchors, and the function that receives them."""
+        """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens = []
@@ -117,14 +115,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use)
 
     def tokens(self) -> list[Tensor]:
-        """Return the tokens of this tape's uses; another backward may have retired them at the clipper."""
+        """Return the tokens of this tape's uses; the clipper may have dropped them after another backward."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """Return the tokens of the anchors without a use on this tape, in groups that have other uses.
-
-        DDP's reducer waits for the gradients of these parameters, too.
-        """
+        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients, too."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -187,39 +182,39 @@ class Tape:
         return self.groups[index]
 
     def _clip(self, group: ClippingGroup) -> None:
-        """Compute the clip coefficients of a group from the norms that have arrived."""
+        """Compute the clip coefficients of a group from its norms."""
         tape = self.groups[group.index]
         norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:
             return
         factor_B = self.clipper.function.factor(norm_B, group.threshold)
         clip_coef_B = elementwise(lambda _, factor_B, scale_B: factor_B * scale_B, factor_B, self.scale_B)
-        # Testing for non-finite norms would synchronise with an accelerator, so there always mask.
+        # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
         nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
         tape.clip(clip_coef_B, nonfinite_B)
         self.clipper.sink.observe(group, norm_B, self.is_padding_B)
 
     def between_passes(self) -> None:
-        """End the pass that took the norms; the next one sums."""
+        """End the pass for norms and begin the one for sums."""
         for index, group in self.groups.items():
             self._clip(self.clipper.groups[index])
             group.begin_sums()
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients; `take` then returns the sums of this anchor, and further records are refused."""
-        if self.current is Pass.BOOK_KEEPING:  # in one pass anchors and groups have the same numbers
+        """Fix the coefficients, so that `take` works; refuse further records."""
+        if self.current is Pass.BOOK_KEEPING:  # here anchors and groups have the same numbers
             self._clip(self.clipper.groups[anchor])
         self._closed.add(anchor)
 
     def take(self, name: str) -> Tensor | None:
-        """Return the clipped sum of one parameter, once, and free its records; None if no gradient has arrived."""
+        """See ClippedSums.take."""
         return self._group(name).take(name)
 
 
 @dataclass(frozen=True, slots=True)
 class ClippedSums:
-    """The clipped sums of the parameters of one anchor, over all samples of a backward pass."""
+    """The clipped sums of one anchor's parameters, over all samples of a backward pass."""
 
     names: Sequence[str]
     tapes: Sequence[Tape]
@@ -241,7 +236,7 @@ class Sink(Protocol):
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """Return the gradients that the anchor of these sums returns, one per parameter."""
+        """Return the gradients of the anchor of these sums, one per parameter."""
         ...
 
 
@@ -258,10 +253,10 @@ class Clipper:
     ) -> None:
         self.roots = roots
         self.groups = groups
-        """Clipping groups, with the thresholds of the logical batch in progress."""
+        """Groups with the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
         self.anchors = [group.names for group in groups]
-        """Parameters of each anchor: one group an anchor in one pass, one parameter an anchor in two."""
+        """Parameters by anchor: a group each in one pass, one parameter each in two."""
         if execution.backward_passes == 2:
             self.anchors = [(name,) for name in self.group_of]
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
@@ -270,7 +265,7 @@ class Clipper:
         self.execution = execution
         self.sink = sink
         self.pending: dict[int, dict[int, Tape]] = {}
-        """By anchor: the tapes that have records for it."""
+        """Tapes with records, by anchor."""
         self.epoch = 0
         """Tapes of earlier epochs take no records: their samples would count in another release."""
         self._tokens: dict[int, Tensor] = {}
@@ -281,7 +276,7 @@ class Clipper:
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
     def with_values(self, values: dict[str, Tensor]) -> Clipper:
-        """Return a clipper of the same groups for other values of the parameters."""
+        """Return a clipper of the same groups for other parameter values."""
         roots = replace(self.roots, anchored=values, values=values)
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
@@ -296,7 +291,7 @@ class Clipper:
         return [x for x in anchored if x.requires_grad]
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
-        """Return the sorted numbers of the anchors that deliver the roots of `sources`."""
+        """Return the sorted numbers of the anchors for the roots of `sources`."""
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
     def token(self, anchor: int) -> Tensor:

@@ -2,22 +2,22 @@
 
 [Note: Counts within the same noise]
 To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, where b is
-1 or 0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because whether a
-group runs may depend on the other samples.) One Gaussian mechanism releases the counts and the clipped sums. Divide the
+1 or 0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other
+samples may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the
 sums (sensitivity S = sqrt(sum R_m^2)) by their noise deviation s, and the M counts (sensitivity sqrt(M) / 2) by theirs,
 t. Then one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
 if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So under any sampling a step is the same release as
-with fixed thresholds and noise multiplier sigma; the sums get slightly more noise. Thresholds are computed from rounded
-released counts. So they are public, and the next step may depend on them (adaptive composition). Andrew et al. 2021,
+with fixed thresholds and noise multiplier sigma; the sums get slightly more noise. Thresholds follow from released
+counts, rounded. So they are public, and the next step may depend on them (adaptive composition). Andrew et al. 2021,
 arXiv:1905.03871, Thm. 1; several groups: He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one count]
-The noise of a step is a function of its sums, its deviation and the exact counts ([Note: Equal sums, equal noise] in
-noise/digest.py). If a step is repeated on other ranks, a sample at its threshold may be counted differently. Then sums
-and counts have independent noise, and so have those of all later steps.
+The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal sums, equal noise] in
+noise/digest.py). If other ranks repeat the step and count a sample at its threshold differently, the sums and counts of
+this and all later steps get independent noise.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 
 COUNT_GRID = 2.0**-10
-"""Step to which noisy counts are rounded before a threshold shows them. The last bits of float64 noise may reveal the
-exact count ([Note: Secure noise] in noise/keyed.py). Rounding is post-processing, so it costs no privacy."""
+"""Grid of the published counts. The last bits of float64 noise may reveal the exact count ([Note: Secure noise] in
+noise/keyed.py). Rounding is post-processing, so it costs no privacy."""
 
 FARTHEST = 1e12
-"""Largest ratio between a threshold and its first value, either way: keeps thresholds within the floats."""
+"""Largest ratio between a threshold and its first value, either way: keeps thresholds finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class TrackedThresholds(Thresholds):
 
     def refuse_own_loop(self) -> None:
         """See Thresholds."""
-        # A sample whose backward failed and was repeated would silently count twice.
+        # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
             "micro_batch_size), which sees to it, rather than over batches of your own."
@@ -144,7 +144,7 @@ class TrackedThresholds(Thresholds):
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """See Thresholds."""
         tracking, counts_M = self._tracking, self._counts(metrics)
-        # Its own secret, unlike any parameter's noise. On the CPU, so that all ranks draw the same.
+        # Its own secret, unlike any parameter's noise; on the CPU, so that all ranks draw the same.
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
@@ -156,7 +156,7 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the thresholds of the next step, so that a resumed run continues bit for bit."""
+        """Return the thresholds of the next step, to resume bit for bit."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:

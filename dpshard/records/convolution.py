@@ -1,4 +1,4 @@
-"""Records of convolutions: input and output gradient; windows are gathered only where a norm needs them."""
+"""Records of convolutions: input and output gradient; only some norms gather windows."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Convolution:
         """Sizes that costs depend on."""
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
-        nbytes = B * G * T * (R + C) * self.input.itemsize  # as if windows were gathered: the record is small
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # of the windows; the record itself is small
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
         dtype, device = accum_dtype(self.gradient), self.input.device
-        # Windows side by side (patches) are only moved.
+        # Windows side by side are only moved.
         alike = self.input.dtype == self.gradient.dtype
         tiles = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
     @property
     def _windows_are_apart(self) -> bool:
-        """True if windows lie side by side (patches), so gathering them only moves them."""
+        """True if windows lie side by side, like patches."""
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
@@ -78,7 +78,7 @@ class Convolution:
         return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
-        """Inner products [B, G, T, T] of the windows of all positions, as sums of products of single pixels."""
+        """Inner products [B, G, T, T] of all windows, as sums of products of pixels."""
         (B, k), G = self.input.shape[:2], self.groups
         padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
         space, positions = padded.shape[3:], self.gradient.shape[3:]
@@ -100,7 +100,7 @@ class Convolution:
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must use these gradients."""
+        """See OuterProduct.instantiated."""
         gradient, norm_sq = self._made()
         return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
@@ -113,16 +113,16 @@ class Convolution:
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Per-sample gradients [B, *shape], and their squared norms [B] if compiled code computed them too."""
+        """Per-sample gradients [B, *shape]; their squared norms [B] if compiled code computed them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
-            # A GPU would run the groups of one convolution as many small kernels, one after another.
+            # On a GPU, the groups of one convolution would be many small kernels.
             return self.outer().per_sample(), None
         total = memory.empty((len(self.input), *self.shape), self.input, accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
         # CPUs have fast kernels for the gradient of a convolution, but not for unfolding its input. So samples become
-        # groups of one convolution. It needs several times the memory of its inputs, fresh from the system if that
-        # exceeds the cache.
+        # groups of one convolution. It takes several times the memory of its inputs, fresh from the system above the
+        # size of the cache.
         samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
@@ -136,9 +136,9 @@ class Convolution:
         return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]: the ordinary gradient of the convolution for weighted gradients."""
+        """sum_i clip_coef_i * gradient_i, [*shape]: the convolution's ordinary gradient for weighted gradients."""
         if self.size.is_long:
-            # The ordinary gradient rounds such long sums differently, so sum the measured gradients.
+            # The ordinary gradient would round such long sums differently from the measured gradients.
             return PerSampleGrad(self.per_sample()).clipped_sum(clip_coef_B)
         gradient = wide(self.gradient)
         weighted = gradient * clip_coef_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
@@ -166,7 +166,7 @@ class Convolution:
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """Return the same gradient as rows and columns; the columns are the windows of all positions."""
+        """Return the gradient as rows and columns; columns are the windows of all positions."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -177,7 +177,7 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 

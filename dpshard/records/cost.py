@@ -8,14 +8,13 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
     instantiate       the gradient, 2TRC FLOPs, and writing and reading its RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Writing and reading a number costs as many FLOPs as the processor could do in that time. A large gradient that waits for
-the norms of other layers leaves the cache before it is summed. The columns of a convolution are windows of its input;
-gathering a window costs four times as much. Small images with many channels have a cheaper way without windows: the
-inner product of two windows is a sum of inner products of pixels, from the Gram matrix of all pixels.
+Writing and reading a number counts as the FLOPs that the processor could do in that time. A large gradient leaves the
+cache while it waits for the norms of other layers. Gathering the windows of a convolution costs four times as much.
+Small images with many channels need no windows: the inner product of two windows is a sum of entries of the Gram matrix
+of all pixels.
 
-The choice depends on sizes, dtype, device and the compiled code present, never on the clock: a run resumed in the same
-place must round as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory instead: ghost where
-2 T^2 <= R C.
+The choice depends on sizes, dtype, device and compiled code, never on the clock, so a run resumed in the same place
+rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest memory of kept per-sample gradients over that of the record: if they wait for the norms of other layers, and
-if they are summed at once."""
+"""Largest ratio of kept per-sample gradients to the record, in bytes: for gradients that wait for the norms of other
+layers, and for ones that are summed at once."""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that stay in a CPU's cache between writing and reading: at once, or after other layers."""
+"""Bytes that stay in a CPU's cache: until an immediate read, or until after other layers."""
 
 _TENSOR_CORES = 8
-"""Speed of kernels in half precision over torch's float32 products. Peaks differ by 15 (A100: 312 to 19.5 TFLOPS), but
-kernels do not reach theirs. Not measured."""
+"""Speed of half-precision kernels over torch's float32 products. Peaks differ by 15 (A100: 312 to 19.5 TFLOPS), but
+kernels hardly reach theirs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class ProductSize:
     def may_be_kept(self, *, closing: bool) -> bool:
         """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of one layer is its clipped sum up to a factor; those of all layers are a whole model.
+        With B = 1 the gradient of one layer is as large as its clipped sum; those of all layers are a whole model.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
@@ -84,7 +83,7 @@ class ProductSize:
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Return True if the gradient itself gives the norm more cheaply; `kept`: the clipped sum reuses it.
 
-        `closing`: it does so at once; else after other layers, when only a small gradient is still in the cache. With
+        `closing`: it does so at once; else after other layers, when only small gradients are still in the cache. With
         B = 1 the sum needs the gradient anyway, so its norm is free.
         """
         if self.is_long:
@@ -98,7 +97,7 @@ class ProductSize:
         return self._dropped() < self._ghost()
 
     def _dropped(self) -> int:
-        """FLOPs of the norm of a gradient that is dropped; kernels and native code do not even write it."""
+        """FLOPs of the norm of a gradient that is dropped; kernels and native code do not write it."""
         product = 2 * self.T * self.R * self.C
         if self.kernels:
             return product // _TENSOR_CORES
@@ -115,7 +114,7 @@ class ProductSize:
 
     @property
     def gram_by_pixels(self) -> bool:
-        """True if the Gram matrix of the windows is cheapest from that of all pixels, without more memory."""
+        """True if the Gram matrix of all pixels is the cheapest way to that of the windows, without more memory."""
         return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
 
     def _by_pixels(self) -> int:
@@ -128,11 +127,11 @@ class ProductSize:
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:
-        """FLOPs in the time of writing a number and reading it twice; `waits`: the second read comes late."""
+        """FLOPs in the time of one write and two reads of a number; `waits`: the second read comes late."""
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:
-        """FLOPs in the time of writing a byte and reading it twice."""
+        """FLOPs in the time of one write and two reads of a byte."""
         if self.device.type != "cpu":
             return 60
         cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
@@ -140,7 +139,7 @@ class ProductSize:
 
 
 def blocks(T: int, device: torch.device) -> int:
-    """Return the number of blocks of positions in Gram matrices: products of small blocks are slow, mostly on GPUs."""
+    """Return the number of blocks of positions in Gram matrices; small blocks are slow, mostly on GPUs."""
     return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 

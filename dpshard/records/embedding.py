@@ -60,5 +60,5 @@ class EmbeddingRecord:
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))

@@ -1,4 +1,4 @@
-"""Arithmetic on a few numbers per sample: numpy on the CPU, five times as fast as torch there; torch elsewhere.
+"""Arithmetic on a few numbers per sample, by numpy on the CPU (five times as fast as torch there), else by torch.
 
 Both round alike, because IEEE 754 defines each operation used here.
 """
@@ -16,7 +16,7 @@ from dpshard.kernels.underflow import hidden
 
 
 def is_at_hand(x: Any) -> bool:
-    """Return True if `x` has values on the CPU: not on an accelerator, and not a fake tensor."""
+    """Return True if `x` has values on the CPU: no accelerator, no fake tensor."""
     return type(x) is Tensor and x.device.type == "cpu"
 
 
@@ -26,7 +26,7 @@ def array(x: Tensor) -> Any:
 
 
 def arrays_of(*tensors: Any) -> tuple[Any, list[Any]]:
-    """Return numpy and `tensors` as arrays if all are at hand; else torch and the tensors. Keep numbers."""
+    """Return numpy and arrays if all `tensors` are at hand, else torch and the tensors. Keep numbers."""
     if not all(is_at_hand(x) for x in tensors if isinstance(x, Tensor)):
         return torch, list(tensors)
     return np, [array(x) if isinstance(x, Tensor) else x for x in tensors]
@@ -50,7 +50,7 @@ def constant(xp: Any, value: float, like: Any) -> Any:
 
 
 def total(vectors: Sequence[Tensor]) -> Tensor:
-    """Sum at least one vector of equal length."""
+    """Sum one or more vectors of equal length."""
     if len(vectors) == 1:
         return vectors[0]
     if all(is_at_hand(x) for x in vectors):
@@ -61,7 +61,7 @@ def total(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(x: Tensor) -> bool | None:
-    """Return whether `x` is all finite; None if the answer would synchronise with an accelerator."""
+    """Return whether all of `x` is finite; None where that would synchronise with an accelerator."""
     return bool(np.isfinite(array(x)).all()) if is_at_hand(x) else None
 
 

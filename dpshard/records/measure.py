@@ -1,4 +1,4 @@
-"""Norms of a parameter with several uses: norms of the sum of its records, with every cross term."""
+"""Norms of the sum of a parameter's records, with every cross term."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def measure(
     """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
 
     With `keep`, a per-sample gradient instantiated for its norm replaces its record. The cheapest method keeps it only
-    if it is not much larger than the record. At B = 1 the per-sample gradients are as large as the model, so that
-    method keeps them only if their group is `closing` and uses them at once.
+    if it is not much larger than the record, or if B = 1 and its group is `closing`: per-sample gradients of all layers
+    are as large as the model.
     """
     joined = join(records)
     if len(joined) == 1:
@@ -96,7 +96,7 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 
 def inner(first: Record, second: Record) -> Tensor:
-    """Inner products [B] of the per-sample gradients of two records of one parameter, as upper bounds."""
+    """Upper bounds [B] of the inner products of the per-sample gradients of two records of one parameter."""
     if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
     if (
@@ -111,9 +111,9 @@ def inner(first: Record, second: Record) -> Tensor:
 
 
 def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
-    """Inner products [B] of a tied head and embedding: reads times the rows of the head's gradient with the same ids.
+    """Inner products [B] of a tied head and embedding, without a [V, C].
 
-    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>, without a [V, C].
+    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>.
     """
     rows_BTV, cols_BTC, values_BtC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)

@@ -1,4 +1,4 @@
-"""A buffer that per-sample gradients reuse: fresh pages cost more time than writing the numbers."""
+"""A buffer that per-sample gradients reuse, because fresh pages cost more time than writing the numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _TIMES_TOO_LARGE = 2
-"""Largest ratio of buffer to request: a small gradient that waits for other layers would pin the whole buffer."""
+"""Largest ratio of buffer to request: small gradients that wait for other layers would pin a large buffer."""
 
 
 class _Held(threading.local):
@@ -28,8 +28,8 @@ _held = _Held()
 def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the device of `like`, in the buffer if nothing refers to it.
 
-    Each thread holds one buffer until its backward pass ends. Layers that are clipped one by one reuse its memory.
-    Gradients that wait for other layers keep theirs.
+    Each thread holds one buffer until its backward pass ends. Layers that are clipped one by one reuse it; gradients
+    that wait for other layers keep their memory.
     """
     backward = torch._C._current_graph_task_id()
     if type(like) is not Tensor or like.device.type != "cpu" or backward == -1:
@@ -42,7 +42,7 @@ def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=like.device)
     if _held.buffer is None or _held.buffer.nbytes < n or _references(_held.buffer) > _held.references:
         _held.buffer = torch.empty(n, dtype=torch.uint8, device=like.device)
-        # The smaller of two counts, in case torch's first differs: too few references are safe, too many are not.
+        # The smaller of two, in case torch's first count differs: too few references are safe, too many are not.
         _held.references = min(_references(_held.buffer), _references(_held.buffer))
     return _held.buffer[:n].view(dtype).view(shape)
 

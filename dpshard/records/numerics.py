@@ -51,7 +51,7 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
 
 
 def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
-    """Set the samples of `nonfinite_B` (bool [B]) in `x` [B, ...] to exact zeros."""
+    """Return `x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
     # masked_fill, not a product: 0 * NaN is NaN.
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
@@ -62,7 +62,7 @@ def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     The diagonal includes what underflow may hide; see [Note: Underflow].
     """
     T, n = x.shape[-2:]
-    # A library may add all products into one sum: over a vocabulary, its rounding would exceed the floor.
+    # A single sum over a vocabulary, as some libraries do it, would round by more than the floor.
     parts = x[..., :stop, :].split(_CHUNK, dim=-1)
     product = functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
     product.diagonal(start, -2, -1).add_(hidden(T * n, x.dtype))
@@ -89,8 +89,8 @@ def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
 
     `scale` [B]: sum of the norms of the gradients in the inner products. Rounding loses what cancels among them, but
     the clipped sum does not. A norm measured too small would let a sample contribute more than the threshold. So no
-    squared norm may be below the rounding of scale^2. T orthogonal gradients of equal norm have the squared norm
-    scale^2 / T, which is below it from T = 8,192 on in float32.
+    squared norm may be below the rounding of scale^2. For T orthogonal gradients of equal norm this raises the norm
+    from T = 8,192 on in float32: their squared norm is scale^2 / T.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())

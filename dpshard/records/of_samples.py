@@ -1,4 +1,4 @@
-"""Records of routed rows: a rule treats each of N rows as a sample; this module assigns rows to their samples."""
+"""Records of routed rows: rules treat each of N rows as a sample; this module assigns rows to samples."""
 
 from __future__ import annotations
 

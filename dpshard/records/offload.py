@@ -29,5 +29,5 @@ def _with(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
 def _to_host(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return x
-    # Copies run on the current stream, so no operator reuses the memory of `x` or reads the copy too early.
+    # Copies run on the current stream, so no operator reuses `x` or reads the copy too early.
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

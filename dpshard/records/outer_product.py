@@ -34,7 +34,6 @@ class OuterProduct:
     cols: Tensor
     """[B, G, T, C]"""
     shape: torch.Size
-    """Shape of the parameter, a view of [G, R, C]."""
 
     @property
     def size(self) -> ProductSize:
@@ -99,15 +98,15 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """Raise `norm_sq` [B] to the rounding error of a clipped sum that is computed apart from the measured gradients.
+    """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    The gradients are sums of products of rows and cols. `overlap` bounds the norm of the columns used, over that of
-    `cols`: a convolution uses windows of its input.
+    The gradients are sums of products of rows and cols. `overlap`: bound on the norm of the columns used (the windows
+    of a convolution) over that of `cols`.
     """
     # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
@@ -117,9 +116,9 @@ def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t| [B].
 
-    Rounding is relative to the second. Gram matrices are symmetric: each block of positions is multiplied with itself
-    and, times two, with the blocks before it. So about half of each matrix is computed, and none is ever whole.
-    Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    Rounding is relative to the second. By symmetry each block of positions meets only itself and, counted twice, the
+    blocks before it: about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
+    arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
     rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)

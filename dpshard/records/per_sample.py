@@ -34,11 +34,11 @@ class PerSampleGrad:
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
-        """See dpshard.records.record."""
+        """See record.py."""
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
 
     @property
@@ -76,7 +76,7 @@ class FusedGrads:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> FusedGrads:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return FusedGrads(zero_rows(self.rows, nonfinite_B), self.shapes)
 
 

@@ -10,11 +10,11 @@ A use of a parameter leaves one of five records. B samples, G groups of a weight
     RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
 
 Each gives its squared norms [B], the per-sample gradients [B, *shape], and their sum weighted by factors [B]. The
-gradient of a parameter with several uses is the sum of its records. Records of one kind join into one; other kinds have
-inner products, so norms include all cross terms.
+gradient of a parameter with several uses is the sum of its records. Records of one kind join; other kinds have inner
+products, so norms include all cross terms.
 
 The gradient of a complex parameter is that of its real and imaginary parts, [*shape, 2]. `real()` returns the record of
-these parts. A tape keeps only such records.
+these parts; a tape keeps no other.
 """
 
 from dpshard.records.convolution import Convolution

@@ -54,7 +54,7 @@ class RoutedProduct:
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]: those of different groups add up, because groups are different elements of the weight."""
+        """Squared norms [B]; those of groups add up, because groups are different elements of the weight."""
         keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
         norm_sq = product.norm_sq(method)
         return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
@@ -88,6 +88,6 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """Set the samples of `nonfinite_B` (bool [B]) to exact zeros."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
