@@ -79,13 +79,13 @@ class SumDigest:
         return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
 
     def _columns_on(self, device: torch.device) -> Tensor:
-        """Weights of the columns [LANES, WIDTH], int64, on `device`."""
+        """Weights [LANES, WIDTH], int64."""
         if device not in self._wide_columns:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
     def _weights(self, stretch: _Stretch) -> Tensor:
-        """Weights of the rows of `stretch` [n, 2], int64, on its device."""
+        """Weights [n, 2], int64."""
         first, end, device = stretch.row, stretch.row + stretch.rows, _device(stretch)
         key = (stretch.name, first, end, device)
         if key not in self._rows:
@@ -98,8 +98,6 @@ class SumDigest:
 
 
 class _Stretch(NamedTuple):
-    """Consecutive words of a parameter."""
-
     name: str
     start: int
     """Index of the first word in the parameter."""
@@ -132,7 +130,7 @@ def _device(stretch: _Stretch) -> torch.device:
 
 
 def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
-    """Yield `stretch` cut between rows into pieces of at most _TOGETHER rows."""
+    """Yield pieces of at most _TOGETHER rows, cut between rows."""
     done, n = 0, len(stretch.words)
     while done < n:
         start = stretch.start + done

@@ -1,14 +1,13 @@
 """Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
 [Note: Noise by the global element]
-A flattened parameter is cut into blocks of BLOCK elements. Block k has its own key: derive_key(secret, "noise", step,
-name, k). A rank draws only the blocks that meet its elements. So
+A flattened parameter is cut into blocks of BLOCK elements. Block k has the key derive_key(secret, "noise", step, name,
+k). A rank draws only the blocks that meet its elements. So
 - shards of one parameter are independent, and replicas of one shard equal, on any mesh;
 - under one secret, the noise is the same on 1, 2 or 256 ranks.
 The engine derives the secret from the run's secret, the step and the noised sums ([Note: Equal sums, equal noise] in
-digest.py). The CPU draws normals from AES, every GPU those of philox.py, with or without Triton; `secure` noise is the
-CPU's everywhere. (The last bits of a logarithm or a cosine may differ between processors, with and without compiled
-code (native/), and with and without Triton.)
+digest.py). The CPU draws normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The
+last bits of a logarithm or a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
@@ -17,9 +16,8 @@ and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of 
 distribution is the same, but a test whether a float can be such a sum searches the random bits of all n, at a cost
 exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is one cosine again.)
 `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and rounded
-to the dtype of the sum once, after the addition: the 24 bits of a float32 show nothing of the 53 of the noise. With
-float64 parameters only the search protects. The time of the noise depends only on the number of elements, because
-nothing is rejected.
+to the dtype of the sum once, at the end: the 24 bits of a float32 show nothing of the 53 of the noise. With float64
+parameters only the search protects. Nothing is rejected, so the time depends only on the number of elements.
 
 [Note: Noise on a grid]
 `KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =
@@ -31,7 +29,7 @@ every point of the grid. Rounding the result to the dtype of the sum is post-pro
   it ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
 - Integers are added as doubles, exact up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
-- A NaN in a sum stays a NaN, as with Gaussian noise.
+- A NaN in a sum stays a NaN.
 - Rejection makes the number of random bits of an integer random. So each block is cut into pieces, each under its own
   key and drawn whole; short pieces come first, because most parameters are short.
 """
@@ -85,7 +83,6 @@ class Shard:
     """A rank's part of a sum with the shape of a parameter."""
 
     name: str
-    """Name of the parameter."""
     local: Tensor
     """Any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
@@ -174,7 +171,6 @@ class KeyedGaussian:
         return norms
 
     def _seed(self, block: _Block, step: int) -> int:
-        """First 64 bits of the block's key, as a signed int64."""
         return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
 
     def _key(self, block: _Block, step: int) -> bytes:
@@ -329,7 +325,7 @@ class _Block(NamedTuple):
     name: str
     number: int
     lo: int
-    """Position of the part in the block."""
+    """Position in the block."""
     part: Tensor
 
     def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:

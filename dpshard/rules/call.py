@@ -1,4 +1,4 @@
-"""The interface of rules: one torch function call with trainable parameters, and two ways to record the use."""
+"""The interface of rules: a torch function call with trainable parameters, and two ways to record the use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from dpshard.records import Record
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """Position of the samples of the micro-batch in a tensor."""
+    """Where a tensor carries the samples of the micro-batch."""
 
     dim: int
-    """Dimension, from 0."""
     adjacent: int = 0
-    """In a dimension of B * k: the adjacent rows of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a
-    unit in the model's inputs: [k / K, B, K]."""
+    """For a dimension of B * k: adjacent rows of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a unit
+    in the model's inputs: [k / K, B, K]."""
     routed: bool = False
-    """True if the data decides the order of rows (experts): every row of the call then counts as a sample."""
+    """True if the data decides the order of rows (experts): every row then counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """Move the samples of `x` first, [B, ...]; k rows of a sample become a dimension in place of this one."""
+        """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension here."""
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
@@ -36,7 +35,7 @@ class BatchAxis:
         return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """Undo `split`, for k rows a sample (1: without a dimension of their own)."""
+        """Undo `split` for k rows a sample (1: without their own dimension)."""
         if k == 1:
             return x.movedim(0, self.dim)
         if not self.adjacent:
@@ -46,12 +45,12 @@ class BatchAxis:
 
 
 Replay = Callable[[dict[str, Tensor]], Tensor]
-"""A derivation: from the values of the trainable parameters by name to the derived tensor."""
+"""From the values of the trainable parameters by name to a derived tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A trainable parameter, or a tensor derived only from trainable parameters (`w.t()`, `1 + w`)."""
+    """A trainable parameter, or a tensor derived only from such (`w.t()`, `1 + w`)."""
 
     label: str
     """Parameter name, or the derivation as text: "__getitem__(positions, slice(None, 6, None))[0]"."""
@@ -62,7 +61,7 @@ class Source:
     shape: tuple[int, ...]
     replay: Replay
     isometric: bool
-    """True if it only rearranges or selects elements of its one root, so its norms are those of the root's gradient."""
+    """True if it only rearranges or selects elements of its one root, which preserves norms."""
     exact: bool
     """True if equal labels mean equal functions of the parameters (no constants took part)."""
     transpose_of: Source | None = None
@@ -76,7 +75,7 @@ Build = Callable[..., Sequence[tuple[Source, Record]]]
 
 
 class Call(Protocol):
-    """One call of a torch function in which trainable parameters meet the samples of the micro-batch."""
+    """A call of a torch function with trainable parameters and samples of the micro-batch."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -98,7 +97,7 @@ class Call(Protocol):
         ...
 
     def hold(self, x: Tensor) -> Tensor:
-        """Return `x` for a function and its later tap, which keeps it; pass the result to both."""
+        """Return `x` for a function and its later tap; pass the result to both."""
         ...
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
@@ -106,11 +105,11 @@ class Call(Protocol):
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """Return source `x`, one copy a sample, [B, *shape] (stride 0); the gradient of the copies is the record."""
+        """Return source `x`, one copy a sample, [B, *shape] (stride 0); the copies' gradient is the record."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error to raise, with parameter, module, function; `advise` appends general advice."""
+        """Return the error to raise, with parameter, module, function; `advise` adds general advice."""
         ...
 
 
@@ -123,7 +122,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
-    """Return source `x`, one copy a sample, for broadcasting with `size` = B * k rows of data at dim -from_right.
+    """Return source `x`, one copy a sample, to broadcast with `size` = B * k rows at dim -from_right.
 
     `adjacent`: see BatchAxis.
     """

@@ -1,8 +1,8 @@
 """Tensors derived only from trainable parameters: how their records go back to their roots.
 
-A derivation needs no rule, because its Jacobian does not depend on the samples. Rearranging or selecting elements is an
-isometry: the norm stays, and only the clipped sum goes back through the Jacobian. Other derivations take the per-sample
-gradients back, one vector-Jacobian product each.
+A derivation needs no rule, because its Jacobian does not depend on the samples. Rearranging or selecting elements
+preserves norms, so only the clipped sum goes back through the Jacobian. Other derivations take back the per-sample
+gradients, by one vector-Jacobian product each.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ISOMETRIC_NAMES = (
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
 """Functions that move or pick elements of one tensor, each at most once, so the adjoint preserves norms.
 
-Both parts of a complex element move together. A cast from real to complex numbers is no isometry.
+Complex elements keep both parts, so a cast from real numbers is not isometric.
 """
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
 
 def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Return True if function `name`, given a tensor of `shape` and other arguments, transposes a matrix."""
+    """Return True if function `name` transposes a matrix, given a tensor of `shape` and other arguments."""
     if len(shape) != 2:
         return False
     swaps = name in ("transpose", "swapaxes", "swapdims") and len(args) == 3 and (args[1] - args[2]) % 2 == 1
@@ -54,7 +54,7 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Return per-sample records of the roots from one of the derived tensor, by a vector-Jacobian product a sample."""
+    """Return per-sample records of the roots from one of the derived tensor, a vector-Jacobian product a sample."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)

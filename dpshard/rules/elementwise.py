@@ -48,7 +48,7 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments, with each source as one copy a sample, for broadcasting with the data."""
+    """Return the arguments, each source as one copy a sample."""
     from_right, size, adjacent = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
-    """Return the batch dimension from the right (as broadcasting aligns), its size, and how many rows are adjacent."""
+    """Return the batch dimension, counted from the right as in broadcasting, its size, and its adjacent rows."""
     found: set[tuple[int, int, int]] = set()
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and call.source(x) is None:

@@ -55,7 +55,7 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
 
 
 def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> EmbeddingRecord:
-    """Return the record of reads of `source` at `ids`; `g`: gradient of the reads, samples along `axis`."""
+    """Record reads of `source` at `ids`; `g`: their gradient, with samples along `axis`."""
     ids_BT = axis.split(ids.long(), B).reshape(B, -1)
     values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
     return EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape))
@@ -76,7 +76,7 @@ def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -
 def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Any function that reads elements of a parameter at places that the data choose.
 
-    Running it on the elements' numbers shows which ones it reads; dimensions read whole stay rows.
+    Run on the elements' numbers, it shows which ones it reads; dimensions read whole stay rows.
     """
     source, axis, B = call.source(table), call.output_axis, call.batch_size
     if source is None or axis is None:

@@ -13,7 +13,7 @@ from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
-# DeepSpeed's zero.Init replaces F.linear for the whole process, perhaps before this import.
+# DeepSpeed's zero.Init replaces F.linear in the whole process, perhaps before this import.
 _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 
@@ -26,7 +26,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     input = call.hold(input) if source is not None else input
     output = _linear(input, call.plain(weight), call.plain(bias))
     if not torch.compiler.is_compiling() and output._is_view():
-        # A view of the matrix from addmm, which backward does not need. For a tap on a view, autograd would copy the
+        # A view of addmm's matrix, which backward does not need. A tap on a view would make autograd copy the
         # gradient of the whole base, twice.
         output = torch.ops.aten._unsafe_view(output, output.shape)
     return _record(call, input, axis, output, source, call.source(bias), transposed=False)
@@ -103,9 +103,9 @@ def _record(
     """
     B = call.batch_size
     if weight is not None and weight.transpose_of is not None:
-        # So a head tied to an embedding as x @ table.t() joins it without a common [V, C] per sample.
+        # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
         weight, transposed = weight.transpose_of, not transposed
-    # Autocast multiplied in the output's precision; a weight gradient uses that copy of the input.
+    # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
     keep = (input.to(output.dtype),) if weight is not None else ()
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:

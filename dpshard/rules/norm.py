@@ -21,13 +21,13 @@ Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """How an input is normalised by its own moments."""
+    """Normalisation of an input by its own moments."""
 
     eps: float
     groups: int = 0
     """Groups of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
     centered: bool = True
-    """True if the mean is subtracted."""
+    """True if it subtracts the mean."""
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -40,7 +40,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_cudnn: bool,
 ) -> Tensor:
-    """Weight and bias of the shape of the trailing dimensions."""
+    """Weight and bias have the shape of the trailing dimensions."""
     shape = list(normalized_shape)
     moments = _Moments(eps)
     return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), moments, trailing=True)
@@ -50,7 +50,7 @@ def layer_norm(
 def rms_norm(
     call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Weight of the shape of the trailing dimensions."""
+    """Weight has the shape of the trailing dimensions."""
     shape = list(normalized_shape)
     moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
     return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), moments, trailing=True)
@@ -142,9 +142,9 @@ def _affine(
     *,
     trailing: bool,
 ) -> Tensor:
-    """Y = normalize(x) * w + b: the gradient of w is the sum over positions of g * normalize(x), that of b of g.
+    """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
 
-    `trailing`: w has the shape of the last dimensions; else of dimension 1. Backward computes the normalised input
+    `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward computes the normalised input
     again, to save memory. `moments`: None if they are not the input's own.
     """
     output = normalize(input, call.plain(weight), call.plain(bias))

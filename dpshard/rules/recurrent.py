@@ -1,7 +1,7 @@
 """Recurrent layers and cells, as compositions of functions with rules.
 
-`torch.lstm` and similar functions hide their steps, so this module computes them step by step, from the same formulas.
-Inputs use a weight once for all steps, states use theirs once a step; the records join.
+`torch.lstm` and similar functions hide their steps, so this module computes them, by the same formulas. One call uses
+the inputs' weight for all steps; each step uses the states' weight, and the records join.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _run(
 ) -> tuple[list[Tensor], State]:
     """Return the outputs of all steps, and the last state of every row.
 
-    In packed sequences, later steps may have fewer rows (forwards in time: the last rows end), or more (backwards:
-    they begin, from their rows of `state`).
+    In packed sequences, later steps have fewer rows (forwards in time: the last rows end), or more (backwards: they
+    begin, from their rows of `state`).
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)
@@ -110,7 +110,7 @@ def _layers(
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     """Turn states [L, B, H] into L states [B, H], as sequences of length L, so that rows keep their samples.
 
-    `rows` [B, D]: first rows of the input, with known samples; torch's new zeros have none.
+    `rows` [B, D]: first rows of the input, with known samples; new zeros would have none.
     """
     if not state.requires_grad and not state.any():
         return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)

@@ -15,7 +15,7 @@ ROUTED_RULES: dict[Function, Rule] = {}
 """Rules that depend on where routed rows lie; see [Note: Rules for routed rows]."""
 
 COMPOSITES: dict[Function, Function] = {}
-"""Functions written in other torch functions, which have the rules."""
+"""Functions replaced by the same in other torch functions, which have rules."""
 
 
 def rule(*functions: Function) -> Callable[[Rule], Rule]:

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 def tensors_of(args: Any) -> list[Tensor]:
-    """Return the tensors among the arguments of a torch function, in order, also within lists and dicts."""
+    """Return the tensors among arguments, in order, also within lists and dicts."""
     found: list[Tensor] = []
     for x in args.values() if isinstance(args, dict) else args:
         if isinstance(x, Tensor):
@@ -55,9 +55,9 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
 
 
 class Passthrough:
-    """A process-wide switch: while `on`, function modes pass every call through unchanged.
+    """A process-wide switch, on while a sharding framework gathers and frees parameters around a forward.
 
-    Sharding frameworks need it while they gather and free parameters around a forward.
+    While it is on, function modes pass every call through unchanged.
     """
 
     on = False

@@ -1,6 +1,6 @@
 """Functions run sample by sample (vmap), with one copy of the parameter a sample.
 
-Exact for every differentiable function that treats samples independently. It instantiates the per-sample gradient, so
+Exact for differentiable functions that treat samples independently. It instantiates the per-sample gradient, so
 families with large parameters have cheaper rules.
 """
 

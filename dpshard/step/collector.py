@@ -45,9 +45,9 @@ class BatchState(Enum):
     Logical batches and tapes are valid in the epoch in which they were made.
     """
 
-    EMPTY = auto()  # nothing of the logical batch was collected
+    EMPTY = auto()  # nothing was collected
     COLLECTING = auto()  # clipped sums accumulate
-    PRIVATIZED = auto()  # noise is in: the gradients are safe to use, any number of times
+    PRIVATIZED = auto()  # noise is in: gradients are safe to use, any number of times
     CLOSED = auto()  # the engine was detached
 
 
@@ -73,7 +73,6 @@ class Collector:
         self.batch: LogicalBatch | None = None
         """The unreleased logical batch of `engine.batches`; None in a user's own loop."""
         self.metrics = BatchMetrics()
-        """Metrics of the logical batch in progress."""
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
         roots = Roots(sharding.shapes, sharding.anchored, sharding.values)
@@ -155,7 +154,6 @@ class Collector:
             )
 
     def _require_own_loop(self, module: nn.Module) -> None:
-        """Raise LogicalBatchError unless the forward is in a user's own loop."""
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(
                 "The model was called for training between two micro-batches of engine.batches, or between two "
@@ -237,10 +235,7 @@ class Collector:
                 # Otherwise optimizer.step() may follow the loop, and needs the noise of this batch.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of the closure of an optimizer's step.
-
-        Raises LogicalBatchError if a user's own loop already differentiated the samples before it.
-        """
+        """Evaluate an optimizer's closure; raise LogicalBatchError if its samples already had a backward."""
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
@@ -249,10 +244,9 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there is anything to release: sums that are not private yet.
+        """Return True if there are sums to release, not yet private.
 
-        Raises LogicalBatchError for a half-finished logical batch, for older gradients, and for a batch of another step
-        than `step`.
+        Raises LogicalBatchError for a half-finished logical batch, older gradients, or a batch of another step.
         """
         self._refuse_fork()
         if self.state is BatchState.CLOSED:
@@ -262,7 +256,7 @@ class Collector:
         if self.batch is not None and not self.batch.complete:
             raise LogicalBatchError(refusals.half_finished(self.batch))
         if self.batch is not None and self.batch.step != step:
-            # The batch of a step decides whom its release protects.
+            # A step's batch decides whom its release protects.
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
@@ -305,7 +299,7 @@ class Collector:
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        """Return this rank's other doubts about the release, int64 [kinds of doubt]."""
+        """Return this rank's other doubts, int64 [kinds of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
@@ -332,7 +326,7 @@ class Collector:
         self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """Return the metrics of this logical batch over all ranks, after its last micro-batch."""
+        """Return the metrics of this logical batch over all ranks; call it after its last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None:
@@ -362,11 +356,11 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Begin anew after another state was loaded; logical batches drawn before do not count."""
+        """Begin anew after another state was loaded."""
         self._begin_anew()
 
     def close(self) -> None:
-        """Hand out no more logical batches; drop clipped sums that were not privatized."""
+        """Hand out no more logical batches; drop unreleased sums."""
         self._begin_anew()
         self.state = BatchState.CLOSED
 

@@ -14,7 +14,7 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell`; afterwards it costs nothing."""
+    """Notes which of `parameters` get a gradient, until `tell`; then it costs nothing."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -37,7 +37,7 @@ class FirstGradients:
     def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
         """Warn, once, of parameters without a gradient on any rank; `stack` gathers the vectors of all ranks.
 
-        A batch without any gradient says nothing about the model.
+        Wait for a batch with any gradient at all.
         """
         if self._reached is None:
             return

@@ -29,7 +29,7 @@ class Internals:
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of an optimizer's closure; raise LogicalBatchError if its samples already count."""
+        """See Collector.evaluate."""
         return self._collector.evaluate(closure)
 
     def install_gradients(self, held: set[Tensor]) -> None:
@@ -50,15 +50,15 @@ class Internals:
         return self._backend.sharding.training_state(optimizer)
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
+        """See Collector.require_rest."""
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the whole private gradient of a trainable parameter, on every rank.
 
         All ranks must call it between `privatize()` and the optimizer's step, for the same names in the same order.
-        None if the optimizer will find no gradient, for example because the parameter was frozen. Raises
-        LogicalBatchError if there are no private gradients.
+        None if the optimizer will find no gradient: the parameter was frozen, for example. Raises LogicalBatchError if
+        gradients are not private.
         """
         self._collector.require_private()
         return self._backend.gradients.full_gradient(name)

@@ -19,7 +19,7 @@ Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 
 
 class Feed:
-    """The one consumer of the loaded micro-batches: loops over logical batches peek, logical batches take."""
+    """The one consumer of loaded micro-batches: loops over logical batches peek, logical batches take."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -44,7 +44,7 @@ class MicroBatch:
     plan: MicroBatchPlan
     data: Any
     tape: Tape | None = None
-    """Shared by all forwards on this micro-batch, so a sample has one gradient and one factor."""
+    """Shared by all forwards on it, so a sample has one gradient and one factor."""
     rows: RowIdentity | None = None
     """Watches that its rows stay its samples."""
 
@@ -169,7 +169,7 @@ class LogicalBatch:
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:
-        """End the current micro-batch. Its backward may follow later: losses of several may be summed first."""
+        """End the current micro-batch. Its backward may follow later, on a sum of losses."""
         if self._micro is not None and self._micro.gap:
             self._behind.append(self._micro)
         self._micro = None

@@ -1,4 +1,4 @@
-"""Privatizes gradients before any optimizer steps, without changes to the optimizer.
+"""Privatizes gradients before any optimizer steps.
 
 One hook serves the whole process (torch.optim.optimizer.register_optimizer_step_pre_hook), with the wrappers of
 accelerate, Lightning and LR schedulers.
@@ -28,7 +28,7 @@ class _Engine(Protocol):
     def privatize(self) -> None: ...
 
 
-# A model keeps its engine alive through its patched forwards, so an engine leaves this set with its model.
+# A model keeps its engine alive through its patched forwards, so both leave together.
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
@@ -42,7 +42,7 @@ def register(engine: _Engine) -> None:
     """Privatize for `engine` from now on."""
     global _installed
     if not _installed:
-        # With the first engine, not this module, because it loads the compiler: that takes longer than torch.
+        # Not at import: it loads the compiler, which takes longer than torch.
         register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(_before_step, reason=_NOT_COMPILED)))
         _installed = True
     _engines.add(engine)
@@ -145,7 +145,6 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
-    """Refuse parameters of a private model that were unfrozen, replaced or added after its engine was made."""
     for engine in list(_engines):
         owned = engine.internals.owned()
         for name, parameter in engine.model.named_parameters():

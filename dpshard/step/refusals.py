@@ -68,7 +68,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Say why a logical batch cannot be released if a micro-batch, or a forward, had no complete backward."""
+    """Say why a logical batch with an incomplete backward cannot be released."""
     reason = (
         "Samples that are left out because of the data let one sample decide about all of its micro-batch. Leave no "
         "micro-batch out for a loss that is NaN or inf: samples without a finite gradient contribute 0. Call the model "

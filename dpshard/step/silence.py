@@ -1,13 +1,12 @@
 """Micro-batches without any gradient, while all samples of other micro-batches have one.
 
 [Note: Silent micro-batches]
-`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch a whole micro-batch off when one sample is odd.
-The gradients of all its rows are then 0, and their norms what underflow of squares may hide. Single samples may also
-have none: a hinge, a dead unit, an ignored label. But these come one by one, some of them in micro-batches with other
-samples that have one. So suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Of n
-samples in K micro-batches, Z silent ones are m whole micro-batches by chance with probability at most C(K, m) / C(n,
-Z). Sound samples of earlier steps count, but silent ones only of this step: the same samples may be silent, side by
-side, again and again.
+`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch when one sample is odd.
+All its gradients are then 0, and their norms only the allowance for underflow. Single samples may also have none: a
+hinge, a dead unit, an ignored label. But some of these lie in micro-batches with other samples that have one. So
+suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Of n samples in K micro-batches,
+Z silent ones are m whole micro-batches by chance with probability at most C(K, m) / C(n, Z). Sound samples of earlier
+steps count, but silent ones only of this step: the same samples may be silent together repeatedly.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from dpshard.interception import Doubt, Doubts
 from dpshard.records.host import arrays_of, is_at_hand, total
 
 NOTHING = 1e-8
-"""Share of the threshold below which a gradient counts as zero: rounding, or what a norm adds for underflow."""
+"""Share of the threshold below which a gradient counts as zero: rounding, or the allowance for underflow."""
 BY_CHANCE = 1e-8
-"""Probability below which silence is not chance, if the order of the data is independent of the samples."""
+"""Probability below which silence is not chance, if data order is independent of the samples."""
 
 
 class Silence:
-    """Counts samples without a gradient over the logical batches of a run, on the device, without synchronising."""
+    """Counts samples without a gradient over the logical batches of a run, without synchronising with the device."""
 
     def __init__(self) -> None:
         # By mask: the padding, and the norms of the groups by threshold.
@@ -72,7 +71,7 @@ class Silence:
 
 
 def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
-    """Return this step's counts of sound samples [3], and the silent samples of silent micro-batches [K]."""
+    """Return this step's counts of sound samples [3], and the samples of silent micro-batches [K]."""
     silent_K = (norm_KB <= NOTHING).sum(1)
     sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN says nothing
     silent, sound = silent_K > 0, sound_K > 0
@@ -83,7 +82,7 @@ def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
 
 
 def _shares(norms: dict[float, list[Tensor]]) -> Tensor:
-    """Sum [B] of the norms over their thresholds."""
+    """Sum of norms over thresholds, [B]."""
     return total([total(of_one) / threshold for threshold, of_one in norms.items()])
 
 

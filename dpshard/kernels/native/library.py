@@ -69,9 +69,9 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def nobody_watches(*tensors: torch.Tensor) -> bool:
-    """Return True if a torch operator on `tensors` would only run its function, so torch can be skipped.
+    """Return True if a torch operator on `tensors` would only run its function, so that torch can be skipped.
 
-    Otherwise a mode counts or records operators, a compiler traces, or tensors are fake.
+    Not so where a mode sees operators, a compiler traces, or tensors are fake.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0

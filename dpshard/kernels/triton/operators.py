@@ -50,8 +50,8 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
-    philox.py defines the noise. x holds the elements [start, start + n) of a tensor; every `block` elements of it (a
-    multiple of 2 * philox.HALF) have their own stream. `seeds` (int64): those of the streams that meet x.
+    philox.py defines the noise. x holds elements [start, start + n) of a tensor. Every `block` of its elements (a
+    multiple of 2 * philox.HALF) has its own stream; `seeds` (int64): those of the streams that meet x.
     """
     from dpshard.kernels.triton import gaussian
 
