@@ -182,7 +182,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _RegionTap(torch.autograd.Function):
-    """A tap in a compiled region: the last tensors are dummies, whose gradients are the kept tensors and `output`'s."""
+    """A tap in a compiled region: the last tensors are dummies; their gradients are the kept tensors and g."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:

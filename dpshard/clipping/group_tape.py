@@ -35,7 +35,7 @@ class Roots:
     anchored: Mapping[str, Tensor]
     """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
-    """Parameters in forward, where sharded ones are whole."""
+    """Parameters as forward sees them; sharded ones are whole only while in use."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""

@@ -1,10 +1,10 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 [Note: A run as one Gaussian mechanism]
-Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t that is independent over
-steps. In matrices, Y = S + W Z = W (C S + Z), where W is lower triangular and Toeplitz, with w_0 = 1, and C is its
-inverse, with entries c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. Its guarantee also holds for sums
-that depend on earlier releases, because C is lower triangular (Denisov et al. 2022, arXiv:2202.08312).
+Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t, independent over steps.
+In matrices, Y = S + W Z = W (C S + Z). W is lower triangular and Toeplitz, with w_0 = 1; C is its inverse, with entries
+c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. C is lower triangular, so the guarantee also holds for
+sums that depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 [Note: The sensitivity of a strategy]
 A sample takes part at the steps t_1 < ... < t_k, with t_{i+1} - t_i >= b, and contributes g_i there, |g_i| <= R. It
@@ -12,14 +12,14 @@ moves C S by D, the sum over i of C[:, t_i] g_i. With <C_s, C_t> for the inner p
 
     |D|^2 = sum over i, j of <C_{t_i}, C_{t_j}> <g_i, g_j>  <=  R^2 sum over i, j of |<C_{t_i}, C_{t_j}>|.
 
-Let e_n be the largest |c_m| with m >= n. It is at least |c_n| and never rises. E is the Toeplitz matrix of e. For s <=
-t, |<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls as t rises (fewer terms) and as t - s
-rises (e falls). Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all <E_{t_i}, E_{t_j}> are largest at
-the steps 0, b, ..., (k - 1) b. No term is negative, so further participations only add. Hence
+Let e_n be the largest |c_m| with m >= n, which never rises, and E the Toeplitz matrix of e. For s <= t,
+|<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls as t rises (fewer terms) and as t - s rises
+(e falls). Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all <E_{t_i}, E_{t_j}> are largest at the
+steps 0, b, ..., (k - 1) b. No term is negative, so further participations only add. Hence
 
     |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
 
-If c is positive and never rises, as with the default weights, E is C. Then equal g_i reach the bound: it is the
+If c is positive and never rises, as with the default weights, E is C, and equal g_i reach the bound: it is the
 sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
 distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
 """

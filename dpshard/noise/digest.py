@@ -8,12 +8,12 @@ independent noise: a second release, which is counted (accounting/history.py). N
 equal. That depends on the data, unless everything else is equal as well.
 
 [Note: A digest of the sums]
-The bits of all sums are words w of 32 bits. A flattened parameter lies in rows of WIDTH words. The digest has two lanes
+The bits of all sums are words w of 32 bits; a flattened parameter lies in rows of WIDTH words. The digest has two lanes
 of 64 bits, each
 
     sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
 
-with secret random weights, 32 bits for a column, 64 bits for a row. The sum ignores order and layout over ranks.
+with secret random weights, 32 bits for a column, 64 bits for a row, in any order and layout over ranks.
 
 Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
 column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability

@@ -3,10 +3,10 @@
 [Note: The discrete Gaussian]
 It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
 Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise whose values do
-not reveal the sum under it, and sample it by rejection with only integers. So does this module, in an order that
-suits arrays (that of Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
-1. |y| = k h + j has the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells with
-   probabilities in proportion to exp(-(k h)^2 / (2 s^2)), by inversion.
+not reveal the sum under it, and sample it by rejection with only integers. So does this module, in an order for arrays
+(Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
+1. |y| = k h + j, with the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells by inversion,
+   with probabilities in proportion to exp(-(k h)^2 / (2 s^2)).
 2. j is uniform: the lowest bits of a word; its highest bit is the sign.
 3. Accept a candidate with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2). Then the
    three steps together give y its probability. Refuse negative zeros, because 0 would come twice as often.
@@ -19,14 +19,14 @@ probability a / i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
 Draw cell k if a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of the
-cells. These are irrational; `decimal`, with a correctly rounded exponential at any precision, gives any number of
-their bits. The first 64 bits of U decide, unless they equal those of a C(k); then compare more bits of both until they
-differ. This happens to one candidate in 10^17; tests cut U into shorter words to reach this case.
+cells. These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of their
+bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17; then more bits of
+both decide. Tests cut U into shorter words to reach this case.
 
 [Note: Overflow]
 Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) /
-512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. A cell that takes more bits may be any, so Python's
-integers, which do not overflow, decide about its candidate.
+512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. Other cells may be larger, so Python's integers, which
+do not overflow, decide about their candidates.
 """
 
 from __future__ import annotations

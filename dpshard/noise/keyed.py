@@ -1,13 +1,12 @@
 """Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
 [Note: Noise by the global element]
-A flattened parameter is cut into blocks of BLOCK elements. Block k has the key derive_key(secret, "noise", step, name,
-k). A rank draws only the blocks that meet its elements. So
-- shards of one parameter are independent, and replicas of one shard equal, on any mesh;
-- under one secret, the noise is the same on 1, 2 or 256 ranks.
-The engine derives the secret from the run's secret, the step and the noised sums ([Note: Equal sums, equal noise] in
-digest.py). The CPU draws normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The
-last bits of a logarithm or a cosine depend on the processor, on compiled code (native/) and on Triton.)
+A flattened parameter is cut into blocks of BLOCK elements; block k has the key derive_key(secret, "noise", step, name,
+k). A rank draws only the blocks that meet its elements. So, on any mesh and any number of ranks, shards of one
+parameter are independent, replicas of one shard are equal, and one secret gives the same noise. The engine derives the
+secret from the run's secret, the step and the sums ([Note: Equal sums, equal noise] in digest.py). The CPU draws
+normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or
+a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
@@ -24,14 +23,14 @@ parameters only the search protects. Nothing is rejected, so the time depends on
 std / s, s = 2^24, and adds an integer of the discrete Gaussian with parameter s to x / g. Every other sum also reaches
 every point of the grid. Rounding the result to the dtype of the sum is post-processing.
 - Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
-  which is at most 2^-6 below LIMIT = 2^48. So in each of the d elements the integers of two sums are apart by their
-  distance and at most ROUNDING = 1 + 2^-5 steps, all together by R / g + ROUNDING sqrt(d). The accountant charges for
-  it ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
-- Integers are added as doubles, exact up to 2^53; noise beyond that is 2^29 standard deviations long.
+  at most 2^-6 below LIMIT = 2^48. So in each of d elements, the distance of the integers of two sums is at most that of
+  the sums plus ROUNDING = 1 + 2^-5 steps, in all R / g + ROUNDING sqrt(d). The accountant charges for it
+  ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
+- Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
 - A NaN in a sum stays a NaN.
-- Rejection makes the number of random bits of an integer random. So each block is cut into pieces, each under its own
-  key and drawn whole; short pieces come first, because most parameters are short.
+- Rejection takes a random number of bits per integer. So each block is cut into pieces, each under its own key and
+  drawn whole; short pieces come first, because most parameters are short.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret."""
 
 HEAD = 2**11
-"""Elements at the head of a block, under their own key. Most parameters are no longer, so many heads are drawn at once.
+"""Elements at the head of a block, under their own key. Most parameters are no longer, so heads are drawn in batches.
 Part of the meaning of a run secret."""
 
 SUMMANDS = 4

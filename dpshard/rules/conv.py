@@ -31,7 +31,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Weight [P, C / groups, *kernel]: at each output position its gradient times its input window."""
+    """Weight [P, C / groups, *kernel]: the sum over output positions of gradient times input window."""
     output = call.func(input, call.plain(weight), call.plain(bias), stride, padding, dilation, groups)
     rank = weight.dim() - 2
     strides, dilations = _tuple(stride, rank), _tuple(dilation, rank)
