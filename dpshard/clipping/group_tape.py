@@ -64,7 +64,7 @@ class GroupTape:
         self.clip_coef_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
-        self._arrived: dict[str, int] = {}  # uses whose gradients arrived, by parameter
+        self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
         self._bundle: FusedGrads | None = None
@@ -81,7 +81,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use whose gradients arrived; return True for the last use of the parameter."""
+        """Count a use with gradients; return True for the last use of the parameter."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(

@@ -182,7 +182,6 @@ class Tape:
         return self.groups[index]
 
     def _clip(self, group: ClippingGroup) -> None:
-        """Compute the clip coefficients of a group from its norms."""
         tape = self.groups[group.index]
         norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:

@@ -161,7 +161,6 @@ def _check_bands(correlation: BandedInverse | BandMF) -> None:
 
 
 def _cut(known: Series, steps: int) -> Series:
-    """First `steps` of the `known` coefficients, then zeros."""
     series = np.zeros(steps)
     series[: len(known)] = known[:steps]
     return series

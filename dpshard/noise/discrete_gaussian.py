@@ -2,8 +2,8 @@
 
 [Note: The discrete Gaussian]
 It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
-Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise whose values do
-not reveal the sum under it, and sample it by rejection with only integers. So does this module, in an order for arrays
+Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise with values that
+do not reveal the sum under it, and sample it by rejection with only integers. So does this module, in array order
 (Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
 1. |y| = k h + j, with the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells by inversion,
    with probabilities in proportion to exp(-(k h)^2 / (2 s^2)).

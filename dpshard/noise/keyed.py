@@ -319,8 +319,6 @@ def _summands(key: bytes) -> list[bytes]:
 
 
 class _Block(NamedTuple):
-    """The part of a shard that lies in one block of its parameter."""
-
     name: str
     number: int
     lo: int

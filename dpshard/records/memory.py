@@ -13,8 +13,6 @@ _TIMES_TOO_LARGE = 2
 
 
 class _Held(threading.local):
-    """The buffer of a thread during a backward pass."""
-
     buffer: Tensor | None = None
     references = 0
     """References to the buffer's memory while nothing else uses it."""

@@ -26,7 +26,7 @@ _DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
 ELEMENTWISE = functions_named(
     (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
 )
-"""Functions whose output elements depend on one element of each argument, in place or not."""
+"""Functions with output elements that depend on one element of each argument, in place or not."""
 
 
 # Attention broadcasts its mask (a learned position bias) and learned queries like an elementwise function.
@@ -48,7 +48,6 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments, each source as one copy a sample."""
     from_right, size, adjacent = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:

@@ -21,8 +21,6 @@ Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Normalisation of an input by its own moments."""
-
     eps: float
     groups: int = 0
     """Groups of channels, each normalised as a whole; 0: normalise the trailing dimensions."""

@@ -119,7 +119,6 @@ def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _padded(states: Sequence[Tensor]) -> Tensor:
-    """Turn states [B, H] back into [L, B, H]."""
     sizes = torch.full((len(states),), len(states[0]), device="cpu")
     return torch._pad_packed_sequence(torch.cat(list(states)), sizes, False, 0.0, len(states))[0]
 

@@ -82,7 +82,6 @@ def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
 
 
 def _shares(norms: dict[float, list[Tensor]]) -> Tensor:
-    """Sum of norms over thresholds, [B]."""
     return total([total(of_one) / threshold for threshold, of_one in norms.items()])
 
 

@@ -239,7 +239,6 @@ class Library:
 
 
 def _scattered(*shape: int) -> NDArray[np.float32]:
-    """Return fixed, irregular numbers between -1 and 1."""
     n = int(np.prod(shape))
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
 

@@ -39,7 +39,6 @@ def _is_installed() -> bool:
 
 @functools.cache
 def _runs(device: torch.device) -> bool:
-    """Return True if the GPU has tensor cores and Triton can compile here."""
     if not _has_tensor_cores(device):
         return False
     try:
