@@ -244,7 +244,7 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there are sums to release, not yet private.
+        """Return True if there is something to release, if only an empty logical batch; False if it is private already.
 
         Raises LogicalBatchError for a half-finished logical batch, older gradients, or a batch of another step.
         """
