@@ -1,7 +1,7 @@
-"""The autograd nodes: how per-sample records reach their clip coefficient within one backward pass.
+"""The autograd nodes that bring records to the tape, and clipped sums to the parameters, in one backward pass.
 
 [Note: Anchor, slot, tap]
-Three autograd nodes make every clipping style, and the rules know none of them:
+Three nodes implement every clipping style; rules do not use them:
 
     parameters --> Anchor --token--> Tap --> rest of the forward
                   (1 a group)       (on the output of the function that used the parameter)
@@ -9,13 +9,11 @@ Three autograd nodes make every clipping style, and the rules know none of them:
     parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
                                     (1 a region)
 
-Tap    passes the output gradient g on, and hands what was kept in forward, and g, to the tape, as records.
-Anchor has an edge to every tap of its group, so that autograd runs it after all of them; it asks the tape for the
-       clipped sums and returns them as the gradients of the parameters. Rules see detached parameters, so no gradient
-       reaches a parameter but through its anchor.
-Slot   stands between the two where the tape cannot be reached: a compiled region takes dummies as inputs, and the tap
-       returns its records as their gradients, which arrive at the slot, outside of the region and in eager mode.
-       Copies of a parameter, one a sample, are the outputs of a slot, too: their gradients are the records.
+Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
+Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
+       Rules see detached parameters, so only anchors give parameters gradients.
+Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
+       the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from dpshard.records.precision import exact_products
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a block for norms and sums: no autocast, IEEE products ([Note: Why not TF32] in precision.py)."""
     products = exact_products(device)
-    # Queries are cheaper than contexts, which a model would enter twice a layer.
+    # A query is cheaper than two contexts per layer.
     return _without_autocast(device, products) if torch.is_autocast_enabled(device.type) else products
 
 
 @contextmanager
 def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # The user's loss.backward() may stand inside of autocast.
+    # The user may call loss.backward() inside autocast.
     with torch.autocast(device.type, enabled=False), inner:
         yield
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward pass that runs now adds to `.grad`: torch.autograd.grad hands gradients to its caller."""
+    """Return True if the running backward pass adds to `.grad`, unlike torch.autograd.grad."""
     with torch.enable_grad():
         alias = leaf.view_as(leaf).grad_fn
     node = alias.next_functions[0][0] if alias is not None else None
@@ -66,7 +64,7 @@ _traced: list[type[torch.autograd.Function]] = []
 
 
 def left_out_of_graphs(node: type[Node]) -> type[Node]:
-    """Mark a node outside of compiled regions; see `leave_nodes_out_of_graphs`."""
+    """Mark a node for `leave_nodes_out_of_graphs`."""
     _traced.append(node)
     return node
 
@@ -74,7 +72,7 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 def leave_nodes_out_of_graphs() -> None:
     """Keep torch.compile from tracing the marked nodes where a compiled function calls loss.backward() itself.
 
-    Each engine calls this, because it loads the compiler, which takes longer than to load torch.
+    Each engine calls this, because it loads the compiler, which is slow.
     """
     while _traced:
         node = _traced.pop()
@@ -83,7 +81,7 @@ def leave_nodes_out_of_graphs() -> None:
 
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: what `close()` returns, their clipped sums, as their gradients."""
+    """Parameters -> token [0]; backward: `close()` returns the clipped sums."""
 
     @staticmethod
     def forward(ctx: Any, close: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close: every slot of these parameters has had its gradients."""
+        """Close, as every slot of these parameters has its gradients."""
         return (None, *ctx.close())
 
 
@@ -113,7 +111,7 @@ class Slot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Hand the gradients of the dummies on."""
+        """Pass the gradients of the dummies to `arrive`."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
@@ -122,7 +120,7 @@ class Slot(torch.autograd.Function):
 
 @left_out_of_graphs
 class _Hold(torch.autograd.Function):
-    """x -> x, saved for a tap that is yet to come."""
+    """x -> x, saved for a later tap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -135,34 +133,34 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x: Tensor) -> Tensor:
-    """`x`, saved here and now for the tap of the function that it is handed to.
+    """Return `x`, saved now for the tap of the function that receives it.
 
-    Activation checkpointing repeats a segment up to the last tensor that it saved. A tap comes after its function and
-    would save there: the last matrix product of a segment would be repeated for a tensor that went into it.
+    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
+    checkpointing would repeat the last matrix product of the segment.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
-    # The function decides what autocast makes of `x`. And without hooks on saved tensors nothing is repeated.
+    # Under autocast the function casts `x`. Without hooks on saved tensors nothing is repeated.
     waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
     return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
 
 def _node_of(x: Tensor) -> Any:
-    """Return the node that holds `x`; None within a compiled region, which holds nothing."""
+    """Return the node that holds `x`; None in a compiled region."""
     if torch.compiler.is_compiling():
         return None
     return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
 
 
 Arrive = Callable[[Sequence[Tensor | None]], None]
-"""Takes the tensors that were kept for the records of a use, and the output gradient."""
+"""Takes the tensors kept for a use, and the output gradient."""
 
 
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
-    """`output` unchanged; in backward its gradient g passes on, and the kept tensors and g are handed to `arrive`.
+    """Return `output`; in backward, pass its gradient on, and hand it and the kept tensors to `arrive`.
 
-    The tensors are `count` that are saved, and those that the tap has edges to.
+    The first `count` tensors are saved; the tap has edges to the others.
     """
 
     @staticmethod
@@ -176,7 +174,7 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
-        # autograd.grad(loss, input) comes by here, too, and asks for no gradient of a parameter.
+        # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
         if _any_runs(ctx.next_functions[1 + ctx.count :]):
             with in_full_precision(gradients[0].device):
                 ctx.arrive((*_kept(ctx), *gradients))
@@ -184,10 +182,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _RegionTap(torch.autograd.Function):
-    """The same in a compiled region, where the tape cannot be reached: the last tensors are dummies of a slot.
-
-    In backward the kept tensors and g become the gradients of these.
-    """
+    """A tap in a compiled region: the last tensors are dummies; their gradients are the kept tensors and g."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
@@ -213,7 +208,7 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
     if torch.compiler.is_compiling():
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty
     if operators_are_watched():
-        return output.detach()  # mark_dirty counts as a write into what selective checkpointing has kept
+        return output.detach()  # selective checkpointing takes mark_dirty for a write to a kept output
     ctx.mark_dirty(output)
     return output
 
@@ -224,15 +219,14 @@ def _kept(ctx: Any) -> list[Tensor]:
 
 
 def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Whether the backward pass that runs now gets to any of the nodes behind `edges`."""
     return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
-    """`output`, tapped: in backward, `keep` and the output gradient are handed to `arrive`.
+    """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
 
-    `ends`: tensors that get an edge from the tap. In eager mode these are the tokens of the anchors. In a compiled
-    region (`arrive` is None) they are the dummies of a slot, whose gradients carry the kept tensors out.
+    `ends` get an edge from the tap: the tokens of the anchors, or in a compiled region (`arrive` is None) the dummies
+    of a slot, which carry the kept tensors out.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
@@ -242,10 +236,10 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Stride-0 templates (no memory) for `keep` and the gradient of `output`."""
+    """Return stride-0 templates (no memory) for `keep` and the gradient of `output`."""
     return tuple(torch.zeros((), dtype=_dummy_dtype(x), device=x.device).expand(x.shape) for x in (*keep, output))
 
 
 def _dummy_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which `x` travels as a gradient; integers are exact in float64."""
+    """Dtype in which `x` travels as a gradient; integers are exact in float64."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

@@ -1,9 +1,9 @@
-"""Selective activation checkpointing, which counts the operators of a forward to find those of its recomputation.
+"""Selective activation checkpointing, which pairs the operators of a forward with those of its recomputation.
 
 [Note: Selective checkpointing]
-It keeps the n-th output of every operator that its policy names, and hands it to the n-th call of the recomputation.
-So both must run the same operators. Tokens, which are made once for several uses, are made in a block of `unseen()`.
-Taps detach their output, which selective checkpointing does not count.
+It returns the n-th kept output of an operator for the n-th call in the recomputation, so both must run the same
+operators. A token serves several uses, so `unseen()` hides its operators. Taps detach their output, which does not
+count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SELECTS: tuple[type[TorchDispatchMode], ...] = (_KEEPS, checkpoint._CachedTorch
 
 
 def operators_are_watched() -> bool:
-    """Whether a mode looks at the operators: selective checkpointing may be one."""
+    """Return True if any dispatch mode is active; selective checkpointing is one."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide operators from selective checkpointing, and from no other mode."""
+    """Hide operators from selective checkpointing only."""
     taken: list[Any] = []
     if operators_are_watched():
         while any(isinstance(mode, _SELECTS) for mode in _get_current_dispatch_mode_stack()):
@@ -47,13 +47,13 @@ def unseen() -> Iterator[None]:
 
 
 class KeptOutputs:
-    """What selective checkpointing has kept of one forward: it hands an output out once, and two passes take two."""
+    """Outputs kept by selective checkpointing in one forward. It returns each once; two passes need each twice."""
 
     def __init__(self) -> None:
         self._storages: dict[int, dict[Any, Any]] = {}
 
     def note(self) -> None:
-        """Note the checkpoints in which the forward is now."""
+        """Note the checkpoints that are open now."""
         if operators_are_watched():
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, _KEEPS):
@@ -61,7 +61,7 @@ class KeptOutputs:
 
     @contextmanager
     def handed_out_again(self) -> Iterator[None]:
-        """Return a block after which everything that was handed out within may be handed out once more."""
+        """Return a block that may consume kept outputs; afterwards they are available again."""
         storages = list(self._storages.values())
         self._storages.clear()
         before = [pytree.tree_map_only(checkpoint._VersionWrapper, _alias, dict(storage)) for storage in storages]
@@ -71,7 +71,7 @@ class KeptOutputs:
 
 
 def _alias(output: Any) -> Any:
-    """Return a kept output as a tensor of its own: autograd gives the one that is handed out a graph."""
+    """Copy a kept output: autograd gives the consumed one a graph."""
     alias = copy.copy(output)
     if isinstance(alias.val, torch.Tensor):
         alias.val = alias.val.detach()

@@ -13,18 +13,18 @@ HALFWAY = "its backward failed half-way"
 
 
 class Forwards:
-    """The forwards on the samples of one tape, and whether a backward has differentiated each to its end."""
+    """The forwards on the samples of one tape, and whether each had a complete backward."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._owed: set[int] = set()  # numbers of those that no backward has differentiated
-        self._used: set[int] = set()  # of those that used a trainable parameter
-        self._trained: set[int] = set()  # of those with records that a backward has brought
-        self._reached: dict[int, bool] = {}  # by the backward in progress: whether with records
-        self._backward = -1  # its number
+        self._owed: set[int] = set()  # forwards without a backward
+        self._used: set[int] = set()  # forwards that used a trainable parameter
+        self._trained: set[int] = set()  # forwards with records
+        self._reached: dict[int, bool] = {}  # forwards in the running backward: whether with records
+        self._backward = -1  # number of the running backward
 
     def begin(self) -> None:
-        """Count a forward, to which a backward is owed."""
+        """Count a forward, which owes a backward."""
         self.count += 1
         self._owed.add(self.count)
 
@@ -34,11 +34,11 @@ class Forwards:
         return self.count
 
     def end(self, outputs: Iterable[Any]) -> None:
-        """End the latest forward. One that used no trainable parameter is owed no backward."""
+        """End the latest forward; without trainable parameters it owes no backward."""
         if self.count not in self._used:
             self._owed.discard(self.count)
             return
-        # What asks for the gradients of inputs only (adversarial examples) brings no records.
+        # A backward to the inputs only (adversarial examples) brings no records.
         passes = functools.partial(self._pass, self.count)
         for x in outputs:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -48,12 +48,12 @@ class Forwards:
         self.reach(forward, trained=False)
 
     def reach(self, forward: int, *, trained: bool) -> None:
-        """Note that the backward in progress differentiates a forward; `trained`: with respect to parameters."""
+        """Note that the running backward reaches a forward; `trained`: with respect to parameters."""
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
             self._reached.clear()
-            # Of a backward that raises, autograd drops the callbacks.
+            # If a backward raises, autograd drops its callbacks.
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         self._reached[forward] = self._reached.get(forward, False) or trained
 
@@ -64,11 +64,11 @@ class Forwards:
 
     @property
     def untrained(self) -> bool:
-        """Whether parameters were used, and no backward with their records was completed."""
+        """True if forwards used parameters, and no complete backward brought records."""
         return not self._trained and bool(self._owed or self._used)
 
     def gap(self, *, alone: bool) -> str | None:
-        """Return why the samples do not count whole, or None. `alone`: whether no forward may stand for another."""
+        """Return why the samples do not count whole, or None. `alone`: gradients of inputs only are no gap."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

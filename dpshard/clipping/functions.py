@@ -1,4 +1,4 @@
-"""Clipping functions (norm -> factor) and clipping groups (which parameters share a norm)."""
+"""Clipping functions (norm -> factor) and clipping groups (parameters with a common norm)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dpshard.records.host import constant, elementwise
 
 
 class ClippingFunction(Protocol):
-    """Turns the norm of a per-sample gradient into the factor that it is multiplied by."""
+    """Turns the norm of a per-sample gradient into a factor for it."""
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """Factors [B] for norms [B] (float32 or float64).
+        """Return factors [B] for norms [B] (float32 or float64).
 
         Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers; 0 where the norm is
         NaN or infinite.
@@ -29,33 +29,33 @@ class ClippingFunction(Protocol):
 
 
 def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
-    """Return `clip_coef_B` [B], lowered where it breaks the guarantee of ClippingFunction.
+    """Lower `clip_coef_B` [B] where it breaks the guarantee of ClippingFunction.
 
-    0 where the norm is not finite, or the factor negative or NaN. `norm_B` is float32 or float64, and so is the result.
-    `xp` is the module of the arrays, numpy or torch.
+    The result is 0 where the norm is not finite, or the factor negative or NaN, in the dtype of `norm_B` (float32 or
+    float64). `xp`: numpy or torch.
     """
     bounded_B = xp.minimum(clip_coef_B, _largest(xp, norm_B, threshold))
     return xp.fmax(bounded_B, constant(xp, 0, norm_B))  # 0 for NaN
 
 
 def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
-    """Return the largest factors [B] that surely scale norms `norm_B` to `threshold` at most; >= 0, or NaN."""
-    # Records measure no smaller norm than `tiny`: a quotient by 0 or -0.0 would be none.
+    """Largest factors [B] that surely scale norms `norm_B` to at most `threshold`; >= 0, or NaN."""
+    # Records measure no norm below `tiny`; it keeps 0 and -0.0 out of the divisor.
     tiny = float(xp.finfo(norm_B.dtype).tiny)
     radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
     quotient_B = radius_B / xp.maximum(norm_B, constant(xp, tiny, norm_B))
-    # The quotient was rounded by at most half a step: one step towards zero makes it a lower bound. It is 0 for a norm
-    # that is infinite, and NaN for one that is NaN.
+    # Division rounds by at most half a step, so one step towards zero gives a lower bound: 0 for an infinite norm,
+    # NaN for a NaN norm.
     return xp.nextafter(quotient_B, constant(xp, 0, norm_B))
 
 
-@functools.lru_cache(maxsize=1024)  # adaptive thresholds are others at every step
+@functools.lru_cache(maxsize=1024)  # adaptive thresholds change at every step
 def _at_most(x: float, dtype: Any) -> float:
-    """Return the largest number of `dtype` (float32, float64) not above `x` > 0: few thresholds are float32."""
+    """Largest number of `dtype` (float32, float64) not above `x` > 0; few thresholds are float32."""
     if dtype.itemsize == 8:
         return x
-    # By numpy: while a plan is made, torch would make a fake tensor without a value, and the cache would keep it.
-    with np.errstate(over="ignore"):  # then the largest float32 is below `x`
+    # numpy, because under a fake mode the cache would keep a fake tensor.
+    with np.errstate(over="ignore"):  # overflow: `nearest` becomes the largest float32
         nearest = np.float32(x)
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
 
@@ -65,7 +65,7 @@ class AutomaticClipping:
     """C = R / (|g| + stability): no threshold to tune; Bu et al. 2022, arXiv:2206.07136."""
 
     stability: float = 0.01
-    """Added to the norm; > 0. Small gradients then keep their relative sizes."""
+    """Added to the norm; > 0. Keeps the relative sizes of small gradients."""
 
     def __post_init__(self) -> None:
         check_positive("stability", self.stability)
@@ -97,7 +97,7 @@ class GlobalClipping:
     """C = R / Z if |g| <= Z, else 0: keeps directions, drops outliers; Bu et al. 2021, arXiv:2106.07830."""
 
     bound_over_threshold: float = 1.0
-    """Z / R, >= 1; a sample whose gradient is longer than Z contributes nothing."""
+    """Z / R, >= 1; a gradient longer than Z counts as 0."""
 
     def __post_init__(self) -> None:
         check_positive("bound_over_threshold", self.bound_over_threshold)
@@ -114,7 +114,7 @@ class GlobalClipping:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Guarded:
-    """A clipping function of the user's own, held to the guarantee whatever it returns."""
+    """A user's clipping function, with the guarantee enforced."""
 
     function: ClippingFunction
 
@@ -135,9 +135,9 @@ _FUNCTIONS: dict[str, ClippingFunction] = {
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """Return the clipping function of a name; an object with a `factor` method must keep the guarantee of the protocol.
+    """Return the clipping function of a name, or an object with a `factor` method, its guarantee enforced.
 
-    Raises ConfigurationError for anything else, and for an object that a checkpoint could not tell from another.
+    Raises ConfigurationError for anything else, and for an object without its own repr, which checkpoints need.
     """
     if isinstance(clipping_fn, str):
         if clipping_fn not in _FUNCTIONS:
@@ -160,27 +160,27 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
 
 @dataclass(frozen=True, slots=True)
 class ClippingGroup:
-    """Parameters that are clipped by one common norm."""
+    """Parameters that are clipped by a common norm."""
 
     index: int
-    """Position among the groups of the model."""
+    """Position among the groups."""
     label: str
-    """What a reader calls the group: a module path, a parameter name, "all-layer"."""
+    """Name for readers: a module path, a parameter name, "all-layer"."""
     names: tuple[str, ...]
-    """Names of its trainable parameters, in the order of `named_parameters()`."""
+    """Trainable parameters, in the order of `named_parameters()`."""
     threshold: float
-    """R_m: the largest norm of one sample's contribution to the group's sum."""
+    """R_m: largest norm of one sample's contribution to the group's sum."""
 
 
 def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """Return the L2 sensitivity of the concatenated clipped sums to adding or removing one sample: sqrt(sum R_m^2)."""
+    """Return sqrt(sum R_m^2), the L2 sensitivity of the concatenated clipped sums to adding or removing one sample."""
     return math.sqrt(sum(group.threshold**2 for group in groups))
 
 
 def form_groups(
     partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Return groups of equal thresholds max_grad_norm / sqrt(M) from label -> parameter names.
+    """Return groups with thresholds max_grad_norm / sqrt(M) from label -> parameter names.
 
     Raises ConfigurationError unless every trainable parameter is in exactly one group.
     """

@@ -1,4 +1,4 @@
-"""The records of one clipping group: they become norms, and with the clip coefficients clipped sums."""
+"""The records of one clipping group: their norms, then their clipped sums."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dpshard.rules.derived import pull_back, pull_back_per_sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One use of sources by one call: how the tensors that arrive at its slot become records."""
+    """One use of sources by one call; `build` makes records of the tensors that arrive at its slot."""
 
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """Whether the template of its slot holds the values of its source, one copy a sample, rather than zeros."""
+    """True if the slot's template holds copies of its source, one a sample, rather than zeros."""
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The trainable parameters that sources lead back to, by name."""
+    """The trainable parameters under sources, by name."""
 
     shapes: Mapping[str, Sequence[int]]
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     anchored: Mapping[str, Tensor]
-    """What the anchors differentiate: the parameters, or their stand-ins where they are sharded."""
+    """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
-    """The parameters as forward sees them: whole while they are in use, where they are sharded."""
+    """Parameters as forward sees them; sharded ones are whole only while in use."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""
@@ -43,33 +43,30 @@ class Roots:
         return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
 
     def placeholder(self, name: str) -> dict[str, Tensor]:
-        """Return a stand-in for the value of a parameter where only its shape counts: FSDP may have freed the value."""
+        """Return an empty tensor of a parameter's shape: FSDP may have freed the value."""
         value = self.values[name]
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
 
 _FEW = 2
-"""Small gradients that are not worth joining, where a sum is one operation and a norm costs nearly nothing."""
+"""So few small gradients on a CPU are not worth joining."""
 
 
 class GroupTape:
-    """The records of one clipping group for the samples of one tape.
-
-    `loss_scale`: what recorded gradients are multiplied by to be those of each sample's own loss (B under a mean).
-    """
+    """The records of one clipping group for one tape; `loss_scale`: see Tape."""
 
     def __init__(self, roots: Roots, sources: Mapping[str, Source], execution: Execution, loss_scale: float) -> None:
         self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
-        """By parameter: the records that are not summed yet."""
+        """Records by parameter, not summed yet."""
         self.small: dict[str, PerSampleGrad] = {}
-        """By parameter: the only record, where it is small; they are measured and summed together at the end."""
+        """Small records that are the only one of their parameter; measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
-        """What a sample's recorded gradient is multiplied by in the clipped sum, once the norms are known."""
-        self._expected: dict[str, int] = {}  # by parameter: the uses in forward
-        self._arrived: dict[str, int] = {}  # and the uses with gradients that have come
-        self._norm_sq: list[Tensor] = []  # [B] each, of the parameters that were measured
-        self._nonfinite_B: Tensor | None = None  # whether a sample's norm is not finite; None if all are known to be
+        """Factors [B] of recorded gradients; None until the norms are known."""
+        self._expected: dict[str, int] = {}  # uses in forward, by parameter
+        self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
+        self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
+        self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
         self._bundle: FusedGrads | None = None
         self._sums: dict[str, Tensor] = {}
 
@@ -84,7 +81,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use with gradients that have come; return True if all uses of a parameter have arrived."""
+        """Count a use with gradients; return True for the last use of the parameter."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(
@@ -94,22 +91,22 @@ class GroupTape:
         return arrived == self._expected[name]
 
     def awaits_only(self, names: set[str]) -> bool:
-        """Return True if every use of other parameters has arrived."""
+        """Return True if every use of the other parameters has arrived."""
         return all(self._arrived.get(name, 0) == n for name, n in self._expected.items() if name not in names)
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter, and keep its records if `keep`.
+        """Add the squared norms of a parameter; keep its records if `keep`.
 
-        `closing`: whether the sums are computed next, so that the records are not offloaded.
+        `closing`: the sums come next, so do not offload the records.
         """
         entries = self.entries.pop(name, [])
         if not entries:
             return
         source = entries[0][0]
         if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
-            # Uses through different derivations (slices, transposes) meet at the root.
+            # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         (first, *others) = (record for _, record in entries)
         if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
@@ -123,9 +120,9 @@ class GroupTape:
             self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
-        """Measure what is left, and return the norms [B] of the group; None if no gradient has arrived."""
+        """Measure the rest, and return the norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
-            self.measure(name, keep=keep, closing=True)  # a use in a branch that backward never reached
+            self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         if len(self.small) <= _FEW and all(is_at_hand(record.gradient) for record in self.small.values()):
             for small, record in self.small.items():
                 self._norm_sq.append(record.norm_sq(self.execution.norm))
@@ -142,11 +139,11 @@ class GroupTape:
         return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients, and which samples have no finite norm; None if all norms are finite."""
+        """Set the coefficients, and the mask of samples without a finite norm (None if all are finite)."""
         self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
 
     def begin_sums(self) -> None:
-        """Begin the second of two passes, which brings all records again."""
+        """Begin the second pass, in which all records arrive again."""
         self._bundle = None
         self._arrived.clear()
 

@@ -21,7 +21,7 @@ def partition(
     """Return the clipping groups of `style` over the parameters named in `trainable`.
 
     "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
-    outermost element of a ModuleList or Sequential that holds it; all other parameters form one more group. Raises
+    outermost element of a ModuleList or Sequential that holds it; other parameters form one more group. Raises
     ConfigurationError for an unknown style, and for lists that do not hold every trainable parameter once.
     """
     if not isinstance(style, str):
@@ -43,7 +43,7 @@ def partition(
 
 
 def _listed(model: nn.Module, style: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the groups of an explicit style; every name of a tied weight stands for its first name."""
+    """Return the groups of an explicit style, with every name of a tied weight mapped to its first."""
     first: dict[Tensor, str] = {}
     named = [(canonical_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
     known = {name: first.setdefault(p, name) for name, p in named}

@@ -20,20 +20,15 @@ FIGURES = (
     "sum of norms",
     "largest norm",
 )
-"""Figures of one group in one micro-batch: sums over samples, except the last one, which is a
-maximum."""
+"""Figures of one group in one micro-batch: sums over samples, and a maximum at the end."""
 
 
 class BatchMetrics:
-    """Sums over the samples of one logical batch.
-
-    They stay on the device until a method reads them.
-    """
+    """Sums over the samples of one logical batch, on the device until a method reads them."""
 
     def __init__(self) -> None:
         self.samples = 0
-        """Number of samples of the logical batch, if known; it includes samples without any
-        backward."""
+        """Samples of the logical batch, if known, with those without any backward."""
         self._groups: dict[str, list[Tensor]] = {}
         self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding per group
         self._signal: Tensor | None = None
@@ -74,10 +69,7 @@ class BatchMetrics:
         self._fresh.clear()
 
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
-        """Add the loss of one micro-batch: a mean over its rows, or one value per row.
-
-        Skip non-finite rows.
-        """
+        """Add the loss of one micro-batch: a mean over its rows, or one value per row. Skip non-finite rows."""
         if loss.dim() == 0:
             rows = 1 if is_padding_B is None else int((~is_padding_B).sum())
             total = loss * rows
@@ -89,17 +81,14 @@ class BatchMetrics:
             self._losses.append((total, float(rows)))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Set the norm of the clipped sum (a scalar tensor) and the expected norm of its noise.
-
-        Both are before the division by the expected batch size.
-        """
+        """Set the norms of the clipped sum [] and (expected) of its noise, both before division by the batch size."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
         """Replace the figures by those of all ranks.
 
-        `stack` gathers the vectors of all ranks as rows. Every rank must pass the same `labels` of
-        all groups, because a rank may not have used a group.
+        `stack` gathers the vectors of all ranks as rows. Every rank must pass the labels of all groups, in one order:
+        it may not have used each group.
         """
         self._take_stock()
         nothing = torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")
@@ -126,9 +115,8 @@ class BatchMetrics:
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        A sample without a gradient in the group, or with a non-finite one, counts as unclipped. So
-        one sample always changes each entry by 1/2. Other samples of the micro-batch may decide if
-        a group runs at all (experts, a branch).
+        A sample without a finite gradient in the group counts as unclipped, so one sample always changes each entry by
+        1/2. Other samples of the micro-batch may decide whether a group runs at all (experts, a branch).
         """
         self._take_stock()
         nothing = [torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")]

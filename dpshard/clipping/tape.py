@@ -1,12 +1,9 @@
-"""The tape: how per-sample records become norms, clip coefficients and clipped sums within one backward pass.
+"""The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-A tape holds the records of one set of samples. All forwards of one micro-batch of `engine.batches` share a tape, so
-that a sample has one gradient and one coefficient however often the model was called. The anchor of a group is made at
-the group's first use: autograd runs younger nodes first, so a group closes, and frees its records, as soon as it is
-done. See [Note: Anchor, slot, tap] in autograd_nodes.py.
-
-With two passes the second one knows all coefficients, so that no parameter waits for another: each has an anchor of
-its own.
+A tape holds the records of one set of samples. All forwards of a micro-batch of `engine.batches` share it, so a sample
+has one gradient and one coefficient however often the model is called. A group's first use makes its anchor. Autograd
+runs younger nodes first, so groups close, and free their records, early. See [Note: Anchor, slot, tap] in
+autograd_nodes.py. With two passes each parameter has its own anchor, because the second pass has all coefficients.
 """
 
 from __future__ import annotations
@@ -36,15 +33,15 @@ from dpshard.rules.derived import pull_back_per_sample
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
 
 Take = Callable[[str], Tensor | None]
-"""Computes the clipped sum of a parameter by name, once, and frees its records; None if no gradient arrived."""
+"""See ClippedSums.take."""
 
 
 class Pass(Enum):
     """The purpose of a backward pass through a tape."""
 
-    BOOK_KEEPING = auto()  # one pass: records are kept until their group closes
-    NORMS = auto()  # first of two: records are measured and dropped
-    SUMS = auto()  # second of two: coefficients are known, records are summed at once
+    BOOK_KEEPING = auto()  # one pass: keep records until their group closes
+    NORMS = auto()  # first of two: measure records and drop them
+    SUMS = auto()  # second of two: sum records at once
 
 
 class Tape:
@@ -58,37 +55,37 @@ class Tape:
         self.batch_size = batch_size
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
-        """What recorded gradients are multiplied by to be those of each sample's own loss (B under a mean)."""
+        """Factor from recorded gradients to those of each sample's own loss (B under a mean)."""
         self.scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        """`loss_scale`, and 0 for rows of padding. A product is safe, because clip coefficients are finite."""
+        """`loss_scale`, and 0 for padding. Multiplying is safe because clip coefficients are finite."""
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
         self.forwards = Forwards()
         self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
-        self._closed: set[int] = set()  # numbers of the anchors that have taken their sums
+        self._closed: set[int] = set()  # closed anchors
         self._tokens: dict[int, Tensor] = {}
 
     @property
     def gap(self) -> str | None:
-        """Why the samples do not count whole; None if every forward had a complete backward."""
+        """Reason why the samples do not count whole; None if every forward had a complete backward."""
         return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward `keep` and its gradient arrive on this tape as the records of `use`."""
+        """Return `output`; in backward `keep` and its gradient arrive here as the records of `use`."""
         tokens, arrive = self.expect(use)
         return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor per template, equal to it, whose gradients arrive here as the records of `use`.
+        """Return one tensor equal to each template; their gradients arrive here as the records of `use`.
 
-        A template that is not floating point (token ids) gets a slot of float64, which holds integers exactly.
+        Templates of integers (token ids) get a float64 slot, which holds them exactly.
         """
         return self.region([(use, templates)])[0]
 
     def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, given with their templates: one node for all."""
+        """Return the slots of all uses of a compiled region, from one node; `asked`: uses with templates."""
         if not asked:
             return []
         tokens, arrivals = zip(*[self.expect(use) for use, _ in asked], strict=True)
@@ -104,7 +101,7 @@ class Tape:
         return [tuple(islice(made, n)) for n in sizes]
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect the records of `use`: return the tokens of the anchors that wait for them, and their receiver."""
+        """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens = []
@@ -118,14 +115,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use)
 
     def tokens(self) -> list[Tensor]:
-        """Return the anchors' tokens that the uses of this tape hang on; another backward may have retired them."""
+        """Return the tokens of this tape's uses; the clipper may have dropped them after another backward."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """Return the tokens of the anchors that no use of this tape hangs on, in groups that have other uses.
-
-        DDP's reducer waits for the gradients of these parameters, too.
-        """
+        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients, too."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -138,7 +132,7 @@ class Tape:
         self.arrive(use, tensors)
 
     def _require_open(self, use: Use) -> None:
-        """Raise LogicalBatchError if records would come too late, or a second time."""
+        """Raise LogicalBatchError if records come too late, or a second time."""
         if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
@@ -169,7 +163,7 @@ class Tape:
                     group.measure(name, keep=keep, closing=group.awaits_only(arriving))
 
     def _add(self, source: Source, record: Record) -> None:
-        """Take a record of a source as records of the parameters that it comes from."""
+        """Add a record of a source as records of its root parameters."""
         if source.isometric:
             name = source.roots[0]
             self._group(name).add(name, source, record)
@@ -188,39 +182,38 @@ class Tape:
         return self.groups[index]
 
     def _clip(self, group: ClippingGroup) -> None:
-        """Compute the clip coefficients of a group from the norms that have arrived."""
         tape = self.groups[group.index]
         norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:
             return
         factor_B = self.clipper.function.factor(norm_B, group.threshold)
         clip_coef_B = elementwise(lambda _, factor_B, scale_B: factor_B * scale_B, factor_B, self.scale_B)
-        # To ask an accelerator whether all are finite would be to wait for it: there the mask is used, empty or not.
+        # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
         nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
         tape.clip(clip_coef_B, nonfinite_B)
         self.clipper.sink.observe(group, norm_B, self.is_padding_B)
 
     def between_passes(self) -> None:
-        """End the pass that took the norms; the next one sums."""
+        """End the pass for norms and begin the one for sums."""
         for index, group in self.groups.items():
             self._clip(self.clipper.groups[index])
             group.begin_sums()
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients; from now on `take` returns the sums of this anchor, and further records are refused."""
-        if self.current is Pass.BOOK_KEEPING:  # each group has one anchor, of the same number
+        """Fix the coefficients, so that `take` works; refuse further records."""
+        if self.current is Pass.BOOK_KEEPING:  # here anchors and groups have the same numbers
             self._clip(self.clipper.groups[anchor])
         self._closed.add(anchor)
 
     def take(self, name: str) -> Tensor | None:
-        """Return the clipped sum of one parameter, once, and free its records; None if no gradient has arrived."""
+        """See ClippedSums.take."""
         return self._group(name).take(name)
 
 
 @dataclass(frozen=True, slots=True)
 class ClippedSums:
-    """The clipped sums of the parameters of one anchor, over all samples of a backward pass."""
+    """The clipped sums of one anchor's parameters, over all samples of a backward pass."""
 
     names: Sequence[str]
     tapes: Sequence[Tape]
@@ -238,16 +231,16 @@ class Sink(Protocol):
     """Receives the results of a backward pass."""
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the norms [B] of a group on one tape, when they are complete."""
+        """Take the complete norms [B] of a group on one tape."""
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """Return the gradients that the anchor of these sums returns, one per parameter."""
+        """Return the gradients of the anchor of these sums, one per parameter."""
         ...
 
 
 class Clipper:
-    """The clipping of one model: its groups, their anchors, and the tapes that wait for them."""
+    """The clipping of one model: its groups, their anchors, and the tapes with records for them."""
 
     def __init__(
         self,
@@ -259,10 +252,10 @@ class Clipper:
     ) -> None:
         self.roots = roots
         self.groups = groups
-        """With the thresholds of the logical batch in progress."""
+        """Groups with the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
         self.anchors = [group.names for group in groups]
-        """The parameters whose sums an anchor delivers: in one pass they become known a group at a time."""
+        """Parameters by anchor: a group each in one pass, one parameter each in two."""
         if execution.backward_passes == 2:
             self.anchors = [(name,) for name in self.group_of]
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
@@ -271,9 +264,9 @@ class Clipper:
         self.execution = execution
         self.sink = sink
         self.pending: dict[int, dict[int, Tape]] = {}
-        """By anchor: the tapes that have records for it."""
+        """Tapes with records, by anchor."""
         self.epoch = 0
-        """A tape of an earlier epoch takes no more records: its samples would count in another release."""
+        """Tapes of earlier epochs take no records: their samples would count in another release."""
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
@@ -282,26 +275,26 @@ class Clipper:
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
     def with_values(self, values: dict[str, Tensor]) -> Clipper:
-        """Return a clipper of the same groups for other values of the parameters."""
+        """Return a clipper of the same groups for other parameter values."""
         roots = replace(self.roots, anchored=values, values=values)
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set the thresholds, one a group; between logical batches, so that a sum has one sensitivity."""
+        """Set the thresholds, one a group; only between logical batches, so that a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 
     def differentiated(self) -> list[Tensor]:
-        """Return what the anchors that are open now differentiate."""
+        """Return the tensors that the open anchors differentiate."""
         anchored = [self.roots.anchored[name] for anchor in self._tokens for name in self.anchors[anchor]]
         return [x for x in anchored if x.requires_grad]
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
-        """Return the numbers of the anchors that deliver the roots of `sources`, each once, in order."""
+        """Return the sorted numbers of the anchors for the roots of `sources`."""
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
     def token(self, anchor: int) -> Tensor:
-        """Return the output of an anchor; one serves all forwards up to its next backward."""
+        """Return the output of an anchor; all forwards up to its next backward share it."""
         if anchor not in self._tokens:
             with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
@@ -309,7 +302,7 @@ class Clipper:
         return self._tokens[anchor]
 
     def close(self, anchor: int) -> Sequence[Tensor | None]:
-        """Close an anchor on every tape that has records for it, and deliver their sums; the anchor calls this."""
+        """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
         names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())
@@ -319,7 +312,7 @@ class Clipper:
             return self.sink.deliver(ClippedSums(names, tapes))
 
     def abort(self) -> None:
-        """Drop the records that an unfinished backward pass has left."""
+        """Drop the records of an unfinished backward pass."""
         for tapes in self.pending.values():
             for tape in tapes.values():
                 tape.aborted = True

@@ -1,23 +1,23 @@
-"""Clipping thresholds: fixed ones, or ones that follow a quantile of the gradient norms, which is charged.
+"""Clipping thresholds: fixed, or following a quantile of the gradient norms at a cost in privacy.
 
 [Note: Counts within the same noise]
-To follow a quantile, each group tells how many samples of the batch it left unclipped: the sum of b - 1/2 over the
-samples, b = 1 or 0, which one sample changes by 1/2. (b = 1 also for a sample that the group has no gradient of:
-whether a group runs may depend on the others.) The counts are released together with the clipped sums, as one Gaussian
-mechanism. Divided by the deviations of their noises, s for the sums (sensitivity S = sqrt(sum R_m^2)) and t for the M
-counts (sensitivity sqrt(M) / 2), one sample changes the whole by
+To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, where b is
+1 or 0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other
+samples may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the
+sums (sensitivity S = sqrt(sum R_m^2)) by their noise deviation s, and the M counts (sensitivity sqrt(M) / 2) by theirs,
+t. Then one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
-if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So a step is the release that it would be with fixed
-thresholds, of noise multiplier sigma, whatever the sampling; the sums pay with a little more noise. Thresholds are
-computed from rounded released counts, so everybody may see them, and the next step may depend on them (adaptive
-composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; of several groups, He et al. 2022, arXiv:2212.01539.
+if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So under any sampling a step is the same release as
+with fixed thresholds and noise multiplier sigma; the sums get slightly more noise. Thresholds follow from released
+counts, rounded. So they are public, and the next step may depend on them (adaptive composition). Andrew et al. 2021,
+arXiv:1905.03871, Thm. 1; several groups: He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one count]
-The noise of a step is a function of its sums, of its deviation, and of the exact counts ([Note: Equal sums, equal
-noise] in noise/digest.py). Say a step is taken again on other ranks, where a sample at its threshold is counted
-otherwise. Then sums and counts have independent noise, and so have those of all later steps.
+The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal sums, equal noise] in
+noise/digest.py). If other ranks repeat the step and count a sample at its threshold differently, the sums and counts of
+this and all later steps get independent noise.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 
 COUNT_GRID = 2.0**-10
-"""What a noisy count is rounded to, before a threshold shows it: the last bits of float64 noise may tell what it was
-added to ([Note: Secure noise] in noise/keyed.py). Post-processing, so it costs nothing."""
+"""Grid of the published counts. The last bits of float64 noise may reveal the exact count ([Note: Secure noise] in
+noise/keyed.py). Rounding is post-processing, so it costs no privacy."""
 
 FARTHEST = 1e12
-"""Largest ratio of a threshold to where it began, or of that to the threshold: keeps runaways within the floats."""
+"""Largest ratio between a threshold and its first value, either way: keeps thresholds finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantileTracking:
     """Each group's threshold follows a quantile of its gradient norms; see [Note: Counts within the same noise].
 
-    After a step R <- R exp(-learning_rate (f - quantile)), where f, within [0, 1], is the noisy share of samples with
-    norms up to R: the count over the expected batch size, which is public.
+    After a step R <- R exp(-learning_rate (f - quantile)). f in [0, 1] is the noisy share of samples with norms up to
+    R: the count over the expected batch size, which is public.
     """
 
     quantile: float = 0.5
@@ -58,7 +58,7 @@ class QuantileTracking:
     learning_rate: float = 0.2
     """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
     budget_share: float = 0.01
-    """Share of the privacy budget (of 1 / sigma^2) that the counts take, in (0, 1): 0.01 adds 0.5% to the noise of the
+    """Share of the privacy budget (of 1 / sigma^2) for the counts, in (0, 1). 0.01 adds 0.5% to the noise of the
     gradient, and gives f a standard deviation of 5 sigma sqrt(groups) / (batch size)."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class HasMetrics(Protocol):
     """The logical batch in progress."""
 
     def complete_metrics(self) -> BatchMetrics:
-        """Return its figures, over all ranks."""
+        """Return its metrics over all ranks."""
         ...
 
 
@@ -85,11 +85,11 @@ class Thresholds:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The thresholds R_m of the next step, one a group."""
+        """Thresholds R_m of the next step, one a group."""
         return tuple(group.threshold for group in self._clipper.groups)
 
     def gradient_noise(self, sigma: float) -> float:
-        """Return the standard deviation of the noise on the clipped sums, in steps of noise multiplier `sigma`."""
+        """Return the standard deviation of the noise on the clipped sums, at noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
@@ -100,18 +100,18 @@ class Thresholds:
         """Raise LogicalBatchError if these thresholds need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
-        """Follow a released step: `metrics` of all ranks, the expected `batch_size`, and the `noise` of the step."""
+        """Adapt to a released step: `metrics` of all ranks, expected `batch_size`, `noise` of the step."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None if nothing moves."""
+        """Return the state for a checkpoint; None for fixed thresholds."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take a state from `state_dict`; CheckpointError for anything else."""
+        """Load a `state_dict`; raise CheckpointError for anything else."""
 
 
 class TrackedThresholds(Thresholds):
-    """Thresholds of a clipper's groups that follow a quantile."""
+    """Thresholds that follow a quantile."""
 
     def __init__(self, clipper: Clipper, tracking: QuantileTracking) -> None:
         super().__init__(clipper)
@@ -123,7 +123,7 @@ class TrackedThresholds(Thresholds):
         return super().gradient_noise(sigma / math.sqrt(1 - self._tracking.budget_share))
 
     def count_noise(self, sigma: float) -> float:
-        """Return the standard deviation of the noise on the count of each group."""
+        """Return the standard deviation of the noise on each group's count."""
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
     def counts(self, collector: HasMetrics) -> list[str]:
@@ -135,7 +135,7 @@ class TrackedThresholds(Thresholds):
 
     def refuse_own_loop(self) -> None:
         """See Thresholds."""
-        # A sample whose backward failed and was repeated would count twice, without any sign of it.
+        # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
             "micro_batch_size), which sees to it, rather than over batches of your own."
@@ -144,7 +144,7 @@ class TrackedThresholds(Thresholds):
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """See Thresholds."""
         tracking, counts_M = self._tracking, self._counts(metrics)
-        # A secret of its own: no name of a parameter leads to this noise. Drawn on the CPU, so equal on all ranks.
+        # Its own secret, unlike any parameter's noise; on the CPU, so that all ranks draw the same.
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
@@ -156,7 +156,7 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the thresholds of the next step: a resumed run continues bit for bit."""
+        """Return the thresholds of the next step, to resume bit for bit."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:

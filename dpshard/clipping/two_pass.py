@@ -1,10 +1,10 @@
-"""Two backward passes through the model for one of the loss: norms first, then clipped sums, with no records kept.
+"""Two backward passes through the model per backward of the loss: norms, then clipped sums; no records are kept.
 
 [Note: Two passes]
-The output of the model is cut off from its inner graph. When the user's `loss.backward()` reaches the cut, the inner
-graph runs twice with the same output gradient: up to the anchors' tokens for the norms, where records are measured and
-dropped; then to the parameters, where records are weighted with the known factors and dropped. The factors act on the
-records, so the loss is never re-weighted and may be anything. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
+The model's output is cut off from its inner graph. When `loss.backward()` reaches the cut, the inner graph runs twice
+with the same output gradient. The first pass, up to the anchors' tokens, measures the records. The second, to the
+parameters, weights them with the known factors. Each drops them at once. The factors act on the records, so the loss is
+never re-weighted and may be any function. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
 """
 
 from __future__ import annotations

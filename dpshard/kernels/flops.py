@@ -1,6 +1,6 @@
-"""FLOPs of the kernels, for torch's FlopCounterMode. Import this module to count them.
+"""FLOPs of the kernels, for torch's FlopCounterMode; import this module to count them.
 
-The kernels do not import it: torch's counter loads Triton, which takes a second.
+The kernels do not import it, because torch's counter takes a second to load Triton.
 """
 
 from __future__ import annotations

@@ -1,36 +1,36 @@
-"""What underflow may hide of a sum, which is added to every norm.
+"""What underflow may hide of a sum; every norm includes it.
 
 [Note: Underflow]
-In float32, the square of a number below 1e-19 is smaller than `tiny`, the smallest normal number. It is rounded to
-few bits, or to zero. A large factor may bring back what is lost: rows of 1e-23 and columns of 1e19 make gradients of
-1e-4, but the squares of such rows are zero. Clipping is sound for any data if no measured norm is below the true one.
-So every sum of squares or products gets what underflow may hide of it, in three places: `norms`, `gram` and sums of
-products. The proof leaves out rounding, which numerics.RESOLUTION covers.
+In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number. It rounds to few bits, or to
+zero. A large factor may bring the loss back: rows of 1e-23 and columns of 1e19 make gradients of 1e-4, but the squares
+of such rows are zero. Clipping is sound for any data if no measured norm is below the true one. So every sum of squares
+or products includes what underflow may hide of it, in three places: `norms`, `gram` and sums of products. The proof
+leaves out rounding, which numerics.RESOLUTION covers.
 
 1. *Sums.* A product that underflows is off by less than tiny, and so is each sum that takes it up. Three such errors a
    term are possible, as long sums are sums of sums, and inner products count twice. hidden(n) = 8 n tiny is above them.
-2. *Norms.* A measured norm m of a vector x of n elements has |x|^2 <= m^2 + hidden(n), so |x| <= m + sqrt(hidden(n)).
-   `norms` returns the right side. Its square is at least hidden(n), a normal number, so no later square is lost.
-   Products of such norms are upper bounds, too: ghost norms of one position, and the scales of rounding.
+2. *Norms.* A measured norm m of a vector x of n elements has |x|^2 <= m^2 + hidden(n), so |x| <= m + sqrt(hidden(n)),
+   which `norms` returns. Its square is at least hidden(n), a normal number, so no later square is lost. Products of
+   such norms are upper bounds, too: ghost norms of one position, and the scales of rounding.
 3. *Ghost norms.* Let A and B be the Gram matrices of T rows and T columns. The squared norm of sum_t r_t (x) c_t is the
    sum of the elements of their elementwise product A * B. A measured matrix is A + E. By 1, every element of E is below
-   hidden(n) in size. Then the eigenvalues of E are below T hidden(n) = hidden(T n) in size. So P = E + hidden(T n) I
-   is positive semidefinite. `gram` returns A + P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q
+   hidden(n) in size, so its eigenvalues are below T hidden(n) = hidden(T n) in size. So P = E + hidden(T n) I is
+   positive semidefinite. `gram` returns A + P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q
    are positive semidefinite, so the sums of their elements are not negative:
        sum (A + P) * (B + Q) >= sum A * B.
-   Of the sum itself underflow hides at most hidden(T^2), which is added. The Gram matrix of windows is a sum of
+   Underflow hides at most hidden(T^2) of the sum itself, which is added. The Gram matrix of windows is a sum of
    submatrices of that of pixels, with the same rows and columns. So it inherits P.
-4. *Inner products* of gradients of several records hide at most hidden(n), which is added. No large factor follows, as
-   both factors are gradients.
+4. *Inner products* of gradients of several records hide at most hidden(n), which is added. Both factors are gradients,
+   so no large factor follows.
 5. *Overflow.* A square above the largest number makes the norm infinite or NaN, and the sample counts as zero.
-6. *Clipped sums.* A row times its factor may underflow as well. It is off by less than tiny, and columns that it meets
+6. *Clipped sums.* A row times its factor may underflow, too. It is off by less than tiny, and the columns that it meets
    are shorter than 2e19, or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T).
    A column of one element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels:
-   flushing makes the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients that are kept for
-   their norm are what is summed.
+   flushing makes the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are
+   summed themselves.
 
-Each place is needed: tests/records/test_underflow.py has data that pass several times the threshold without it. No
-digit of ordinary norms changes: of numbers above 1e-10 `hidden` is less than a rounding.
+Without any one of these places, data in tests/records/test_underflow.py pass several times the threshold. No digit of
+ordinary norms changes: for numbers above 1e-10, `hidden` is below a rounding.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ import torch
 
 
 def hidden(terms: int, dtype: torch.dtype) -> float:
-    """Return what underflow may hide of a sum in `dtype` of `terms` squares or products; see [Note: Underflow]."""
+    """Bound on what underflow hides of a sum in `dtype` of `terms` squares or products; see [Note: Underflow]."""
     return 8 * terms * torch.finfo(dtype).tiny

@@ -1,10 +1,10 @@
-"""Noise that is correlated over the steps of a run: its weights, its sensitivity and its error. No torch in here.
+"""Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 [Note: A run as one Gaussian mechanism]
-Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t that is independent over
-steps. In matrices, Y = S + W Z = W (C S + Z), where W is lower triangular and Toeplitz, with w_0 = 1, and C is its
-inverse, with entries c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. Its guarantee holds for sums that
-depend on earlier releases, too, because C is lower triangular (Denisov et al. 2022, arXiv:2202.08312).
+Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t, independent over steps.
+In matrices, Y = S + W Z = W (C S + Z). W is lower triangular and Toeplitz, with w_0 = 1; C is its inverse, with entries
+c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. C is lower triangular, so the guarantee also holds for
+sums that depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 [Note: The sensitivity of a strategy]
 A sample takes part at the steps t_1 < ... < t_k, with t_{i+1} - t_i >= b, and contributes g_i there, |g_i| <= R. It
@@ -12,17 +12,16 @@ moves C S by D, the sum over i of C[:, t_i] g_i. With <C_s, C_t> for the inner p
 
     |D|^2 = sum over i, j of <C_{t_i}, C_{t_j}> <g_i, g_j>  <=  R^2 sum over i, j of |<C_{t_i}, C_{t_j}>|.
 
-Let e_n be the largest |c_m| with m >= n. It is at least |c_n| and never rises. E is the Toeplitz matrix of e. For s <=
-t, |<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls if t rises, because the sum has fewer
-terms, and if t - s rises, because e falls. Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all
-<E_{t_i}, E_{t_j}> are largest at the steps 0, b, ..., (k - 1) b. No term is negative, so further participations only
-add to it. Hence
+Let e_n be the largest |c_m| with m >= n, which never rises, and E the Toeplitz matrix of e. For s <= t,
+|<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls as t rises (fewer terms) and as t - s rises
+(e falls). Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all <E_{t_i}, E_{t_j}> are largest at the
+steps 0, b, ..., (k - 1) b. No term is negative, so further participations only add. Hence
 
     |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
 
-If c is positive and never rises, as with the default weights, E is C. Then equal g_i reach the bound: it is the
+If c is positive and never rises, as with the default weights, E is C, and equal g_i reach the bound: it is the
 sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
-distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may stand for E.
+distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from dpshard.config import is_count, is_number
 from dpshard.errors import ConfigurationError
 
 Series = NDArray[np.float64]
-"""The first column [T] of a lower triangular Toeplitz matrix: the coefficients of a power series."""
+"""First column [T] of a lower triangular Toeplitz matrix: coefficients of a power series."""
 
 
 class Correlation(Protocol):
@@ -51,68 +50,68 @@ class Correlation(Protocol):
         ...
 
     def noising(self, steps: int) -> Series:
-        """Return the weights w [T] of the noise of this step and of the steps before it."""
+        """Weights w [T] of the noise of this step and of earlier ones."""
         ...
 
     def strategy(self, steps: int) -> Series:
-        """Return the first column c [T] of the inverse C, whose sensitivity is charged."""
+        """First column c [T] of the inverse C; accounting charges for its sensitivity."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BandedInverse:
-    """Noise z_t + w_1 z_{t-1} + ... + w_{p-1} z_{t-p+1}; the p vectors can be drawn again, so none is kept.
+    """Noise z_t + w_1 z_{t-1} + ... + w_{p-1} z_{t-p+1}; the p vectors are drawn again, not stored.
 
-    The default weights are those of Kalinin et al. 2025, arXiv:2505.12128 (BISR): the first p coefficients of the
-    square root of 1 - x. Two bands with the coefficients (1, -lambda) are the DP-lambda-CGD of arXiv:2601.22334.
+    Default weights: the first p coefficients of the square root of 1 - x (BISR; Kalinin et al. 2025,
+    arXiv:2505.12128). Two bands with coefficients (1, -lambda) are DP-lambda-CGD (arXiv:2601.22334).
     """
 
     bands: int
     """Number p of noise vectors in a release; 1 is plain noise."""
     coefficients: tuple[float, ...] | None = None
-    """The weights w_0 = 1, ..., w_{p-1}; None for the default."""
+    """Weights w_0 = 1, ..., w_{p-1}; None for the default."""
 
     def __post_init__(self) -> None:
         _check_bands(self)
 
     def noising(self, steps: int) -> Series:
-        """Return the weights [steps], zeros from the p-th on."""
+        """Weights [steps], zeros from the p-th on."""
         known = _root_weights(self.bands) if self.coefficients is None else np.array(self.coefficients)
         return _cut(known, steps)
 
     def strategy(self, steps: int) -> Series:
-        """Return the first column of C [steps]."""
+        """First column of C [steps]."""
         return inverse(self.noising(self.bands), steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BandMF:
-    """Noise C^-1 z for a Toeplitz matrix C with b bands, of McKenna et al. 2024, arXiv:2405.15913.
+    """Noise C^-1 z for a Toeplitz matrix C with b bands; McKenna et al. 2024, arXiv:2405.15913.
 
-    The default coefficients minimise the error of prefix sums over the length of the run.
+    The default coefficients minimise the error of prefix sums over the run.
     """
 
     bands: int
     """Number b of non-zero diagonals of C; steps at a distance of b share no noise in C S."""
     coefficients: tuple[float, ...] | None = None
-    """The diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
+    """Diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
 
     def __post_init__(self) -> None:
         _check_bands(self)
 
     def noising(self, steps: int) -> Series:
-        """Return the weights [steps], of which none is zero in general."""
+        """Weights [steps], in general all non-zero."""
         return inverse(self.strategy(steps), steps)
 
     def strategy(self, steps: int) -> Series:
-        """Return the first column of C [steps], zeros from the b-th on."""
+        """First column of C [steps], zeros from the b-th on."""
         if self.coefficients is None:
             return _cut(_optimised_strategy(min(self.bands, steps), steps), steps)
         return _cut(np.array(self.coefficients), steps)
 
 
 def inverse(series: Series, steps: int) -> Series:
-    """Return the first `steps` coefficients of 1 / `series`, which begins with 1."""
+    """First `steps` coefficients of 1 / `series`, which begins with 1."""
     from scipy.signal import lfilter  # late: it takes as long to import as dpshard
 
     impulse = np.zeros(steps)
@@ -122,9 +121,9 @@ def inverse(series: Series, steps: int) -> Series:
 
 
 def sensitivity(strategy: Series, *, separation: int) -> float:
-    """Return a bound on how far one sample of contributions of norm 1 moves C S; [Note: The sensitivity of a strategy].
+    """Bound how far one sample of contributions of norm 1 moves C S; see [Note: The sensitivity of a strategy].
 
-    The sample takes part in at most one of any `separation` consecutive steps. Raises ConfigurationError for a strategy
+    The sample takes part at most once in any `separation` consecutive steps. Raises ConfigurationError for a strategy
     that overflows.
     """
     steps, overlap = len(strategy), strategy[separation:].any()
@@ -142,7 +141,7 @@ def sensitivity(strategy: Series, *, separation: int) -> float:
 
 
 def prefix_error(noising: Series) -> float:
-    """Return the root mean square, over the steps, of the noise in the sum of all releases so far, for z of norm 1."""
+    """Root mean square, over the steps, of the noise in the sum of all releases so far, for z of norm 1."""
     return math.sqrt(float(np.mean(np.cumsum(np.cumsum(noising) ** 2))))
 
 
@@ -162,24 +161,23 @@ def _check_bands(correlation: BandedInverse | BandMF) -> None:
 
 
 def _cut(known: Series, steps: int) -> Series:
-    """Return the first `steps` of the `known` coefficients and zeros."""
     series = np.zeros(steps)
     series[: len(known)] = known[:steps]
     return series
 
 
 def _root_weights(n: int) -> Series:
-    """Return the first `n` coefficients of the square root of 1 - x."""
+    """First `n` coefficients of the square root of 1 - x."""
     k = np.arange(1, n)
     return np.concatenate([[1.0], np.cumprod((k - 1.5) / k)])
 
 
 @lru_cache(maxsize=16)
 def _optimised_strategy(bands: int, steps: int) -> Series:
-    """Return the coefficients [bands] whose column norm times `prefix_error` is least over `steps`.
+    """Coefficients [bands] that minimise column norm times `prefix_error` over `steps`.
 
-    Local search from the coefficients of (1 - x)^(-1/2). With columns that are orthogonal at a distance of `bands`, the
-    column norm is the sensitivity of one participation.
+    Local search from the coefficients of (1 - x)^(-1/2). If columns at a distance of `bands` are orthogonal, the column
+    norm is the sensitivity of one participation.
     """
     from scipy.optimize import minimize
     from scipy.signal import fftconvolve

@@ -1,20 +1,19 @@
 """A keyed digest of the clipped sums; their noise is a function of it.
 
 [Note: Equal sums, equal noise]
-A step may be computed twice: after a crash, or after load_state_dict(). If its noise depended only on the step, and
-the second sum differed by its rounding, the noise would cancel in the difference of the two releases. So the noise is
-a function of the sums, too. Equal sums have equal noise: a second publication of one value, which costs nothing.
-Other sums have independent noise: a second release, which is counted (accounting/history.py). No noise covers whether
-the two are equal. That depends on the data, unless everything else is equal as well.
+A step may be computed twice: after a crash, or after load_state_dict(). If its noise depended only on the step, and the
+second sum differed by its rounding, the noise would cancel in the difference of the two releases. So the noise depends
+on the sums, too. Equal sums have equal noise: a second publication of one value, at no cost. Other sums have
+independent noise: a second release, which is counted (accounting/history.py). Noise does not hide whether the two are
+equal. That depends on the data, unless everything else is equal as well.
 
 [Note: A digest of the sums]
-The bits of all sums are words w of 32 bits. A whole flattened parameter lies in rows of WIDTH words. The digest has
-two lanes of 64 bits, each
+The bits of all sums are words w of 32 bits; a flattened parameter lies in rows of WIDTH words. The digest has two lanes
+of 64 bits, each
 
     sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
 
-with secret random weights, 32 bits for a column, 64 bits for a row. The sum ignores the order and the layout over
-ranks.
+with secret random weights, 32 bits for a column, 64 bits for a row, in any order and layout over ranks.
 
 Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
 column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability
@@ -39,10 +38,10 @@ from dpshard.randomness import RandomSource, derive_key
 
 LANES = 2
 BLOCK = 2**8
-"""Rows of weights from one key."""
+"""Rows of weights per key."""
 
 _TOGETHER = 2**9
-"""Rows that torch digests at once: it writes 32 MiB for them, twice 64 bits a word."""
+"""Rows that torch digests at once: 32 MiB, at twice 64 bits a word."""
 
 
 class SumDigest:
@@ -53,14 +52,13 @@ class SumDigest:
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
         self._wide_columns: dict[torch.device, Tensor] = {}
-        # Parameters repeat every step, and the weights of a row take 16 bytes for WIDTH words.
+        # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
         self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[Shard]) -> Tensor:
-        """Return the contribution of these shards to the digest [2], int64, on the device of the first.
+        """Digest of these shards, int64 [2], on the device of the first; the whole digest is the sum over all shards.
 
-        The digest is the sum of the contributions of all shards. Raises ConfigurationError for a shard that can get
-        no noise.
+        Raises ConfigurationError for a shard that can get no noise.
         """
         for shard in shards:
             shard.check()
@@ -81,13 +79,13 @@ class SumDigest:
         return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
 
     def _columns_on(self, device: torch.device) -> Tensor:
-        """Return the weights of the columns [LANES, WIDTH], int64, on `device`."""
+        """Weights [LANES, WIDTH], int64."""
         if device not in self._wide_columns:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
     def _weights(self, stretch: _Stretch) -> Tensor:
-        """Return the weights of the rows of `stretch` [n, 2], int64, on its device."""
+        """Weights [n, 2], int64."""
         first, end, device = stretch.row, stretch.row + stretch.rows, _device(stretch)
         key = (stretch.name, first, end, device)
         if key not in self._rows:
@@ -100,27 +98,25 @@ class SumDigest:
 
 
 class _Stretch(NamedTuple):
-    """Consecutive words of a parameter."""
-
     name: str
     start: int
-    """Number of the first word within the parameter."""
+    """Index of the first word in the parameter."""
     words: Tensor
     """[n], int32, at least one."""
 
     @property
     def row(self) -> int:
-        """Number of its first row."""
+        """Index of the first row."""
         return self.start // WIDTH
 
     @property
     def at(self) -> int:
-        """Column of its first word."""
+        """Column of the first word."""
         return self.start % WIDTH
 
     @property
     def rows(self) -> int:
-        """Number of rows that it touches."""
+        """Number of rows, with partial ones."""
         return -(-(self.at + len(self.words)) // WIDTH)
 
 
@@ -134,7 +130,7 @@ def _device(stretch: _Stretch) -> torch.device:
 
 
 def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
-    """Yield `stretch` cut between rows into pieces of at most _TOGETHER rows."""
+    """Yield pieces of at most _TOGETHER rows, cut between rows."""
     done, n = 0, len(stretch.words)
     while done < n:
         start = stretch.start + done
@@ -144,7 +140,7 @@ def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
 
 
 def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Yield pieces to digest together, because one call a piece is mostly overhead."""
+    """Yield batches of pieces, because calls on single pieces are mostly overhead."""
     batch: list[_Stretch] = []
     rows = 0
     for piece in (piece for stretch in stretches for piece in _pieces(stretch)):
@@ -158,7 +154,7 @@ def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
 
 
 def _rows_of(pieces: Sequence[_Stretch]) -> Tensor:
-    """Return the words in rows [n, WIDTH], with zeros where a row belongs to other stretches."""
+    """Words in rows [n, WIDTH], with zeros where a row belongs to other stretches."""
     parts: list[Tensor] = []
     for piece in pieces:
         after = piece.rows * WIDTH - piece.at - len(piece.words)

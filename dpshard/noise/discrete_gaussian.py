@@ -1,33 +1,32 @@
-"""Exact integers from the discrete Gaussian distribution, from random bits and only integer arithmetic.
+"""Exact integers from the discrete Gaussian distribution, by random bits and integer arithmetic.
 
 [Note: The discrete Gaussian]
 It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
-Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise whose values do
-not reveal the sum under it, and sample it by rejection with only integers. So does this module, in an order that
-suits arrays (that of Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
-1. |y| = k h + j has the number k of a cell of width h = s / 16, and a place j < h in it. Cells are drawn with
-   probabilities in proportion to exp(-(k h)^2 / (2 s^2)), by inversion.
+Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise with values that
+do not reveal the sum under it, and sample it by rejection with only integers. So does this module, in array order
+(Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
+1. |y| = k h + j, with the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells by inversion,
+   with probabilities in proportion to exp(-(k h)^2 / (2 s^2)).
 2. j is uniform: the lowest bits of a word; its highest bit is the sign.
-3. A candidate is accepted with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2), so
-   that the three steps together give y its probability. Negative zeros are refused, because 0 would come twice as
-   often.
-Some 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
+3. Accept a candidate with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2). Then the
+   three steps together give y its probability. Refuse negative zeros, because 0 would come twice as often.
+About 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
 
 A coin of probability exp(-a), 0 <= a < 1, is made of other coins: one of probability a, after a success one of
 probability a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a)
 (Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a; a coin of
-probability a / i needs one of i equal chances, too. Nothing is rounded.
+probability a / i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
-Cell k is drawn where a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function
-of the cells. These are irrational numbers; `decimal`, whose exponential is correctly rounded at any precision, gives
-any number of their bits. The first 64 bits of U decide, unless they equal those of a C(k); then more bits of both are
-compared until they differ. This happens to one candidate in 10^17; tests cut U into shorter words to see it.
+Draw cell k if a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of the
+cells. These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of their
+bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17; then more bits of
+both decide. Tests cut U into shorter words to reach this case.
 
 [Note: Overflow]
 Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) /
-512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. A cell that takes more bits may be any, so its
-candidate is accepted or refused in Python's integers, which do not overflow.
+512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. Other cells may be larger, so Python's integers, which
+do not overflow, decide about their candidates.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from dpshard.noise import LOG2_STD
 from dpshard.randomness import RandomSource
 
 WORD = 64
-"""Bits of U that are drawn at once."""
+"""Bits of U drawn at once."""
 
 _LOOKUP = 12
 """Bits of U that determine most cells."""
@@ -57,7 +56,7 @@ class DiscreteGaussian:
     log2_std: int = LOG2_STD
     """Log2 of s, at most 30 ([Note: Overflow])."""
     log2_cells: int = 4
-    """Log2 of the number of cells to one s, at least 4 ([Note: Overflow]), at most log2_std."""
+    """Log2 of the number of cells per s, at least 4 ([Note: Overflow]), at most log2_std."""
     word: int = WORD
     """Number of bits of U that decide in arrays, at most WORD."""
 
@@ -85,7 +84,7 @@ class DiscreteGaussian:
         return y[accepted]
 
     def _candidate(self, uniform: int, place: int, source: RandomSource) -> tuple[int, bool]:
-        """Return a candidate's magnitude and acceptance, if `uniform`, the first bits of U, leave its cell open."""
+        """Return a candidate's magnitude and acceptance if `uniform`, the first bits of U, leave its cell open."""
         bits = self.word
         while True:
             uniform, bits = uniform << WORD | int(source.words(1)[0]), bits + WORD
@@ -102,7 +101,7 @@ class DiscreteGaussian:
 
 
 def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) -> NDArray[np.bool_]:
-    """Return coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, bits <= 62."""
+    """Toss coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, bits <= 62."""
     shift = np.uint64(WORD - bits)
 
     def successes(numerators: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -118,7 +117,7 @@ def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) ->
 
 
 def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
-    """Toss one coin of probability exp(-numerator / 2^bits), for any non-negative numbers."""
+    """Toss one coin of probability exp(-numerator / 2^bits), for any non-negative integers."""
     while numerator >> bits:  # exp(-a) is exp(-a / 2) twice
         if not exp_coin(numerator, bits + 1, source):
             return False
@@ -140,7 +139,7 @@ def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
 
 
 def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
-    """Return the cells [n] of numbers that begin with the `word` bits `uniform` [n]; -1 where those leave it open."""
+    """Cells [n] of numbers that begin with the `word` bits `uniform` [n]; -1 if these leave the cell open."""
     lookup, thresholds = _lookup(log2_cells, word)
     cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
     unknown = np.flatnonzero(cells < 0)
@@ -152,7 +151,7 @@ def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[n
 
 @cache
 def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return the cells by the first _LOOKUP bits of U, -1 where those leave it open, and the thresholds."""
+    """Return the cells by the first _LOOKUP bits of U (-1: open), and the thresholds."""
     thresholds = _thresholds(word, log2_cells)
     shift = max(0, word - _LOOKUP)
     cells = []
@@ -165,7 +164,7 @@ def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.u
 
 @cache
 def _thresholds(bits: int, log2_cells: int) -> list[int]:
-    """Return the first `bits` bits of C(0), C(1), ..., up to the first that are all ones.
+    """First `bits` bits of C(0), C(1), ..., up to the first that are all ones.
 
     U lies in cell k if k thresholds are below its first bits, and none equals them. See [Note: Cells by inversion].
     """
@@ -176,12 +175,12 @@ def _thresholds(bits: int, log2_cells: int) -> list[int]:
 
 
 def _certain_thresholds(bits: int, log2_cells: int, digits: int) -> list[int] | None:
-    """Return `_thresholds` by decimals of `digits` digits; None where the error of their sums may change a bit."""
+    """Return `_thresholds` by decimals of `digits` digits; None if the error of their sums may change a bit."""
     with localcontext(prec=digits):
         weights = [Decimal(1)]
         while weights[-1] > Decimal(10) ** -digits:
             weights.append((Decimal(-(len(weights) ** 2)) / 2 / 4**log2_cells).exp())
-        # Each weight, sum and quotient is off by at most one in its last digit; the terms left out are less than that.
+        # Each weight, sum and quotient is off by at most one in its last digit; the omitted terms are smaller.
         total, error = sum(weights), len(weights) * Decimal(10) ** (2 - digits)
         thresholds, below = [], Decimal(0)
         for weight in weights:

@@ -1,39 +1,36 @@
 """Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
 [Note: Noise by the global element]
-A whole flattened parameter is cut into blocks of BLOCK elements, and block k has its own key: derive_key(secret,
-"noise", step, name, k). A rank draws only the blocks that meet its range of elements. So
-- shards of one parameter are independent, and replicas of one shard equal, on any mesh;
-- under one secret, the noise is the same on 1, 2 or 256 ranks.
-The engine derives the secret from the run's secret, the step and the noised sums ([Note: Equal sums, equal noise] in
-digest.py). Bits differ between kinds of devices: the CPU draws normals from AES, every GPU those of philox.py, by a
-Triton kernel or without it; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or a cosine may
-differ with and without compiled code (native/), with and without Triton, and between two processors.)
+A flattened parameter is cut into blocks of BLOCK elements; block k has the key derive_key(secret, "noise", step, name,
+k). A rank draws only the blocks that meet its elements. So, on any mesh and any number of ranks, shards of one
+parameter are independent, replicas of one shard are equal, and one secret gives the same noise. The engine derives the
+secret from the run's secret, the step and the sums ([Note: Equal sums, equal noise] in digest.py). The CPU draws
+normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or
+a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
 least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and Muller's method
-and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals over sqrt(n). It
-has the same distribution, but a test whether a float can be such a sum searches the random bits of all n, at a cost
-exponential in n. (The cosine and the sine of one draw must not be two of them: their sum is one cosine again.)
+and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals over sqrt(n). Its
+distribution is the same, but a test whether a float can be such a sum searches the random bits of all n, at a cost
+exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is one cosine again.)
 `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and rounded
-to the dtype of the sum once, after the addition: the 24 bits of a float32 show nothing of the 53 of the noise. With
-float64 parameters only the search protects. The time of the noise depends only on the number of elements: nothing is
-rejected.
+to the dtype of the sum once, at the end: the 24 bits of a float32 show nothing of the 53 of the noise. With float64
+parameters only the search protects. Nothing is rejected, so the time depends only on the number of elements.
 
 [Note: Noise on a grid]
-`KeyedDiscreteGaussian` answers the same attack by a theorem. Each element x of the sum is rounded to a grid of step g
-= std / s, s = 2^24, and an integer of the discrete Gaussian with parameter s is added to x / g. Every other sum
-reaches every point of the grid, too. Rounding the result to the dtype of the sum is post-processing.
+`KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =
+std / s, s = 2^24, and adds an integer of the discrete Gaussian with parameter s to x / g. Every other sum also reaches
+every point of the grid. Rounding the result to the dtype of the sum is post-processing.
 - Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
-  which is at most 2^-6 below LIMIT = 2^48. So in each of the d elements the integers of two sums are apart by their
-  distance and at most ROUNDING = 1 + 2^-5 steps, all together by R / g + ROUNDING sqrt(d). The accountant charges for
-  it ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves none farther apart.
-- Integers are added as doubles, which hold all up to 2^53; noise beyond is 2^29 standard deviations long.
-- numpy computes the quotient on the CPU, because it divides; GPUs multiply by a reciprocal.
-- A NaN in a sum stays a NaN, as with Gaussian noise.
-- Rejection makes the number of random bits of an integer random. So a block is cut into pieces, each under its own
-  key and always drawn whole: short ones first, since most parameters are short.
+  at most 2^-6 below LIMIT = 2^48. So in each of d elements, the distance of the integers of two sums is at most that of
+  the sums plus ROUNDING = 1 + 2^-5 steps, in all R / g + ROUNDING sqrt(d). The accountant charges for it
+  ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
+- Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
+- numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
+- A NaN in a sum stays a NaN.
+- Rejection takes a random number of bits per integer. So each block is cut into pieces, each under its own key and
+  drawn whole; short pieces come first, because most parameters are short.
 """
 
 from __future__ import annotations
@@ -56,24 +53,24 @@ from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.randomness import RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
-"""Elements under one key. Part of the meaning of a run secret: another size is other noise."""
+"""Elements under one key. Part of the meaning of a run secret."""
 
 HEAD = 2**11
-"""Elements at the head of a block with their own key. Most parameters are no longer, so the noise of many heads is
-drawn at once. Part of the meaning of a run secret."""
+"""Elements at the head of a block, under their own key. Most parameters are no longer, so heads are drawn in batches.
+Part of the meaning of a run secret."""
 
 SUMMANDS = 4
-"""Normals in one sum of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
+"""Normals per sum of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
 
 LIMIT = 2.0**48
-"""Steps of the grid at which sums are clamped; see [Note: Noise on a grid]."""
+"""Clamp of sums, in grid steps; see [Note: Noise on a grid]."""
 
 SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
-"""Elements of the first and the last pieces of a block of discrete noise; the longest fill the cache. Part of the
+"""Elements of the first and the longest pieces of a block of discrete noise; the longest fill the cache. Part of the
 meaning of a run secret."""
 
 _TOGETHER = 32
-"""Heads drawn at once."""
+"""Heads per batch."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
@@ -82,14 +79,13 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a sum that has the shape of a parameter."""
+    """A rank's part of a sum with the shape of a parameter."""
 
     name: str
-    """Name of the parameter."""
     local: Tensor
-    """Of any shape and strides, float32 or float64; its noise has its dtype."""
+    """Any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
-    """Read row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
+    """Row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
 
     def check(self) -> None:
         """Raise ConfigurationError if the shard can get no noise."""
@@ -115,7 +111,7 @@ class KeyedGaussian:
     secret: bytes = field(repr=False)
     """Secret of one release, 32 bytes."""
     secure: bool = False
-    """Draw on the CPU for every device, as [Note: Secure noise] says."""
+    """Draw on the CPU for every device; see [Note: Secure noise]."""
 
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
@@ -144,7 +140,7 @@ class KeyedGaussian:
     def _release_here_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
-        """Release flat shards without noise or with noise of the CPU; return norms of their parts."""
+        """Release flat shards without noise or with the CPU's; return norms of their parts."""
         blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
         if not blocks:
             return []
@@ -160,7 +156,7 @@ class KeyedGaussian:
     def _release_there_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
-        """Release flat shards on devices that draw the noise by the element; return their norms."""
+        """Release flat shards on devices that draw noise by the element; return their norms."""
         seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
         joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64, device="cpu")
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
@@ -174,7 +170,6 @@ class KeyedGaussian:
         return norms
 
     def _seed(self, block: _Block, step: int) -> int:
-        """Return the first 64 bits of the block's key as a signed int64."""
         return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
 
     def _key(self, block: _Block, step: int) -> bytes:
@@ -194,7 +189,7 @@ class KeyedGaussian:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Return standard normal noise [stop - start] of the elements [start, stop) of parameter `name` at `step`."""
+        """Return standard normals [stop - start] of elements [start, stop) of parameter `name` at `step`."""
         if stop < start:
             raise ConfigurationError(
                 f"{name}: a range of elements [{start}, {stop}) ends before it begins. Pass stop >= start."
@@ -204,7 +199,7 @@ class KeyedGaussian:
         )
 
     def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        """Return batches of several heads of one dtype, because one call a head is mostly overhead; then the rests."""
+        """Batch heads of one dtype, because calls on single heads are mostly overhead; rests stay single."""
         batches: list[list[_Block]] = []
         heads: dict[torch.dtype, list[_Block]] = {}
         for block in blocks:
@@ -229,7 +224,7 @@ class KeyedGaussian:
         return self.secure or device.type == "cpu"
 
     def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        """Yield pieces of the parts of `batch`, and standard normals for each; each overwrites the one before."""
+        """Yield pieces of the parts of `batch` with standard normals for each, which the next ones overwrite."""
         keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
         if batch[0].lo < HEAD:
             rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
@@ -237,7 +232,7 @@ class KeyedGaussian:
                 yield block.part, row[block.lo : block.lo + block.part.numel()]
             return
         (block,), key, at = batch, derive_key(keys[0], "rest"), HEAD
-        n = block.lo + block.part.numel() - HEAD  # nothing is drawn past the end of the part
+        n = block.lo + block.part.numel() - HEAD  # draw nothing past the end of the part
         for normals in _sums(key, n) if self.secure else RandomSource(key).normals(n, dtype):
             skipped = max(0, block.lo - at)
             if skipped < len(normals):
@@ -250,13 +245,13 @@ class KeyedGaussian:
 class KeyedDiscreteGaussian(KeyedGaussian):
     """Discrete Gaussian noise, for sums rounded to its grid; see [Note: Noise on a grid].
 
-    It is drawn on the CPU for every device, from the cryptographic stream, for any value of `secure`.
+    The CPU draws it for every device, from the cryptographic stream, for any value of `secure`.
     """
 
     def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Release as KeyedGaussian does, with x rounded to the grid.
 
-        Raises ConfigurationError also for a std so small that doubles cannot hold its grid.
+        Also raises ConfigurationError for a std so small that doubles cannot hold its grid.
         """
         if 0 < std < _LEAST_STD:
             raise ConfigurationError(
@@ -293,7 +288,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
-    """Return the name of the generator of the noise for sums on `device`, for people."""
+    """Name of the noise generator for sums on `device`, for display."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
     if device.type != "cpu" and not secure and noise == "gaussian":
         return f"{kind} from Philox 4x32-10 under 64 bits"
@@ -301,7 +296,7 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
-    """Yield `n` standard normals in pieces, each a sum of SUMMANDS independent ones; each overwrites the one before."""
+    """Yield `n` standard normals in pieces, each a sum of SUMMANDS; the next piece overwrites it."""
     return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
 
 
@@ -314,7 +309,7 @@ def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArra
 
 
 def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
-    """Yield the rows of `first_normals` in float64, each element a sum of SUMMANDS independent ones."""
+    """Yield the rows of `first_normals` in float64, each element a sum of SUMMANDS."""
     sources = (first_normals(summands, HEAD, np.float64) for summands in zip(*map(_summands, keys), strict=True))
     return _summed(sources)
 
@@ -324,16 +319,14 @@ def _summands(key: bytes) -> list[bytes]:
 
 
 class _Block(NamedTuple):
-    """The part of a shard that lies in one block of its parameter."""
-
     name: str
     number: int
     lo: int
-    """Position of the part within the block."""
+    """Position in the block."""
     part: Tensor
 
     def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:
-        """Return the parts before and after the position `at` of the block; None for an empty one."""
+        """Return the parts before and after position `at` of the block; None for an empty one."""
         n = at - self.lo
         if n >= self.part.numel():
             return self, None

@@ -1,7 +1,7 @@
-"""Records: what is known, sample by sample, about the gradient of one parameter after one use of it.
+"""Records: per-sample facts about the gradient of one parameter after one use of it.
 
-One file a kind of record; `measure.py` takes the norms of several, `numerics.py` has their dtypes and rounding floors.
-`cost.py`: which way to a norm is cheaper. `offload.py`: records in the memory of the host.
+One file per kind of record. `measure.py`: norms of several records. `numerics.py`: dtypes and rounding floors.
+`cost.py`: which way to a norm is cheaper. `offload.py`: records in host memory.
 May import `kernels` and below. Not for users. Begin with `record.py`.
 """
 

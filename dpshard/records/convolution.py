@@ -1,4 +1,4 @@
-"""Records of convolutions: input and output gradient as they are; windows are made only where a norm needs them."""
+"""Records of convolutions: input and output gradient; only some norms gather windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpshard.records.precision import exact_convolutions
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Gradient of a kernel [P, C / groups, *kernel]: at every position that of the output times the input's window."""
+    """Gradient of a kernel [P, C / groups, *kernel]: the sum over positions of output gradient times input window."""
 
     input: Tensor
     """[B, k, C, *space], k images a sample"""
@@ -39,31 +39,31 @@ class Convolution:
 
     @property
     def size(self) -> ProductSize:
-        """Return the sizes that costs depend on."""
+        """Sizes that costs depend on."""
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
-        nbytes = B * G * T * (R + C) * self.input.itemsize  # as if there were windows: the record alone is small
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # of the windows; the record itself is small
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
         dtype, device = accum_dtype(self.gradient), self.input.device
-        # Windows side by side, as of patches, are only moved.
+        # Windows side by side are only moved.
         alike = self.input.dtype == self.gradient.dtype
         tiles = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
 
     @property
     def _windows_are_apart(self) -> bool:
-        """Return True if windows lie side by side, as of patches: to gather them is to move them."""
+        """True if windows lie side by side, like patches."""
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Return True if every window of the input has a position; output padding of an adjoint adds more."""
+        """Return True if every window of the input has a position; an adjoint's output padding adds windows."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Return squared norms [B]."""
+        """Squared norms [B]."""
         size = self.size
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
@@ -78,7 +78,7 @@ class Convolution:
         return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
-        """Return inner products [B, G, T, T] of the windows of all positions, as sums of those of single elements."""
+        """Inner products [B, G, T, T] of all windows, as sums of products of pixels."""
         (B, k), G = self.input.shape[:2], self.groups
         padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
         space, positions = padded.shape[3:], self.gradient.shape[3:]
@@ -96,33 +96,33 @@ class Convolution:
         return total.reshape(B, G, T, T)
 
     def _rows(self) -> Tensor:
-        """Return the output gradients as rows of a product, [B, G, T, R]."""
+        """Output gradients as rows of a product, [B, G, T, R]."""
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
+        """See OuterProduct.instantiated."""
         gradient, norm_sq = self._made()
         return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
     def _floored(self, norm_sq: Tensor) -> Tensor:
-        # An element of the input is in at most as many windows as the kernel has elements.
+        # Each input element is in at most as many windows as the kernel has elements.
         return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
-        """Return per-sample gradients [B, *shape]."""
+        """Per-sample gradients [B, *shape]."""
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Return per-sample gradients [B, *shape], and their squared norms [B] if compiled code took them, too."""
+        """Per-sample gradients [B, *shape]; their squared norms [B] if compiled code computed them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
-            # Many small kernels would wait for one another.
+            # On a GPU, the groups of one convolution would be many small kernels.
             return self.outer().per_sample(), None
         total = memory.empty((len(self.input), *self.shape), self.input, accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
-        # CPUs have fast kernels for the gradient of a convolution, and none for unfolding its input: samples side by
-        # side are groups of one convolution. It takes several times the memory of what it is given, fresh from the
-        # system if that does not fit into the cache.
+        # CPUs have fast kernels for the gradient of a convolution, but not for unfolding its input. So samples become
+        # groups of one convolution. It takes several times the memory of its inputs, fresh from the system above the
+        # size of the cache.
         samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
@@ -136,17 +136,17 @@ class Convolution:
         return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i factor_i * gradient_i, [*shape]: the ordinary gradient of the convolution, of weighted gradients."""
+        """sum_i clip_coef_i * gradient_i, [*shape]: the convolution's ordinary gradient for weighted gradients."""
         if self.size.is_long:
-            # Sums as long round otherwise in the ordinary gradient: what was measured is what is clipped.
+            # The ordinary gradient would round such long sums differently from the measured gradients.
             return PerSampleGrad(self.per_sample()).clipped_sum(clip_coef_B)
         gradient = wide(self.gradient)
         weighted = gradient * clip_coef_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
 
     def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:
-        """Return the gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
-        kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # its shape alone counts
+        """Gradient [samples * P, ...], summed over images [N, samples * C, *space]."""
+        kernel = gradient.new_zeros(()).expand(samples * self.shape[0], *self.shape[1:])  # only its shape counts
         with exact_convolutions(gradient.device):
             *_, total, _ = torch.ops.aten.convolution_backward(
                 gradient,
@@ -162,11 +162,11 @@ class Convolution:
         return total
 
     def real(self) -> Convolution | OuterProduct:
-        """See dpshard.records.record."""
+        """See record.py."""
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """Return the same gradient as rows and columns; these are the windows of all positions."""
+        """Return the gradient as rows and columns; columns are the windows of all positions."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -177,18 +177,18 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 
 _AT_ONCE = 4 * 2**20
-"""Bytes of inputs, output gradients and per-sample gradients that are worked on at once."""
+"""Bytes of inputs, output gradients and per-sample gradients in one call."""
 
 
 def windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Return the windows [N, C, *positions, *kernel] that a kernel sees in x [N, C, *space]; a view without padding."""
+    """Windows [N, C, *positions, *kernel] of x [N, C, *space]; without padding, a view."""
     x = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]

@@ -1,22 +1,20 @@
 """The cheapest exact norm of a product of rows and columns: by Gram matrices, or of the gradient itself.
 
 [Note: What a norm costs]
-Per sample of T positions, R rows and C columns, beside the 2TRC FLOPs that the clipped sum takes:
+Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the clipped sum:
 
     ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs, in
                       blocks of positions, or as native/gram.py counts them
-    instantiate       the gradient, 2TRC FLOPs, and to write and read its RC numbers, unless they stay in registers
-    instantiate, keep the same less 2TRC: the clipped sum is then made of the gradients that are there
+    instantiate       the gradient, 2TRC FLOPs, and writing and reading its RC numbers, unless they stay in registers
+    instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Memory traffic counts as well: to write and read a number is charged as the FLOPs that the processor could have done in
-that time. A large gradient that waits for the norms of other layers has left the cache before it is summed. The columns
-of a convolution are windows of its input, and to gather a window is charged four times that. Small images with many
-channels have a cheaper way: the inner product of two windows is a sum of inner products of single pixels, and the Gram
-matrix of all pixels holds them, without any window.
+Writing and reading a number counts as the FLOPs that the processor could do in that time. A large gradient leaves the
+cache while it waits for the norms of other layers. Gathering the windows of a convolution costs four times as much.
+Small images with many channels need no windows: the inner product of two windows is a sum of entries of the Gram matrix
+of all pixels.
 
-The choice depends on sizes, dtype, device and on which compiled code is there, never on the clock: a run that is
-resumed in the same place must round as it did. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory instead:
-ghost where 2 T^2 <= R C.
+The choice depends on sizes, dtype, device and compiled code, never on the clock, so a run resumed in the same place
+rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Per-sample gradients are kept if they take at most so many times the memory of the record. The first number holds if
-they must wait for the norms of other layers, the second if they are summed at once."""
+"""Largest ratio of kept per-sample gradients to the record, in bytes: for gradients that wait for the norms of other
+layers, and for ones that are summed at once."""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that stay in the cache of a CPU between being written and being read: at once, or after other layers."""
+"""Bytes that stay in a CPU's cache: until an immediate read, or until after other layers."""
 
 _TENSOR_CORES = 8
-"""How much faster than torch's float32 products those of kernels are: half precision, on tensor cores. Peaks differ by
-15 (A100: 312 to 19.5 TFLOPS); kernels are not expected to reach theirs. Not measured."""
+"""Speed of half-precision kernels over torch's float32 products. Peaks differ by 15 (A100: 312 to 19.5 TFLOPS), but
+kernels hardly reach theirs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,18 @@ class ProductSize:
     R: int
     C: int
     dtype: torch.dtype
-    """In which norms and sums are taken."""
+    """Dtype of norms and sums."""
     device: torch.device
     nbytes: int
     """Memory of rows and columns."""
     pixels: int = 0
-    """Of a convolution: elements of one channel of the padded input; 0 if the columns are no windows."""
+    """Convolutions: elements of one channel of the padded input; 0 otherwise."""
     kernel: int = 1
-    """Of a convolution: elements of one channel of a window."""
+    """Convolutions: elements of one channel of a window."""
     kernels: bool = False
-    """Whether Triton kernels take the product; see [Note: Kernels] in dpshard.kernels.triton."""
+    """True if Triton kernels compute the product; see [Note: Kernels] in dpshard.kernels.triton."""
     tiles: bool = False
-    """Whether native code takes the gradients of a convolution; see [Note: Native code] in dpshard.kernels.native."""
+    """True if native code computes convolution gradients; see [Note: Native code] in dpshard.kernels.native."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -70,24 +68,23 @@ class ProductSize:
         return self.B * self.G * self.R * self.C * self.dtype.itemsize
 
     def may_be_kept(self, *, closing: bool) -> bool:
-        """Return True if there is memory for the per-sample gradients; `closing`: if they are summed at once.
+        """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of one layer is its clipped sum up to a factor; those of all layers are a whole model.
+        With B = 1 the gradient of one layer is as large as its clipped sum; those of all layers are a whole model.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
 
     @property
     def is_long(self) -> bool:
-        """Return True if gram_bound raises half the squared norm of orthogonal gradients: T > 4,096 in float32."""
+        """True if gram_bound raises half the squared norm of orthogonal gradients: T > 4,096 in float32."""
         return relative_floor(self.dtype) * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
-        """Whether the gradient itself gives the norm at the lower cost; `kept`, if the clipped sum re-uses it.
+        """Return True if the gradient itself gives the norm more cheaply; `kept`: the clipped sum reuses it.
 
-        It does so at once if `closing`, and else after other layers, when only a small gradient is still in the cache.
-
-        One sample's gradient is the batch's, which the sum needs anyway: its norm costs nothing.
+        `closing`: it does so at once; else after other layers, when only small gradients are still in the cache. With
+        B = 1 the sum needs the gradient anyway, so its norm is free.
         """
         if self.is_long:
             return True
@@ -100,7 +97,7 @@ class ProductSize:
         return self._dropped() < self._ghost()
 
     def _dropped(self) -> int:
-        """Return the FLOPs of the norm of a gradient that is dropped; kernels and native code do not even write it."""
+        """FLOPs of the norm of a gradient that is dropped; kernels and native code do not write it."""
         product = 2 * self.T * self.R * self.C
         if self.kernels:
             return product // _TENSOR_CORES
@@ -117,7 +114,7 @@ class ProductSize:
 
     @property
     def gram_by_pixels(self) -> bool:
-        """Whether the Gram matrix of the windows is best made of that of all pixels, which may take no more memory."""
+        """True if the Gram matrix of all pixels is the cheapest way to that of the windows, without more memory."""
         return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
 
     def _by_pixels(self) -> int:
@@ -130,11 +127,11 @@ class ProductSize:
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:
-        """FLOPs in the time in which a number is written and read twice, the second time late if it `waits`."""
+        """FLOPs in the time of one write and two reads of a number; `waits`: the second read comes late."""
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:
-        """Return the FLOPs in the time in which a byte is written and read twice."""
+        """FLOPs in the time of one write and two reads of a byte."""
         if self.device.type != "cpu":
             return 60
         cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
@@ -142,12 +139,12 @@ class ProductSize:
 
 
 def blocks(T: int, device: torch.device) -> int:
-    """Into how many blocks of positions Gram matrices are cut: products of small blocks are slow, above all on GPUs."""
+    """Return the number of blocks of positions in Gram matrices; small blocks are slow, mostly on GPUs."""
     return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 
 def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
-    """FLOPs of the ghost norm of one sample: a block meets itself and those before it, the others by symmetry."""
+    """FLOPs of the ghost norm of one sample; symmetry saves about half."""
     if native.supports_ghost_norm(device, dtype):
         return native.ghost_flops(T, R, C)
     n = blocks(T, device)

@@ -1,4 +1,4 @@
-"""Records of a table: some of its rows were read."""
+"""Records of tables that are read by row."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dpshard.records.numerics import as_real, norms, sum_floor, wide, zero_rows
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecord:
-    """Gradient of a parameter seen as a table [V, C]: row ids_it was read at position t of sample i."""
+    """Gradient of a parameter viewed as a table [V, C]; position t of sample i read row ids_it."""
 
     ids: Tensor
-    """[B, T], int64; a negative id was no read (padding_idx)"""
+    """[B, T], int64; negative: no read (padding_idx)"""
     values: Tensor
-    """[B, T, C]: gradient of what was read"""
+    """[B, T, C]: gradient of each read"""
     shape: torch.Size
-    """Shape of the parameter; its elements in order are those of [V, C]."""
+    """Shape of the parameter, a view of [V, C]."""
 
     def read(self) -> Tensor:
-        """Return the values, zero where nothing was read."""
+        """Values, zero where nothing was read."""
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Return squared norms [B]: values of equal ids, sorted, add up before the square; no T x T, no [B, V, C]."""
+        """Squared norms [B]: sorts ids and adds the values of equal ids, without a [T, T] or [B, V, C]."""
         values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -39,7 +39,7 @@ class EmbeddingRecord:
         return torch.maximum(norms(runs), floor).square()
 
     def per_sample(self) -> Tensor:
-        """Return per-sample gradients [B, *shape]."""
+        """Per-sample gradients [B, *shape]."""
         values = self.read()
         B, _, C = values.shape
         out = values.new_zeros(B, self.shape.numel() // C, C)
@@ -47,18 +47,18 @@ class EmbeddingRecord:
         return out.view(B, *self.shape)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """Return sum_i factor_i * gradient_i, [*shape]."""
+        """sum_i clip_coef_i * gradient_i, [*shape]."""
         values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
         C = values.shape[2]
         out = values.new_zeros(self.shape.numel() // C, C)
         return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
 
     def real(self) -> EmbeddingRecord:
-        """See dpshard.records.record."""
+        """See record.py."""
         if not self.values.is_complex():
             return self
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))

@@ -1,4 +1,4 @@
-"""Norms of a parameter that is used several times: of the sum of its records, with every cross term."""
+"""Norms of the sum of a parameter's records, with every cross term."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpshard.records.routed_product import RoutedProduct
 
 
 def join(records: Sequence[Record]) -> list[Record]:
-    """Return records of the same gradient, at most one of each kind."""
+    """Join records of one gradient, to at most one of each kind."""
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
@@ -32,7 +32,7 @@ def join(records: Sequence[Record]) -> list[Record]:
 
 
 def _kind(record: Record) -> object:
-    """Return what records that join have in common: a grouped and a plain product of one weight differ in [G, R, C]."""
+    """Key of records that join: a grouped and a plain product of one weight differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedProduct):
@@ -59,12 +59,11 @@ def _join(kind: Sequence[Record]) -> Record:
 def measure(
     records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
 ) -> tuple[Tensor, list[Record]]:
-    """Return squared norms [B] of the sum of the records' gradients, cross terms included, and records of the same sum.
+    """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
 
-    With `keep`, a per-sample gradient that was instantiated for its norm stands in for the record it came from. The
-    cheapest method keeps it if it does not take much more memory than the record. At a micro-batch of 1 the per-sample
-    gradients of a model are as large as the model: they are kept if they are used at once, since their group is
-    `closing`.
+    With `keep`, a per-sample gradient instantiated for its norm replaces its record. The cheapest method keeps it only
+    if it is not much larger than the record, or if B = 1 and its group is `closing`: per-sample gradients of all layers
+    are as large as the model.
     """
     joined = join(records)
     if len(joined) == 1:
@@ -82,7 +81,7 @@ def measure(
 
 
 def _scale(record: Record) -> Tensor:
-    """Return the sum of the norms [B] of the terms of a record's gradient; its rounding is relative to this sum."""
+    """Sum of the norms [B] of the terms of a record's gradient; rounding is relative to it."""
     if isinstance(record, OuterProduct):
         return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, EmbeddingRecord):
@@ -97,7 +96,7 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 
 def inner(first: Record, second: Record) -> Tensor:
-    """Return inner products [B] of the per-sample gradients of two records of one parameter, as upper bounds."""
+    """Upper bounds [B] of the inner products of the per-sample gradients of two records of one parameter."""
     if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
     if (
@@ -112,13 +111,13 @@ def inner(first: Record, second: Record) -> Tensor:
 
 
 def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
-    """Return inner products of a tied head and embedding: of what was read with these rows of the head's gradient.
+    """Inner products [B] of a tied head and embedding, without a [V, C].
 
-    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>, without a [V, C].
+    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>.
     """
     rows_BTV, cols_BTC, values_BtC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)
     picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
-    # In this order both factors are gradients. Of <c_t, v_t'> underflow may hide what a large r_t would bring back.
+    # In this order both factors are gradients. Underflow in <c_t, v_t'> would grow with a large r_t.
     products = (picked_BTt.mT @ cols_BTC) * values_BtC
     return products.sum((1, 2)) + hidden(products[0].numel(), products.dtype)

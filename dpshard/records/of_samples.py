@@ -1,4 +1,4 @@
-"""Records of routed rows: a rule takes each of N rows for a sample; here each row joins its own sample."""
+"""Records of routed rows: rules treat each of N rows as a sample; this module assigns rows to samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.records.routed_product import RoutedProduct
 
 
 def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
-    """Return the record of N rows as one of `batch_size` samples; row n is of sample sample_N[n] (int64)."""
+    """Return the record of N rows as one of `batch_size` samples; row n belongs to sample sample_N[n] (int64)."""
     if isinstance(record, PerSampleGrad):
         gradient = wide(record.gradient)
         total = gradient.new_zeros(batch_size, *gradient.shape[1:])
@@ -33,7 +33,7 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
 
 
 def _gathered(record: EmbeddingRecord, sample_N: Tensor, batch_size: int) -> EmbeddingRecord:
-    """Return the reads of every sample; one with fewer rows than another has read nothing in the rest."""
+    """Gather the reads of each sample; pad with id -1 up to the longest sample."""
     counts = torch.bincount(sample_N, minlength=batch_size)
     order = sample_N.argsort(stable=True)
     place = torch.empty_like(sample_N)

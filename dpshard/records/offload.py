@@ -1,4 +1,4 @@
-"""Records that wait in the memory of the host."""
+"""Records in host memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpshard.records.record import Record
 
 
 def offloaded(record: Record) -> Record:
-    """Return `record` in pinned memory of the host, so that nothing waits for the copy."""
+    """Return `record` in pinned host memory; the copy is asynchronous."""
     return _with(record, _to_host)
 
 
 def fetched(record: Record, device: torch.device) -> Record:
-    """Return an offloaded record, back on `device`."""
+    """Return an offloaded record on `device`."""
     return _with(record, lambda x: x.to(device, non_blocking=True))
 
 
@@ -29,5 +29,5 @@ def _with(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
 def _to_host(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return x
-    # Both ways on the current stream: no operator takes the memory of `x`, or reads the copy, before it is through.
+    # Copies run on the current stream, so no operator reuses `x` or reads the copy too early.
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -34,18 +34,17 @@ class OuterProduct:
     cols: Tensor
     """[B, G, T, C]"""
     shape: torch.Size
-    """Shape of the parameter; its elements in order are those of [G, R, C]."""
 
     @property
     def size(self) -> ProductSize:
-        """Return the sizes that costs depend on."""
+        """Sizes that costs depend on."""
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
         dtype, device = accum_dtype(self.rows), self.rows.device
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.supports_product(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Return squared norms [B], by the Gram matrices or by the gradient itself."""
+        """Squared norms [B], by Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.supports_product(self.rows, self.cols):
                 return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
@@ -61,7 +60,7 @@ class OuterProduct:
         return gram_bound(*_ghost_norm_sq(rows, cols))
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Return per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must be of these."""
+        """Per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must use these gradients."""
         if triton.supports_product(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
             return gradient.view(-1, *self.shape), norm_sq
@@ -69,7 +68,7 @@ class OuterProduct:
         return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Return per-sample gradients [B, *shape]."""
+        """Per-sample gradients [B, *shape]."""
         if triton.supports_product(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
@@ -78,11 +77,11 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """Return sum_i factor_i * gradient_i, [*shape], in one matrix product per group."""
+        """sum_i clip_coef_i * gradient_i, [*shape], in one matrix product per group."""
         if triton.supports_product(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, clip_coef_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
-        # The cheaper side takes the factors.
+        # Scale the smaller side.
         if rows.numel() <= cols.numel():
             rows = rows * clip_coef_B.to(rows.dtype)[:, None, None, None]
         else:
@@ -91,7 +90,7 @@ class OuterProduct:
         return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 
     def real(self) -> OuterProduct:
-        """See dpshard.records.record; of (a + ib) c the parts are those of c, a times, and of ic, b times."""
+        """See record.py. The parts of (a + ib) c are a times those of c, and b times those of ic."""
         if not self.rows.is_complex():
             return self
         rows = torch.cat((self.rows.real, self.rows.imag), 2)
@@ -99,27 +98,27 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
-    """Return squared norms [B], at least what rounding may hide of a clipped sum that is not of the measured gradients.
+    """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    The gradients are sums of products of rows and cols. The norm of all columns that take part is at most `overlap`
-    times that of `cols`: a convolution has windows of them.
+    The gradients are sums of products of rows and cols. `overlap`: bound on the norm of the columns used (the windows
+    of a convolution) over that of `cols`.
     """
-    # The clipped sum is another product, rounded in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
+    # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
     return torch.maximum(norm_sq, (norms(rows) * rounding * norms(cols)).square())
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Return squared norms [B] of sum_t rows_t (x) cols_t without the sum: sum_{t,t'} <r_t, r_t'> <c_t, c_t'>.
+    """Squared norms [B] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t| [B].
 
-    Gram matrices are symmetric: every block of positions meets itself, and twice those before it, so that about half
-    of them are computed and none is ever whole. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
-    Also returns sum_t |r_t| |c_t| [B], to which rounding is relative.
+    Rounding is relative to the second. By symmetry each block of positions meets only itself and, counted twice, the
+    blocks before it: about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
+    arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
     rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)

@@ -20,36 +20,36 @@ class PerSampleGrad:
     gradient: Tensor
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Return squared norms [B], float32 or float64."""
+        """Squared norms [B], float32 or float64."""
         return _norm_sq(flat(self.gradient)) if self.is_small else norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Return per-sample gradients [B, *shape]."""
+        """Per-sample gradients [B, *shape]."""
         return wide(self.gradient)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """Return sum_i clip_coef_i * gradient_i, [*shape]."""
+        """sum_i clip_coef_i * gradient_i, [*shape]."""
         rows, shape = flat(self.gradient), self.gradient.shape[1:]
         total = clip_coef_B.to(rows.dtype) @ rows  # a product that FLOP counters know
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
-        """See dpshard.records.record."""
+        """See record.py."""
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
 
     @property
     def is_small(self) -> bool:
-        """Return True if operations on it cost more in calls than in arithmetic."""
+        """True if calls cost more than arithmetic."""
         return self.gradient.shape[1:].numel() <= _SMALL
 
 
 @dataclass(frozen=True, slots=True)
 class FusedGrads:
-    """Small per-sample gradients of several parameters, which are measured and summed as one."""
+    """Small per-sample gradients of several parameters, measured and summed together."""
 
     rows: Tensor
     """[B, elements of all parameters]"""
@@ -58,17 +58,17 @@ class FusedGrads:
 
     @classmethod
     def of(cls, records: Mapping[str, PerSampleGrad]) -> FusedGrads:
-        """Join the gradients of some parameters, by name."""
+        """Join the gradients of parameters, by name."""
         rows = [flat(record.gradient) for record in records.values()]
         shapes = {name: record.gradient.shape[1:] for name, record in records.items()}
         return cls(rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes)
 
     def norm_sq(self) -> Tensor:
-        """Return squared norms [B] over all parameters."""
+        """Squared norms [B] over all parameters."""
         return _norm_sq(self.rows)
 
     def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
-        """Return sum_i factor_i * gradient_i of every parameter, by name."""
+        """sum_i clip_coef_i * gradient_i of every parameter, by name."""
         total = clip_coef_B.to(self.rows.dtype) @ self.rows
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
@@ -76,7 +76,7 @@ class FusedGrads:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> FusedGrads:
-        """Return the gradients with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return FusedGrads(zero_rows(self.rows, nonfinite_B), self.shapes)
 
 
@@ -87,4 +87,4 @@ def _norm_sq(rows: Tensor) -> Tensor:
 
 
 _SMALL = 2**12
-"""Elements of a small gradient, of one sample."""
+"""Largest size of a small gradient, in elements of one sample."""

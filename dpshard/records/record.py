@@ -9,12 +9,12 @@ A use of a parameter leaves one of five records. B samples, G groups of a weight
     PerSampleGrad    gradient [B, *shape]                     the gradient itself
     RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
 
-Each gives its squared norm [B], the per-sample gradients, and the sum weighted by factors [B]. A parameter that is
-used several times has the sum of its records as its gradient: records of a kind join into one, and kinds that stay
-apart have inner products, so that norms hold all cross terms.
+Each gives its squared norms [B], the per-sample gradients [B, *shape], and their sum weighted by factors [B]. The
+gradient of a parameter with several uses is the sum of its records. Records of one kind join; other kinds have inner
+products, so norms include all cross terms.
 
-The gradient of a complex parameter is that of its real and imaginary parts, [*shape, 2]. `real()` is the record of
-these; a tape keeps no other, so all that follows takes real numbers.
+The gradient of a complex parameter is that of its real and imaginary parts, [*shape, 2]. `real()` returns the record of
+these parts; a tape keeps no other.
 """
 
 from dpshard.records.convolution import Convolution

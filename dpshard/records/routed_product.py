@@ -1,4 +1,4 @@
-"""Records of a weight that met the rows of all samples in any order."""
+"""Records of a weight applied to the rows of all samples in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpshard.records.outer_product import OuterProduct
 class RoutedProduct:
     """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C], over the rows n that the data sent to group_n.
 
-    The rows of all samples lie side by side in any order, as experts see them; sample_n is its sample.
+    The rows of all samples lie in any order, as experts receive them.
     """
 
     rows: Tensor
@@ -24,13 +24,13 @@ class RoutedProduct:
     cols: Tensor
     """[N, C]"""
     sample: Tensor
-    """[N], int64, in 0..B-1"""
+    """[N], int64: sample of each row, in 0..B-1"""
     group: Tensor
-    """[N], int64; rows with a group not in 0..G-1 met no weight"""
+    """[N], int64; a row with a group outside 0..G-1 used no weight"""
     batch_size: int
     """B"""
     shape: torch.Size
-    """Shape of the parameter; its elements in order are those of [G, R, C]."""
+    """Shape of the parameter, a view of [G, R, C]."""
 
     @property
     def groups(self) -> int:
@@ -54,17 +54,17 @@ class RoutedProduct:
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Return squared norms [B]. Groups are different elements of the weight, so their squared norms add up."""
+        """Squared norms [B]; those of groups add up, because groups are different elements of the weight."""
         keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
         norm_sq = product.norm_sq(method)
         return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
 
     def per_sample(self) -> Tensor:
-        """Return per-sample gradients [B, *shape]."""
+        """Per-sample gradients [B, *shape]."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """Return sum_i factor_i * gradient_i, [*shape]."""
+        """sum_i clip_coef_i * gradient_i, [*shape]."""
         rows = wide(self.rows)
         return self._placed(self.group, rows * clip_coef_B.to(rows.dtype)[self.sample][:, None], 1)[0]
 
@@ -75,7 +75,7 @@ class RoutedProduct:
         return out.view(n, *self.shape)
 
     def real(self) -> RoutedProduct:
-        """See dpshard.records.record, and OuterProduct."""
+        """See record.py and OuterProduct.real."""
         if not self.rows.is_complex():
             return self
         return replace(
@@ -88,6 +88,6 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """Return the record with exact zeros for the samples of `nonfinite_B` (bool [B])."""
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))

@@ -1,8 +1,7 @@
 """Rules: for each torch function, how one use of a trainable parameter becomes records of per-sample gradients.
 
-One file per family. A rule runs the function as it is, cut off from the parameters, and records what the per-sample
-gradient is made of; it decides nothing about clipping. Functions of parameters only need no rule: see `derived`.
-A new file must be imported below: `@rule` then registers its rules.
+A rule runs the function cut off from the parameters, and records the parts of the per-sample gradient. Functions of
+parameters only need no rule: see `derived`. Import new files below, so that `@rule` registers their rules.
 May import `records` and below. Not for users. Begin with `call.py`, then `linear.py`.
 """
 

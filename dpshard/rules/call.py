@@ -1,4 +1,4 @@
-"""What a rule is given: one torch function call that uses trainable parameters, and two ways to record the use."""
+"""The interface of rules: a torch function call with trainable parameters, and two ways to record the use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ class BatchAxis:
     """Where a tensor carries the samples of the micro-batch."""
 
     dim: int
-    """The dimension, from 0."""
     adjacent: int = 0
-    """When the dimension is B * k long: how many of the k rows of a sample are adjacent. 0: all ([B, k]); 1: none
-    ([k, B]); K, where a unit has so many in the inputs of the model: [k / K, B, K]."""
+    """For a dimension of B * k: adjacent rows of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a unit
+    in the model's inputs: [k / K, B, K]."""
     routed: bool = False
-    """Whether the data decides which sample's row is where (experts): every row of the call then counts as a sample."""
+    """True if the data decides the order of rows (experts): every row then counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """`x` with the samples first: [B, ...]; k rows of a sample become a dimension of their own, where they were."""
+        """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension here."""
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
@@ -36,7 +35,7 @@ class BatchAxis:
         return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """Undo `split`: from samples first to the layout of this axis; k rows a sample (1: no dimension for them)."""
+        """Undo `split` for k rows a sample (1: without their own dimension)."""
         if k == 1:
             return x.movedim(0, self.dim)
         if not self.adjacent:
@@ -46,30 +45,29 @@ class BatchAxis:
 
 
 Replay = Callable[[dict[str, Tensor]], Tensor]
-"""A derivation: from the values of the trainable parameters by name to the derived tensor."""
+"""From the values of the trainable parameters by name to a derived tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A trainable parameter, or a tensor that was derived from trainable parameters alone (`w.t()`, `1 + w`)."""
+    """A trainable parameter, or a tensor derived only from such (`w.t()`, `1 + w`)."""
 
     label: str
     """Parameter name, or the derivation as text: "__getitem__(positions, slice(None, 6, None))[0]"."""
     form: str
-    """The same without the lengths of slices and constants: the place in the model, however long the inputs are."""
+    """`label` without lengths of slices and constants: the same for inputs of any length."""
     roots: tuple[str, ...]
-    """Names of the trainable parameters it comes from."""
+    """Names of its trainable parameters."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     replay: Replay
     isometric: bool
-    """Whether it only rearranges or selects elements of its one root: then norms are those of the root's gradient."""
+    """True if it only rearranges or selects elements of its one root, which preserves norms."""
     exact: bool
-    """Whether two sources of the same label are the same function of the parameters (no constants took part)."""
+    """True if equal labels mean equal functions of the parameters (no constants took part)."""
     transpose_of: Source | None = None
-    """The matrix that this matrix is the transpose of: a product with the one is recorded as one with the other."""
+    """Matrix that this is the transpose of; products with this are recorded there."""
     slice_of: tuple[Source, int] | None = None
-    """The source that holds this as one element along dimension 0, and which one: an expert's weight."""
+    """Source with this as one element along dimension 0, and its index: an expert's weight."""
 
 
 Build = Callable[..., Sequence[tuple[Source, Record]]]
@@ -77,7 +75,7 @@ Build = Callable[..., Sequence[tuple[Source, Record]]]
 
 
 class Call(Protocol):
-    """One call of a torch function in which trainable parameters meet the samples of the micro-batch."""
+    """A call of a torch function with trainable parameters and samples of the micro-batch."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,36 +85,36 @@ class Call(Protocol):
     output_axis: BatchAxis | None
 
     def source(self, x: Any) -> Source | None:
-        """Return the source that `x` is, or None for data, constants and frozen parameters."""
+        """Return `x` as a source; None for data, constants and frozen parameters."""
         ...
 
     def plain(self, x: Any) -> Any:
-        """`x`, cut off from autograd if it is a source."""
+        """Return `x`, cut off from autograd if it is a source."""
         ...
 
     def axis(self, x: Tensor) -> BatchAxis | None:
-        """Where `x` carries the samples, or None if it does not."""
+        """Return the batch axis of `x`, or None if it carries no samples."""
         ...
 
     def hold(self, x: Tensor) -> Tensor:
-        """`x`, for a function whose tap will keep it: hand what is returned to both."""
+        """Return `x` for a function and its later tap; pass the result to both."""
         ...
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
-        """`output` unchanged; its gradient, with what was kept, becomes the records that `build` returns."""
+        """Return `output`; its gradient and the kept tensors become the records that `build` returns."""
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """Return the values of source `x`, one copy a sample, [B, *shape] (stride 0); its gradient is the record."""
+        """Return source `x`, one copy a sample, [B, *shape] (stride 0); the copies' gradient is the record."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error to raise, with parameter, module, function; `advise` appends general advice to `reason`."""
+        """Return the error to raise, with parameter, module, function; `advise` adds general advice."""
         ...
 
 
 def batch_axis(call: Call, x: Tensor) -> BatchAxis:
-    """Return the batch axis of `x`; raises BatchLayoutError if it has none."""
+    """Return the batch axis of `x`; raise BatchLayoutError if it has none."""
     axis = call.axis(x)
     if axis is None:
         raise BatchLayoutError(str(call.refuse("its data input carries no samples of the micro-batch")))
@@ -124,7 +122,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
-    """Return the source `x`, one copy a sample, to broadcast with data of `size` = B * k rows at dim -from_right.
+    """Return source `x`, one copy a sample, to broadcast with `size` = B * k rows at dim -from_right.
 
     `adjacent`: see BatchAxis.
     """
@@ -136,7 +134,7 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> 
     if shape[dim] != 1:
         raise call.refuse(f"its dimension {dim} of size {shape[dim]} lies along the samples of the micro-batch")
     copies = call.per_sample(x).reshape(B, *shape)
-    # The size-1 dimension at `dim` becomes the k rows of a sample: autograd sums their gradients.
+    # The size-1 dimension at `dim` becomes the k rows of a sample; autograd sums their gradients.
     k = size // B
     return BatchAxis(dim, adjacent).merge(
         copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k

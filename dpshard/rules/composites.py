@@ -1,4 +1,4 @@
-"""Functions of torch.nn.functional that are looked into as they are: their own Python code is the composition."""
+"""Functions of torch.nn.functional that serve as their own composition, in their Python code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpshard.rules.registry import composite
 
 
 def _look_into(function: Any) -> None:
-    """Register `function` with the check switched off by which it would hand its whole call to the mode again."""
+    """Register `function` without the check that would hand its whole call to the mode again."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

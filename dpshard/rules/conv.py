@@ -31,7 +31,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Weight [P, C / groups, *kernel]: at every output position the product of its gradient and its input window."""
+    """Weight [P, C / groups, *kernel]: the sum over output positions of gradient times input window."""
     output = call.func(input, call.plain(weight), call.plain(bias), stride, padding, dilation, groups)
     rank = weight.dim() - 2
     strides, dilations = _tuple(stride, rank), _tuple(dilation, rank)
@@ -41,7 +41,7 @@ def conv(
         pads, uneven = tuple(t // 2 for t in totals), [t % 2 for t in totals]
     else:
         pads, uneven = (0,) * rank if padding == "valid" else _tuple(padding, rank), [0] * rank  # type: ignore[arg-type]
-    extra = [p for size in reversed(uneven) for p in (0, size)]  # "same" pads an odd total once more at the end
+    extra = [p for size in reversed(uneven) for p in (0, size)]  # "same" pads an odd total more at the end
 
     def record(x: Tensor, g: Tensor, shape: torch.Size) -> Convolution:
         x = F.pad(x, extra) if any(extra) else x
@@ -62,7 +62,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
-    """Weight [C, P / groups, *kernel]: the adjoint of a convolution, so input and output gradient swap their parts."""
+    """Weight [C, P / groups, *kernel]: the adjoint of a convolution, so input and output gradient swap roles."""
     output = call.func(input, call.plain(weight), call.plain(bias), stride, padding, output_padding, groups, dilation)
     rank = weight.dim() - 2
     strides, pads, dilations = (_tuple(x, rank) for x in (stride, padding, dilation))
@@ -82,7 +82,7 @@ def _record(
     bias: Tensor | None,
     record: Callable[[Tensor, Tensor, torch.Size], Record],
 ) -> Tensor:
-    """Tap a convolution; `record` is given input and output gradient [B, k, ...], k images a sample."""
+    """Tap a convolution; `record` gets input and output gradient [B, k, ...], k images a sample."""
     w, b = call.source(weight), call.source(bias)
     if input.dim() != weight.dim():
         raise call.refuse("its input has no batch dimension; pass [B, C, ...]")
@@ -105,5 +105,5 @@ def _record(
 
 
 def _images(x: Tensor, dims: int) -> Tensor:
-    """[B, C, ...] as [B, 1, C, ...]; [B, k, C, ...], k images a sample, as it is."""
+    """Return [B, C, ...] as [B, 1, C, ...]; keep [B, k, C, ...], k images a sample."""
     return x if x.dim() > dims else x[:, None]

@@ -1,8 +1,8 @@
-"""Tensors derived from trainable parameters alone, and how the records of a derived tensor go back to its roots.
+"""Tensors derived only from trainable parameters: how their records go back to their roots.
 
-A derivation needs no rule: its Jacobian does not depend on the samples. What rearranges or selects elements is an
-isometry, so the norm of the root's gradient is that of the derived tensor's, and only the clipped sum goes back
-through the Jacobian. Any other derivation takes the per-sample gradients back, one vector-Jacobian product each.
+A derivation needs no rule, because its Jacobian does not depend on the samples. Rearranging or selecting elements
+preserves norms, so only the clipped sum goes back through the Jacobian. Other derivations take back the per-sample
+gradients, by one vector-Jacobian product each.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ISOMETRIC_NAMES = (
     *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Functions that move or pick elements of one tensor, each at most once: the adjoint preserves norms.
+"""Functions that move or pick elements of one tensor, each at most once, so the adjoint preserves norms.
 
-Of a complex element both parts: a cast from real numbers does not.
+Complex elements keep both parts, so a cast from real numbers is not isometric.
 """
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
 
 def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Whether the function `name`, given a tensor of `shape` and other arguments, is the transpose of a matrix."""
+    """Return True if function `name` transposes a matrix, given a tensor of `shape` and other arguments."""
     if len(shape) != 2:
         return False
     swaps = name in ("transpose", "swapaxes", "swapdims") and len(args) == 3 and (args[1] - args[2]) % 2 == 1
@@ -43,9 +43,9 @@ def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
 
 
 def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the roots from the gradient of the derived tensor, both without a batch dimension.
+    """Return the gradients of the roots from that of the derived tensor, without a batch dimension.
 
-    Of complex tensors here and below: of their parts, see `as_real`.
+    Here and below, complex gradients are their parts; see `as_real`.
     """
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
@@ -54,12 +54,12 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Per-sample records of the roots from a record of the derived tensor: a vector-Jacobian product a sample."""
+    """Return per-sample records of the roots from one of the derived tensor, a vector-Jacobian product a sample."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)
     with warnings.catch_warnings():
-        # What vmap cannot batch (weight_norm) it runs sample by sample, which is all that could be done here.
+        # vmap runs some functions (weight_norm) sample by sample; there is no faster way.
         warnings.filterwarnings("ignore", "There is a performance drop")
         (roots,) = torch.func.vmap(vjp)(gradient)
     return {name: PerSampleGrad(as_real(root)) for name, root in roots.items()}

@@ -1,6 +1,6 @@
-"""Elementwise functions with a bare parameter, and parameters that are expanded along the samples (class tokens).
+"""Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens).
 
-The parameter enters as one copy a sample; what autograd returns for the copies is the per-sample gradient.
+The parameter enters as one copy a sample; the gradients of the copies are the per-sample gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """Put a scalar parameter in place of what is masked, by `where`, because one copy a sample is no scalar."""
+    """Replace masked elements by a scalar parameter; uses `where`, because one copy a sample is not a scalar."""
     if call.source(input) is not None:
         raise call.refuse("its output would be a parameter masked by the data; use torch.where")
     (input, mask, value), _ = _spread_all(call, (input, mask, value), {})
@@ -48,7 +48,6 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments; every source among them becomes one copy a sample, to broadcast with the data."""
     from_right, size, adjacent = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
-    """Where the samples lie: counted from the right (broadcasting aligns there), rows, and how many are adjacent."""
+    """Return the batch dimension, counted from the right as in broadcasting, its size, and its adjacent rows."""
     found: set[tuple[int, int, int]] = set()
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and call.source(x) is None:
@@ -104,7 +103,7 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
         raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {B}")
     copies = call.per_sample(x).reshape(B, *shape)
-    if k > 1:  # once for each of the k rows of a sample
+    if k > 1:
         copies = torch.cat([copies] * k, axis.dim + 1)
     rows = BatchAxis(axis.dim, axis.adjacent).merge(copies.squeeze(axis.dim + 1) if k * each == 1 else copies, k * each)
     times[axis.dim] = 1

@@ -1,4 +1,4 @@
-"""Tables that are read by index: F.embedding, F.embedding_bag, `table[ids]` and their kin."""
+"""Tables read by index: F.embedding, F.embedding_bag, `table[ids]` and others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
     source, axis, B = call.source(weight), batch_axis(call, input), call.batch_size
     assert source is not None
     rows = source.shape[0]
-    # torch leaves -1 (no padding) to the C++ function, and counts negative indices from the end in the Python one.
+    # torch passes -1 (no padding) to the C++ function; its Python one counts negative indices from the end.
     skipped = -1 if padding_idx in (None, -1) else padding_idx % rows
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
@@ -55,7 +55,7 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
 
 
 def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> EmbeddingRecord:
-    """Return the record of reads of `source` at `ids`; `g` is the gradient of what was read, samples along `axis`."""
+    """Record reads of `source` at `ids`; `g`: their gradient, with samples along `axis`."""
     ids_BT = axis.split(ids.long(), B).reshape(B, -1)
     values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
     return EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape))
@@ -74,9 +74,9 @@ def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -
     *(torch.take_along_dim, Tensor.take_along_dim, torch.repeat_interleave, Tensor.repeat_interleave),
 )
 def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Any function that reads elements of a parameter at places that the data say.
+    """Any function that reads elements of a parameter at places that the data choose.
 
-    Which elements it reads is seen by running it on their numbers; dimensions that it reads whole stay rows.
+    Run on the elements' numbers, it shows which ones it reads; dimensions read whole stay rows.
     """
     source, axis, B = call.source(table), call.output_axis, call.batch_size
     if source is None or axis is None:
@@ -96,7 +96,7 @@ def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _read_whole(func: Callable[..., Any], table: Tensor, args: tuple[Any, ...]) -> int:
-    """How many trailing dimensions of `table` an index leaves alone; 0 is always right, more is cheaper."""
+    """Return how many trailing dimensions of `table` an index keeps whole; 0 is always right, more is cheaper."""
     if func is not Tensor.__getitem__:
         return 0
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
@@ -118,7 +118,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of rows [N, C]: of ids [N, T], or of flat ids with the place at which each bag starts."""
+    """Bags of rows [N, C]: of ids [N, T], or of flat ids with the start of each bag."""
     if offsets is None:
         starts = torch.arange(0, input.numel(), input.shape[1], device=input.device)
     else:

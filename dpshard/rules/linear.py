@@ -13,7 +13,7 @@ from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
-# DeepSpeed's zero.Init replaces F.linear for the whole process, perhaps before this is imported.
+# DeepSpeed's zero.Init replaces F.linear in the whole process, perhaps before this import.
 _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 
@@ -26,7 +26,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     input = call.hold(input) if source is not None else input
     output = _linear(input, call.plain(weight), call.plain(bias))
     if not torch.compiler.is_compiling() and output._is_view():
-        # Of the matrix that addmm returns, and does not keep for backward. A tap on a view would have autograd copy the
+        # A view of addmm's matrix, which backward does not need. A tap on a view would make autograd copy the
         # gradient of the whole base, twice.
         output = torch.ops.aten._unsafe_view(output, output.shape)
     return _record(call, input, axis, output, source, call.source(bias), transposed=False)
@@ -34,7 +34,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 @rule(torch.addmm, Tensor.addmm)
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Y = b + x W with W [D, P]: the Conv1D of GPT-2, whose x is flattened to [B * T, D]."""
+    """Y = b + x W with W [D, P]: the Conv1D of GPT-2, with x flattened to [B * T, D]."""
     if beta != 1 or alpha != 1 or call.source(mat1) or input.dim() != 1 or not _is_matrix(call, mat2):
         return vectorized(call, *call.args, **call.kwargs)
     axis, source = batch_axis(call, mat1), call.source(mat2)
@@ -99,13 +99,13 @@ def _record(
 ) -> Tensor:
     """Tap `output` = `input` W^T + b (W [P, D]), or `input` W + b if `transposed` (W [D, P]).
 
-    `axis`: where `input`, and so `output`, carries the samples.
+    `axis`: batch axis of `input` and `output`.
     """
     B = call.batch_size
     if weight is not None and weight.transpose_of is not None:
-        # A head that is tied to an embedding as x @ table.t() then joins it without a common [V, C] per sample.
+        # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
         weight, transposed = weight.transpose_of, not transposed
-    # Under autocast the product was taken in the output's precision: that copy is what a weight gradient is made of.
+    # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
     keep = (input.to(output.dtype),) if weight is not None else ()
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:

@@ -16,18 +16,16 @@ from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""From input, weight and bias to the output; without weight and bias, the normalised input."""
+"""From input, weight and bias to the output; without weight and bias, to the normalised input."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """What an input is normalised by, if that is its own moments."""
-
     eps: float
     groups: int = 0
-    """Of channels, each normalised as a whole; 0 if it is the trailing dimensions."""
+    """Groups of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
     centered: bool = True
-    """Whether the mean is subtracted."""
+    """True if it subtracts the mean."""
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -40,7 +38,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_cudnn: bool,
 ) -> Tensor:
-    """Weight and bias of the shape of the trailing dimensions."""
+    """Weight and bias have the shape of the trailing dimensions."""
     shape = list(normalized_shape)
     moments = _Moments(eps)
     return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), moments, trailing=True)
@@ -50,7 +48,7 @@ def layer_norm(
 def rms_norm(
     call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Weight of the shape of the trailing dimensions."""
+    """Weight has the shape of the trailing dimensions."""
     shape = list(normalized_shape)
     moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
     return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), moments, trailing=True)
@@ -85,7 +83,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Weight and bias per channel; running statistics would publish a function of the data without noise."""
+    """Weight and bias per channel; refuse running statistics: they would publish data without noise."""
     if use_input_stats and running_mean is not None:
         raise call.refuse(
             "its running statistics are updated from the data without noise; use track_running_stats=False",
@@ -114,7 +112,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """In eval mode a fixed affine map per channel; in training mode it mixes samples and is refused."""
+    """In eval mode a fixed affine map per channel; refuse training mode, which mixes samples."""
     if training:
         raise call.refuse(
             "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "
@@ -142,10 +140,10 @@ def _affine(
     *,
     trailing: bool,
 ) -> Tensor:
-    """Y = normalize(x) * w + b: the gradient of w is the sum over positions of g * normalize(x), that of b of g.
+    """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
 
-    `trailing`: w has the shape of the last dimensions; else of dimension 1. The normalised input is computed again
-    in backward rather than kept beside the input. `moments`: None if they are not the input's own.
+    `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward computes the normalised input
+    again, to save memory. `moments`: None if they are not the input's own.
     """
     output = normalize(input, call.plain(weight), call.plain(bias))
     w, b = call.source(weight), call.source(bias)
@@ -177,7 +175,7 @@ def _affine(
             return [(source, record) for source, record in zip((w, b), pair, strict=True) if source is not None]
         records: list[tuple[Source, Record]] = []
         if w is not None:
-            # In place: on CPUs a fresh tensor of this size costs more, in page faults, than the product.
+            # In place: on CPUs, page faults of a fresh tensor would cost more than the product.
             records.append((w, reduce(normalize(wide(tensors[0]), None, None).mul_(g), w.shape)))
         if b is not None:
             records.append((b, reduce(g, b.shape)))

@@ -1,4 +1,4 @@
-"""Tensors that are derived from parameters alone (`w.t()`, `1 + w`, `w[i]`), as sources of their own."""
+"""Tensors derived only from parameters (`w.t()`, `1 + w`, `w[i]`), as sources."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_a
 
 
 def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int, output: Tensor) -> Source:
-    """Return the source that is output number `index` of a function of parameters only."""
+    """Return the source for output number `index` of a function of parameters only."""
     tensors = list(tensors_of((args, kwargs)))
     parents = [sources[x] for x in tensors if x in sources]
     name, arguments = function_name(func), (*args, *kwargs.values())
     alike = output.is_complex() == tensors[0].is_complex()
     if torch.compiler.is_compiling():
-        # The source leads nowhere (slots were made by the rehearsal), and dynamo cannot rebuild every closure.
+        # Never replayed, because the rehearsal made the slots; dynamo cannot rebuild every closure.
         replay = _never_replayed
     elif name in _CASTS and len(parents) == 1 and alike:
-        # Gradients go back as they are: a cast would round the clipped sum in half precision.
+        # Skip the cast: it would round the clipped sum in half precision.
         replay = parents[0].replay
     else:
         replay = _replay_of(func, args, kwargs, sources, index)
@@ -46,7 +46,7 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
 
 
 def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Replay:
-    """Output number `index` of a call as a function of the values of the trainable parameters by name."""
+    """Return output number `index` of a call as a function of the trainable parameters by name."""
 
     def kept(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -69,7 +69,7 @@ def _never_replayed(values: dict[str, Tensor]) -> Tensor:
 
 
 def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Arguments `x` with `leaf` of everything in place of it, also within dicts, lists and (named) tuples."""
+    """Map `leaf` over `x`, also within dicts, lists and (named) tuples."""
     if isinstance(x, dict):
         return {key: _replaced(value, leaf) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
@@ -79,7 +79,7 @@ def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _element(index: Any) -> int | None:
-    """Which element along dimension 0 an index picks, if it is one: a number, or the number of an expert."""
+    """Return the one element along dimension 0 that an index picks, such as an expert's number, or None."""
     if isinstance(index, Tensor):
         whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
     else:
@@ -88,7 +88,7 @@ def _element(index: Any) -> int | None:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index is of numbers and slices alone; a tensor or a list may pick an element twice."""
+    """Return True for numbers and slices only; a tensor or a list may pick an element twice."""
     indices = index if isinstance(index, tuple) else (index,)
     return all(isinstance(i, (int, slice, type(None), type(...))) for i in indices)
 

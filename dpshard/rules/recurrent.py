@@ -1,8 +1,7 @@
-"""Recurrent layers and cells, as compositions of functions that have rules of their own.
+"""Recurrent layers and cells, as compositions of functions with rules.
 
-`torch.lstm` and its kin are single functions, into which no one can see; so they are computed step by step, from the
-same formulas. A weight is then used once for all inputs, or once a step for the states, and its records join as those
-of any layer that is called in a loop.
+`torch.lstm` and similar functions hide their steps, so this module computes them, by the same formulas. One call uses
+the inputs' weight for all steps; each step uses the states' weight, and the records join.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from dpshard.rules.registry import composite
 
 State = tuple[Tensor, ...]
-"""What a cell carries on: h, and for an LSTM c, each [B, H]."""
+"""State of a cell: h, and for an LSTM c, each [B, H]."""
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
 """(x W_ih^T + b_ih, state, W_hh, b_hh) -> the next state."""
 
@@ -52,8 +51,8 @@ def _run(
 ) -> tuple[list[Tensor], State]:
     """Return the outputs of all steps, and the last state of every row.
 
-    Steps may have fewer rows the longer they last (packed sequences forwards in time: the last rows end), or more
-    (backwards: they begin, from their rows of `state`).
+    In packed sequences, later steps have fewer rows (forwards in time: the last rows end), or more (backwards: they
+    begin, from their rows of `state`).
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)
@@ -83,7 +82,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """All layers over x [T, B, D], or over packed rows [sum(sizes), D]; returns outputs, and last states [L, B, H]."""
+    """Run all layers over x [T, B, D], or packed rows [sum(sizes), D]; return outputs and last states [L, B, H]."""
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     last: list[State] = []
@@ -109,9 +108,9 @@ def _layers(
 
 
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """Turn states [L, B, H] into those [B, H] of all layers, sequences of length L: their rows then know their samples.
+    """Turn states [L, B, H] into L states [B, H], as sequences of length L, so that rows keep their samples.
 
-    `rows` [B, D]: the first rows of the input, which know theirs; zeros that torch makes know of none.
+    `rows` [B, D]: first rows of the input, with known samples; new zeros would have none.
     """
     if not state.requires_grad and not state.any():
         return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)
@@ -120,7 +119,6 @@ def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _padded(states: Sequence[Tensor]) -> Tensor:
-    """Turn states [B, H] back into [L, B, H]."""
     sizes = torch.full((len(states),), len(states[0]), device="cpu")
     return torch._pad_packed_sequence(torch.cat(list(states)), sizes, False, 0.0, len(states))[0]
 

@@ -1,4 +1,4 @@
-"""The registry: torch function -> rule, or -> what it is composed of."""
+"""The registry: torch function -> rule or composition."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Rule = Callable[..., Any]
 RULES: dict[Function, Rule] = {}
 
 ROUTED_RULES: dict[Function, Rule] = {}
-"""Rules for calls on routed rows that look at where rows lie; see [Note: Rules for routed rows]."""
+"""Rules that depend on where routed rows lie; see [Note: Rules for routed rows]."""
 
 COMPOSITES: dict[Function, Function] = {}
-"""Functions that are looked into rather than ruled as a whole: the same, written in functions of torch."""
+"""Functions replaced by the same in other torch functions, which have rules."""
 
 
 def rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule for torch functions; the rule is called with the Call and the function's own arguments."""
+    """Register a rule for torch functions; it gets the Call and the function's own arguments."""
     return _put_into(RULES, *functions)
 
 
@@ -29,7 +29,7 @@ def routed_rule(*functions: Function) -> Callable[[Rule], Rule]:
 
 
 def composite(function: Function) -> Callable[[Function], Function]:
-    """Register what takes the place of a torch function in a private forward, with the same arguments and result."""
+    """Register a replacement of a torch function in private forwards, with equal arguments and result."""
     return _put_into(COMPOSITES, function)
 
 

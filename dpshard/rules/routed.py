@@ -1,11 +1,11 @@
-"""Routed rows, as experts get them: those of all samples side by side; `Call.samples` names the sample of each.
+"""Routed rows, as experts get them: all samples' rows side by side; `Call.samples` has the sample of each.
 
 [Note: Rules for routed rows]
-Some rules compute output row n from input row n only. They treat each row as a sample, and `records.of_samples` assigns
-what they record of a row to the row's sample. Grouped products depend on where rows lie, so they have their own rule.
+Some rules compute output row n from input row n only. They treat rows as samples, and `records.of_samples` assigns
+their records to the samples. Grouped products depend on where rows lie, so they have their own rule.
 
-A mixture of experts keeps its weights in one tensor [G, ...]. The gradient of a sample is made of its own rows, each in
-the group that it was sent to; an expert that no row came to has a gradient of zero, and noise like any other.
+A mixture of experts keeps its weights in one tensor [G, ...]. A sample's gradient consists of its rows, each in its
+group. An expert without rows has a gradient of zero, and noise like any other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dpshard.rules.registry import routed_rule
 from dpshard.rules.torch_functions import functions_named
 
 GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
-"""Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G] says where groups end."""
+"""Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G]: ends of the groups."""
 
 
 @routed_rule(*GROUPED)
 def grouped_mm(
     call: Call, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """Y_n = x_n W_g with W [G, K, P] and x [N, K], sorted by group; `offs` [G] says where groups end."""
+    """Y_n = x_n W_g; see GROUPED."""
     axis = None if call.source(mat_a) is not None else call.axis(mat_a)
     if axis is None or not axis.routed or mat_a.dim() != 2:
         raise call.refuse("its first argument is not [N, K] with the rows that were routed", advise=False)
@@ -50,10 +50,10 @@ def grouped_mm(
 
 
 def at_samples(source: Source, record: Record, sample_N: Tensor, batch_size: int) -> tuple[Source, Record]:
-    """Return the record of N rows, each taken for a sample, as one of the samples that they belong to."""
+    """Assign the record of N rows, treated as samples, to the rows' samples."""
     record = of_samples(record, sample_N, batch_size)
     if source.slice_of is None or not isinstance(record, RoutedProduct):
         return source, record
-    # An expert's weight is recorded at the weight of all experts: what other experts leave there joins it.
+        # At the weight of all experts it joins the other experts' records.
     weight, group = source.slice_of
     return weight, replace(record, group=torch.full_like(record.group, group), shape=torch.Size(weight.shape))

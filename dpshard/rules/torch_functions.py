@@ -1,4 +1,4 @@
-"""What a torch function was called with, and what it is called: shared by all that look at calls."""
+"""Names, arguments and outputs of torch functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 def tensors_of(args: Any) -> list[Tensor]:
-    """Return the tensors among the arguments of a torch function, in order, also within lists and dicts."""
+    """Return the tensors among arguments, in order, also within lists and dicts."""
     found: list[Tensor] = []
     for x in args.values() if isinstance(args, dict) else args:
         if isinstance(x, Tensor):
@@ -29,35 +29,35 @@ def outputs_of(result: Any) -> list[Tensor]:
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether a gradient may flow through `x`."""
+    """Return True if a gradient may flow through `x`."""
     return x.is_floating_point() or x.is_complex()
 
 
 def function_name(func: Function) -> str:
-    """Return the name of a torch function, or of the property of a tensor that it gets."""
+    """Return the name of a torch function, or of the tensor property that it gets."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor)) -> frozenset[Function]:
-    """Return the functions of these names of any of `owners`: `torch.add` and `Tensor.add` are two of one name."""
+    """Return all functions of these names in `owners`, such as `torch.add` and `Tensor.add`."""
     names = tuple(names)
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
 def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
-    """`w.type_as(x)` and `w.to(x)` as what they are, functions of w alone; and what dynamo cannot call, as its twin."""
+    """Turn `w.type_as(x)` and `w.to(x)` into functions of w only; replace functions that dynamo cannot call."""
     if func is Tensor.unflatten:
-        return torch.unflatten, args  # the method calls super(), which dynamo does not know in a mode
+        return torch.unflatten, args  # the method calls super(), which dynamo cannot trace in a mode
     if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
         return Tensor.to, (args[0], args[1].device, args[1].dtype)
     return func, args
 
 
 class Passthrough:
-    """A process-wide switch: while `on`, function modes pass every call through unchanged.
+    """A process-wide switch, on while a sharding framework gathers and frees parameters around a forward.
 
-    It is on while a sharding framework gathers and frees parameters around a forward.
+    While it is on, function modes pass every call through unchanged.
     """
 
     on = False
@@ -65,7 +65,7 @@ class Passthrough:
     @classmethod
     @contextmanager
     def set(cls, on: bool) -> Iterator[None]:
-        """Return a block in which the switch is `on`, or off again."""
+        """Set the switch in a block."""
         before, cls.on = cls.on, on
         try:
             yield

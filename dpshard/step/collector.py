@@ -1,4 +1,4 @@
-"""Collects the clipped sums of one logical batch after another: what belongs to it, and when it may be released."""
+"""Collects the clipped sums of one logical batch after another, and decides when each may be released."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dpshard.step.silence import Silence
 
 
 class BatchState(Enum):
-    """Where the gradients of the logical batch stand (called a lot in Abadi et al. 2016, arXiv:1607.00133).
+    """State of the gradients of the logical batch (called a lot in Abadi et al. 2016, arXiv:1607.00133).
 
     | from               | event                                                         | to         | epoch |
     |--------------------|---------------------------------------------------------------|------------|-------|
@@ -36,27 +36,27 @@ class BatchState(Enum):
     | EMPTY, PRIVATIZED  | a backward delivers its first clipped sums                    | COLLECTING |       |
     | COLLECTING         | backwards deliver more                                        | COLLECTING |       |
     | COLLECTING         | the release of a loop of the user's own                       | PRIVATIZED |       |
-    | COLLECTING         | such a release is refused, for a forward had no backward      | EMPTY      | + 1   |
+    | COLLECTING         | such a release is refused: a forward had no backward          | EMPTY      | + 1   |
     | EMPTY, COLLECTING  | the release of a logical batch                                | PRIVATIZED | + 1   |
     | EMPTY, COLLECTING  | the loop is left before all micro-batches were handed out     | EMPTY      | + 1   |
     | all but CLOSED     | `batches` begins; `restart`                                   | EMPTY      | + 1   |
     | all                | `close`                                                       | CLOSED     | + 1   |
 
-    Logical batches and tapes remember the epoch in which they were made, and end with it.
+    Logical batches and tapes are valid in the epoch in which they were made.
     """
 
-    EMPTY = auto()  # nothing of the logical batch has been collected
+    EMPTY = auto()  # nothing was collected
     COLLECTING = auto()  # clipped sums accumulate
-    PRIVATIZED = auto()  # noise is in: the gradients are safe to use, once or many times
+    PRIVATIZED = auto()  # noise is in: gradients are safe to use, any number of times
     CLOSED = auto()  # the engine was detached
 
 
 class Collector:
     """The logical batch in progress, from its first forward to its release.
 
-    Whatever would count a sample twice, in the release of another step, or not at all raises LogicalBatchError.
-    `mean`: whether losses are means over the rows of the micro-batch. `rows_per_unit`: the rows of a sample, the mean
-    of whose losses is the sample's loss.
+    Raises LogicalBatchError for uses that would count a sample twice, in the release of another step, or not at all.
+    `mean`: losses are means over the rows of the micro-batch. `rows_per_unit`: rows of a sample; its loss is the mean
+    of theirs.
     """
 
     def __init__(
@@ -71,9 +71,8 @@ class Collector:
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
-        """The logical batch of `engine.batches` that was not released yet; None in a loop of the user's own."""
+        """The unreleased logical batch of `engine.batches`; None in a user's own loop."""
         self.metrics = BatchMetrics()
-        """Of the logical batch in progress."""
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
         roots = Roots(sharding.shapes, sharding.anchored, sharding.values)
@@ -81,8 +80,8 @@ class Collector:
         self._backend = backend
         self._device = backend.sharding.device
         self._mean, self._rows_per_unit = mean, rows_per_unit
-        self._loop: Feed | None = None  # of the loop over `batches` that is running
-        self._own: list[Tape] = []  # forwards of a loop of the user's own since the last release
+        self._loop: Feed | None = None  # feed of the running loop over `batches`
+        self._own: list[Tape] = []  # forwards of a user's own loop since the last release
         self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
@@ -123,10 +122,10 @@ class Collector:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise LogicalBatchError(refusals.CAPTURED)
         if self.clipper.pending:
-            self.clipper.abort()  # a backward that raised left records behind
+            self.clipper.abort()  # records of a backward that raised
         if self.state is not BatchState.COLLECTING:
             self._backend.sharding.refuse_changed_parameters()
-        # A mean over all rows is a mean of the samples' means; of a sum, a sample's part is that of its rows.
+        # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
         micro = self._micro
         if micro is None:
@@ -146,7 +145,7 @@ class Collector:
         return tape
 
     def _refuse_fork(self) -> None:
-        """Raise EngineInUseError in a child process: both would draw the same batches, and count apart."""
+        """Raise EngineInUseError in a forked process: both would draw the same batches, but count apart."""
         if os.getpid() != self._process:
             raise EngineInUseError(
                 f"This engine was made in process {self._process}, and process {os.getpid()} is a fork of it: both "
@@ -155,7 +154,6 @@ class Collector:
             )
 
     def _require_own_loop(self, module: nn.Module) -> None:
-        """Raise LogicalBatchError for a forward that is neither in a micro-batch nor in a loop of the user's own."""
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(
                 "The model was called for training between two micro-batches of engine.batches, or between two "
@@ -185,13 +183,13 @@ class Collector:
             self._require_clean(sums.names)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
-                self._own.clear()  # nothing was collected, and the script is told to begin anew
+                self._own.clear()  # nothing was collected, and the error tells the script to restart
             raise
         self.state = BatchState.COLLECTING
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
     def _require_clean(self, names: Sequence[str]) -> None:
-        """Raise LogicalBatchError if clipped sums would be handed out, or be added to gradients of before."""
+        """Raise LogicalBatchError if the caller would get clipped sums, or add them to older gradients."""
         leaf = self._backend.sharding.anchored[names[0]]
         if leaf.requires_grad and not accumulates(leaf):
             raise LogicalBatchError(
@@ -213,11 +211,11 @@ class Collector:
     # --- one logical batch after another ----------------------------------------------------------------------------
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
-        """Yield the logical batches that were `loaded`, each to be released; `next_step` numbers the releases."""
+        """Yield the logical batches in `loaded`; the script must release each. `next_step` numbers the releases."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
-        self._begin_anew(feed)  # a logical batch that was left is drawn again: it must not count twice
+        self._begin_anew(feed)  # redraw an abandoned logical batch, so that it does not count twice
         try:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
@@ -233,14 +231,11 @@ class Collector:
             if self._loop is feed:
                 self._loop = None
                 if self.batch is not None and not self.batch.complete:
-                    self._begin_anew()  # the first rows of a Poisson sample are no Poisson sample
-                # Else optimizer.step() may follow after the loop, and must find the noise of this very batch.
+                    self._begin_anew()  # a part of a Poisson sample is not a Poisson sample
+                # Otherwise optimizer.step() may follow the loop, and needs the noise of this batch.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return what the closure of an optimizer's step returns.
-
-        Raises LogicalBatchError if the samples of a loop of the user's own were differentiated before it, too.
-        """
+        """Evaluate an optimizer's closure; raise LogicalBatchError if its samples already had a backward."""
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
@@ -249,10 +244,9 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there is anything to release: not if gradients are private already, or nothing was collected.
+        """Return True if there is something to release, if only an empty logical batch; False if it is private already.
 
-        Raises LogicalBatchError on a half-finished logical batch, for gradients of before it, and for one that is not
-        of `step`, which the release would be counted as.
+        Raises LogicalBatchError for a half-finished logical batch, older gradients, or a batch of another step.
         """
         self._refuse_fork()
         if self.state is BatchState.CLOSED:
@@ -262,7 +256,7 @@ class Collector:
         if self.batch is not None and not self.batch.complete:
             raise LogicalBatchError(refusals.half_finished(self.batch))
         if self.batch is not None and self.batch.step != step:
-            # The batch of a step decides who is protected by its release.
+            # A step's batch decides whom its release protects.
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
@@ -273,11 +267,11 @@ class Collector:
     def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
         """Sum over ranks, and return the digest of the sums; see Backend.
 
-        LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
+        Raises LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
         """
         gaps = self._gaps()
         if any(everywhere for _, _, everywhere in gaps):
-            self._refuse(gaps)  # now: the other ranks wait in another collective, and do not come to the next one
+            self._refuse(gaps)  # now: the other ranks wait in another collective and never reach the next one
         (broken, *doubts), sums = self._backend.complete_sums(bool(gaps), self._own_doubts(), digest)
         if broken:
             self._refuse(gaps)
@@ -301,11 +295,11 @@ class Collector:
         micro, why = gaps[0][:2] if gaps else (None, "on another rank")
         message = refusals.not_whole(self.batch, micro, why)
         if self.batch is None:
-            self._begin_anew()  # all rows have to come again, with the next forward
+            self._begin_anew()  # the next forwards must bring all rows again
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        """Return what else speaks against the release on this rank, int64 [one a kind of doubt]."""
+        """Return this rank's other doubts, int64 [kinds of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
@@ -314,10 +308,10 @@ class Collector:
     def _begin_doubts(self) -> None:
         self._doubts = Doubts(at_once=self._backend.communicator.world_size == 1)
         self._silence.begin()
-        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by the mask of their tape
+        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by their tape's mask
 
     def end_release(self) -> BatchMetrics:
-        """End the logical batch after its noise was added; return its figures, over all ranks."""
+        """End the logical batch after its noise was added; return its metrics over all ranks."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
@@ -328,11 +322,11 @@ class Collector:
         return metrics
 
     def warn_of_unreached(self) -> None:
-        """Warn, once, of parameters that got no gradient in the first logical batch."""
+        """Warn, once, of parameters without a gradient in the first logical batch."""
         self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """Return the figures of this logical batch, over all ranks, after its last micro-batch."""
+        """Return the metrics of this logical batch over all ranks; call it after its last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None:
@@ -343,10 +337,10 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError where no state can be loaded: in the middle of a logical batch, or detached."""
+        """Raise LogicalBatchError in the middle of a logical batch, or if detached: no state can be loaded."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
-        # Also before its first backward: its samples would be released with the noise of the step that is loaded.
+        # Also before its first backward: its samples would get the noise of the loaded step.
         if self.state is BatchState.COLLECTING or self.batch is not None:
             raise LogicalBatchError(
                 "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
@@ -354,7 +348,7 @@ class Collector:
             )
 
     def require_private(self) -> None:
-        """Raise LogicalBatchError if the gradients are clipped sums without noise, or none at all."""
+        """Raise LogicalBatchError unless the gradients are private."""
         if self.state is not BatchState.PRIVATIZED:
             raise LogicalBatchError(
                 "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical "
@@ -362,16 +356,16 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Begin anew after another state was loaded: logical batches that were drawn before do not count."""
+        """Begin anew after another state was loaded."""
         self._begin_anew()
 
     def close(self) -> None:
-        """Hand out no further logical batch; clipped sums that were not privatized are dropped."""
+        """Hand out no more logical batches; drop unreleased sums."""
         self._begin_anew()
         self.state = BatchState.CLOSED
 
     def _begin_anew(self, loop: Feed | None = None) -> None:
-        """Begin an epoch: what was collected is dropped, and what was drawn or recorded before does not count."""
+        """Begin an epoch: drop all sums; earlier draws and records do not count."""
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
         self._own.clear()

@@ -1,4 +1,4 @@
-"""Whether training reaches every trained parameter: asked once, of the first logical batch."""
+"""Warns of trained parameters without a gradient in the first logical batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell` was called; then it costs nothing."""
+    """Notes which of `parameters` get a gradient, until `tell`; then it costs nothing."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
-        """Return a `take` that notes for which parameters there was a sum, of zeros too: adapters begin with these."""
+        """Return a `take` that notes parameters with a sum. Zeros count: adapters begin with them."""
         reached = self._reached
         if reached is None:
             return take
@@ -35,9 +35,9 @@ class FirstGradients:
         return noted
 
     def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once, of the parameters that no rank has had a gradient of; `stack` gives the vectors of all ranks.
+        """Warn, once, of parameters without a gradient on any rank; `stack` gathers the vectors of all ranks.
 
-        A batch without any gradient tells nothing of the model.
+        Wait for a batch with any gradient at all.
         """
         if self._reached is None:
             return

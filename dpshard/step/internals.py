@@ -1,4 +1,4 @@
-"""What the optimizer hook, Checkpointer and audits ask an engine, and scripts do not."""
+"""The engine's interface for the optimizer hook, Checkpointer and audits; not for scripts."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
 NoteRelease = Callable[[int, bytes], Callable[[], object]]
-"""Takes step and identity of a release before it is made; what it returns is called before the release ends."""
+"""Takes step and identity of a release before it is made; its result is called before the release ends."""
 
 
 class Internals:
-    """Parameters, gradients and releases of an engine, as other rooms see them."""
+    """Parameters, gradients and releases of an engine."""
 
     def __init__(self, backend: Backend, collector: Collector) -> None:
         self._backend, self._collector = backend, collector
         self._notes: list[NoteRelease] = []
 
     def owned(self) -> set[Tensor]:
-        """Return the parameters that the engine privatizes, and what optimizers may hold in their place."""
+        """Return the parameters that the engine privatizes, and their stand-ins in optimizers."""
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of the closure of an optimizer's step; LogicalBatchError if its samples count already."""
+        """See Collector.evaluate."""
         return self._collector.evaluate(closure)
 
     def install_gradients(self, held: set[Tensor]) -> None:
-        """Put private gradients where the optimizer that is about to step on `held` looks for them."""
+        """Put private gradients where an optimizer that steps on `held` reads them."""
         self._backend.gradients.install(held)
 
     def note_releases(self, note: NoteRelease) -> None:
-        """Call `note` for every release from now on."""
+        """Call `note` for every later release."""
         self._notes.append(note)
 
     def note(self, step: int, identity: bytes) -> list[Callable[[], object]]:
-        """Note a release; return what waits until the notes are on the disk."""
+        """Note a release; return functions that wait until the notes are on disk."""
         return [note(step, identity) for note in self._notes]
 
     def training_state(self, optimizer: Any) -> TrainingState:
@@ -50,19 +50,19 @@ class Internals:
         return self._backend.sharding.training_state(optimizer)
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError in the middle of a logical batch, where no state can be loaded."""
+        """See Collector.require_rest."""
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the whole private gradient of a trainable parameter, on every rank.
 
-        All ranks call it between `privatize()` and the optimizer's step, for the same names in the same order. None
-        if the optimizer will find no gradient, because the parameter was frozen since, say. Raises LogicalBatchError
-        if there are no private gradients.
+        All ranks must call it between `privatize()` and the optimizer's step, for the same names in the same order.
+        None if the optimizer will find no gradient: the parameter was frozen, for example. Raises LogicalBatchError if
+        gradients are not private.
         """
         self._collector.require_private()
         return self._backend.gradients.full_gradient(name)
 
     def full_value(self, name: str) -> Tensor:
-        """Return a whole trainable parameter, on every rank; called like `full_gradient`, at any time."""
+        """Return a whole trainable parameter, on every rank; call it like `full_gradient`, at any time."""
         return self._backend.sharding.full_value(name)

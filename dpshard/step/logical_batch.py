@@ -1,4 +1,4 @@
-"""The logical batch: the micro-batches between two optimizer steps, and how far along it is."""
+"""The logical batch: the micro-batches between two optimizer steps, and its progress."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dpshard.interception import RowIdentity
 from dpshard.sampling import MicroBatchPlan
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
-"""Plans of micro-batches, each with its data."""
+"""Plans of micro-batches with their data."""
 
 
 class Feed:
-    """The one consumer of the loaded micro-batches: loops over logical batches peek, logical batches take."""
+    """The one consumer of loaded micro-batches: loops over logical batches peek, logical batches take."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self._next: tuple[MicroBatchPlan, Any] | None = None
 
     def peek(self) -> MicroBatchPlan | None:
-        """Return the plan of the next micro-batch, which stays; None at the end of the run."""
+        """Return the plan of the next micro-batch without taking it; None at the end of the run."""
         if self._next is None:
             self._next = next(self._loaded, None)
         return None if self._next is None else self._next[0]
@@ -39,19 +39,18 @@ class Feed:
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """The micro-batch that the script is working on."""
+    """The current micro-batch of the script."""
 
     plan: MicroBatchPlan
     data: Any
-    """What was handed out."""
     tape: Tape | None = None
-    """Shared by all forwards on this micro-batch: a sample has one gradient and one factor."""
+    """Shared by all forwards on it, so a sample has one gradient and one factor."""
     rows: RowIdentity | None = None
     """Watches that its rows stay its samples."""
 
     @property
     def gap(self) -> str | None:
-        """Why its samples do not count whole; None if they do."""
+        """Reason why its samples do not count whole; None if they do."""
         if self.tape is None:
             return "the model was not called on it in training mode"
         return self.tape.gap
@@ -66,7 +65,7 @@ _NO_MICRO_BATCH = (
 class LogicalBatch:
     """The micro-batches of one step; iterate over it once, then call `optimizer.step()`.
 
-    It belongs to the `epoch` of its collector; when that has moved on, it was released or left.
+    It was released or left once the `epoch` of its collector has changed.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class LogicalBatch:
         self._position = 0
         self._samples = 0
         self._micro: MicroBatch | None = None
-        self._behind: list[MicroBatch] = []  # micro-batches that did not count whole when the next one began
+        self._behind: list[MicroBatch] = []  # micro-batches with a gap when the next one began
 
     @property
     def step(self) -> int:
@@ -93,41 +92,41 @@ class LogicalBatch:
 
     @property
     def position(self) -> int:
-        """Micro-batches handed out so far. It depends on who was drawn: no loss may."""
+        """Micro-batches handed out so far. No loss may use it: it depends on the draw."""
         return self._position
 
     @property
     def samples(self) -> int:
-        """Samples in them, on this rank. They are who was drawn: no loss may depend on their number."""
+        """Samples handed out so far, on this rank. No loss may use it: it depends on the draw."""
         return self._samples
 
     @property
     def complete(self) -> bool:
-        """Whether all micro-batches were handed out."""
+        """True if all micro-batches were handed out."""
         return self._position == self._plan.count
 
     @property
     def in_progress(self) -> bool:
-        """Whether the batch was neither released nor left."""
+        """True if the batch was neither released nor left."""
         return self._epoch == self._now()
 
     @property
     def micro(self) -> MicroBatch | None:
-        """The current micro-batch; None between two of them."""
+        """Current micro-batch; None between two."""
         return self._micro
 
     @property
     def is_padding(self) -> Tensor:
-        """Bool [B], on the CPU: the rows of the current micro-batch that are padding and contribute nothing.
+        """Bool [B], on the CPU: padding rows of the current micro-batch, which contribute nothing.
 
-        For figures that you log. No loss may depend on their number, which tells how many samples were drawn.
+        For figures that you log. No loss may use their number, which shows how many samples were drawn.
         """
         if self._micro is None:
             raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
         return self._micro.plan.rows_are_padding
 
     def __len__(self) -> NoReturn:
-        """Refuse: the number of micro-batches depends on who was drawn. See UnknownLengthError."""
+        """Refuse: the number of micro-batches depends on the draw. See UnknownLengthError."""
         raise UnknownLengthError(
             "A logical batch has no len(): the number of its micro-batches depends on which samples were drawn. A loss "
             "divided by it would make every gradient depend on all samples, before clipping. Do not divide: the "
@@ -136,12 +135,12 @@ class LogicalBatch:
         )
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Refuse: it is no micro-batch."""
+        """Refuse: it is not a micro-batch."""
         raise LogicalBatchError(_NO_MICRO_BATCH)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuse: it is no tensor."""
+        """Refuse: it is not a tensor."""
         raise LogicalBatchError(_NO_MICRO_BATCH)
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,16 +165,16 @@ class LogicalBatch:
             self.end_micro_batch()
 
     def progress(self) -> str:
-        """Return how many micro-batches were handed out, for errors: no loss may depend on their number."""
+        """Return how many micro-batches were handed out, for errors only: no loss may use it."""
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:
-        """End the current micro-batch. Its backward may still follow: losses of several may be summed first."""
+        """End the current micro-batch. Its backward may follow later, on a sum of losses."""
         if self._micro is not None and self._micro.gap:
             self._behind.append(self._micro)
         self._micro = None
 
     def gaps(self) -> list[tuple[MicroBatch, str]]:
-        """Return the micro-batches handed out so far that do not count whole, each with the reason."""
+        """Return the micro-batches so far that do not count whole, each with the reason."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]

@@ -1,7 +1,7 @@
-"""Privatizes gradients before any optimizer steps, without touching the optimizer.
+"""Privatizes gradients before any optimizer steps.
 
-One hook serves the whole process (torch.optim.optimizer.register_optimizer_step_pre_hook), so wrappers of accelerate,
-Lightning and LR schedulers are served as well.
+One hook serves the whole process (torch.optim.optimizer.register_optimizer_step_pre_hook), with the wrappers of
+accelerate, Lightning and LR schedulers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Engine(Protocol):
     def privatize(self) -> None: ...
 
 
-# A model keeps its engine alive (through its patched forwards), so an engine leaves this set only with its model.
+# A model keeps its engine alive through its patched forwards, so both leave together.
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
@@ -42,7 +42,7 @@ def register(engine: _Engine) -> None:
     """Privatize for `engine` from now on."""
     global _installed
     if not _installed:
-        # The compiler is loaded with the first engine, not with this module: that takes longer than to load torch.
+        # Not at import: it loads the compiler, which takes longer than torch.
         register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(_before_step, reason=_NOT_COMPILED)))
         _installed = True
     _engines.add(engine)
@@ -82,7 +82,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             "LBFGS evaluates the loss several times per step: every evaluation would be a release of its own. "
             "Choose a first-order optimizer (SGD, Adam, ...)."
         )
-    # torch hands over the arguments of the unbound step(): the optimizer comes first.
+    # torch passes the arguments of the unbound step(): the optimizer comes first.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     value = None
     if callable(closure):
@@ -102,7 +102,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Once:
-    """Stands in for a closure that has been evaluated: its gradients are private now, and must not be recomputed."""
+    """Replaces an evaluated closure: its gradients are private now, and must not be recomputed."""
 
     def __init__(self, value: Any, held: set[Tensor]) -> None:
         self.value = value
@@ -110,7 +110,7 @@ class _Once:
         self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """Return the value, once, and where it was computed."""
+        """Return the value, once, at the parameters where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
                 f"The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
@@ -129,7 +129,7 @@ _TWO_STEPS = "Or call optimizer.step() without a closure after each backward(): 
 
 
 def _version(p: Tensor) -> tuple[int, int, int]:
-    """Return what changes when a parameter is moved, or its gradient replaced or rewritten."""
+    """Return a key that changes if a parameter moves, or its gradient is replaced or rewritten."""
     return (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
 
 
@@ -145,7 +145,6 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
-    """Refuse parameters of a private model that its engine does not know: unfrozen, replaced or added since."""
     for engine in list(_engines):
         owned = engine.internals.owned()
         for name, parameter in engine.model.named_parameters():
@@ -158,7 +157,7 @@ def _refuse_late_parameters(held: set[Tensor]) -> None:
 
 
 def _refuse_scaler() -> None:
-    # GradScaler leaves no trace on most optimizers; it is the caller of step() that gives it away.
+    # GradScaler leaves no trace on most optimizers, so look for it among the callers.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():

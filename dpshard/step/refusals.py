@@ -1,4 +1,4 @@
-"""What a script is told when a logical batch cannot go on: where, why, and how to begin it anew."""
+"""Error messages for a logical batch that cannot continue: where, why, and how to restart it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPTURED = (
 
 
 def superseded(*, detached: bool) -> str:
-    """Say why a loop over logical batches cannot continue after something else has begun."""
+    """Say why a loop over logical batches cannot continue after another one began."""
     return (
         DETACHED
         if detached
@@ -60,7 +60,7 @@ def half_finished(batch: LogicalBatch) -> str:
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
-    """Say why a logical batch cannot be released after its release has failed."""
+    """Say why a logical batch cannot be released again after a failed release."""
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not have the noise of step "
         f"{step}. Leave the loop: engine.batches(...) goes on with step {step}."
@@ -68,7 +68,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Say why a logical batch cannot be released when a micro-batch, or a forward, had no complete backward."""
+    """Say why a logical batch with an incomplete backward cannot be released."""
     reason = (
         "Samples that are left out because of the data let one sample decide about all of its micro-batch. Leave no "
         "micro-batch out for a loss that is NaN or inf: samples without a finite gradient contribute 0. Call the model "

@@ -1,13 +1,12 @@
-"""Micro-batches in which no sample has a gradient, while all samples of others have one.
+"""Micro-batches without any gradient, while all samples of other micro-batches have one.
 
 [Note: Silent micro-batches]
-`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch a whole micro-batch off when one sample is odd.
-The gradients of all its rows are then 0, and their norms what squares that underflow may hide. Single samples may have
-none, too: a hinge, a dead unit, an ignored label. But those come one by one, and some of them come among samples that
-have one. So a run is suspected if it has never had a micro-batch of both kinds, and if chance does not explain that.
-Of n samples in K micro-batches, Z silent ones are m whole micro-batches by chance with probability C(K, m) / C(n, Z)
-at most. Sound samples of earlier steps count, too, and silent ones of this step only: the same samples may be silent,
-side by side, again and again.
+`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch when one sample is odd.
+All its gradients are then 0, and their norms only the allowance for underflow. Single samples may also have none: a
+hinge, a dead unit, an ignored label. But some of these lie in micro-batches with other samples that have one. So
+suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Of n samples in K micro-batches,
+Z silent ones are m whole micro-batches by chance with probability at most C(K, m) / C(n, Z). Sound samples of earlier
+steps count, but silent ones only of this step: the same samples may be silent together repeatedly.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dpshard.interception import Doubt, Doubts
 from dpshard.records.host import arrays_of, is_at_hand, total
 
 NOTHING = 1e-8
-"""Share of the threshold below which a gradient is none: rounding, or what a norm adds for underflow."""
+"""Share of the threshold below which a gradient counts as zero: rounding, or the allowance for underflow."""
 BY_CHANCE = 1e-8
-"""Probability below which silence is no chance, where the order of the data says nothing about the samples."""
+"""Probability below which silence is not chance, if data order is independent of the samples."""
 
 
 class Silence:
-    """Counts samples without a gradient, over the logical batches of a run; on the device, which is not waited for."""
+    """Counts samples without a gradient over the logical batches of a run, without synchronising with the device."""
 
     def __init__(self) -> None:
-        # By mask: padding; and by threshold the norms of the groups.
+        # By mask: the padding, and the norms of the groups by threshold.
         self._norms: dict[int, tuple[Tensor, dict[float, list[Tensor]]]] = {}
         self._sound: Tensor | None = None  # samples with a gradient, their micro-batches, steps with mixed ones
 
@@ -43,7 +42,7 @@ class Silence:
         self._norms.clear()
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
-        """Take the norms of a group in one micro-batch, which its mask tells from others."""
+        """Take the norms of a group in one micro-batch, identified by its mask."""
         if id(is_padding_B) not in self._norms:
             for _, earlier in self._norms.values():
                 shares_B = _shares(earlier)
@@ -53,7 +52,7 @@ class Silence:
         norms.setdefault(group.threshold, []).append(norm_B.detach())
 
     def end(self, doubts: Doubts) -> None:
-        """Note, after all backward passes of the logical batch, whether silence in it is no chance."""
+        """Note, after all backward passes of the logical batch, whether its silence is not chance."""
         if not self._norms:
             return
         totals = [_shares(norms).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
@@ -64,7 +63,7 @@ class Silence:
         now, lonely_K = torch.as_tensor(now), torch.as_tensor(lonely_K)
         first, self._sound = self._sound is None, now if self._sound is None else self._sound + now
         if first or (is_at_hand(lonely_K) and not lonely_K.numpy().any()):
-            return  # data in an order of their own may fall into whole micro-batches once
+            return  # an unusual order of the data may group silent samples once
         alone = lonely_K > 0
         z, m, (n, k, ever_mixed) = lonely_K.sum(), alone.sum(), self._sound
         unlikely = _log_choose(k + m, m) - _log_choose(n + z, z) < math.log(BY_CHANCE)
@@ -72,18 +71,17 @@ class Silence:
 
 
 def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
-    """Return what this step adds to the counts of sound samples [3], and the samples of silent micro-batches [K]."""
+    """Return this step's counts of sound samples [3], and the samples of silent micro-batches [K]."""
     silent_K = (norm_KB <= NOTHING).sum(1)
-    sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN tells nothing
+    sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN says nothing
     silent, sound = silent_K > 0, sound_K > 0
-    trains = sound.any()  # a step in which nothing does is not told from a public weight of 0
+    trains = sound.any()  # an all-silent step may have a public weight of 0
     mixed = (silent & sound).any()
     now = xp.stack([(sound_K * ~silent).sum(), (sound & ~silent).sum(), mixed * 1]) * trains
     return now, silent_K * (silent & ~sound & trains)
 
 
 def _shares(norms: dict[float, list[Tensor]]) -> Tensor:
-    """Return the sum [B] of the norms over their thresholds."""
     return total([total(of_one) / threshold for threshold, of_one in norms.items()])
 
 

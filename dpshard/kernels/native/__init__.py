@@ -1,29 +1,23 @@
-"""Compiled C for the CPU, much faster than numpy and torch, which replace it if it was not built.
+"""Compiled C for the CPU, much faster than numpy and torch, which replace it where it is not built.
 
 [Note: Native code]
-- box_muller, release_: normals from random words, and their addition to a sum (normals.c). numpy
-  needs seven passes over the cache, compiled code one. Random bits still come from OpenSSL's
-  cipher: the package has no cryptography of its own.
-- add_digest_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads
-  every product again, in 64 bits.
-- floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch calls
-  a library for each product of a block of positions, on matrices too small for it, and writes and
-  reads every product. Compiled code computes half of the products, and keeps them in the cache.
-- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same
-  processors (convolution.c). torch makes samples the groups of one convolution. To rearrange them
-  it takes several times their memory, fresh from the system.
-- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c).
-  torch normalises the input again, writes it, multiplies it, and sums it twice. Compiled code keeps
-  a row or a group of rows in the cache from its mean to its gradients.
+- box_muller, release_: normals from random words, added to a sum (normals.c). numpy passes over the cache seven times,
+  compiled code once. OpenSSL's cipher makes the random bits: the package has no cryptography of its own.
+- add_digest_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads every product, in
+  64 bits.
+- floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch multiplies matrices too
+  small for its library, and writes and reads every product. Compiled code computes half of the products, in the cache.
+- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same processors
+  (convolution.c). torch makes samples the groups of one convolution, in several times their memory.
+- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c). torch normalises the
+  input again, writes it, multiplies it, and sums it twice. Compiled code keeps its rows in the cache.
 
-The code runs on torch's threads. Threads of another pool would compete for the cores, because
-OpenMP's threads wait for work for milliseconds after the last operator. Compilers call
-GOMP_parallel for `#pragma omp parallel`, and torch's build for Linux brings the library that has
-it. Without this library the code runs on one thread. The number of threads does not change any bit.
+The code runs on torch's threads. Others would compete for the cores, because OpenMP's threads spin for milliseconds
+after an operator. Compilers call GOMP_parallel for `#pragma omp parallel`; torch's build for Linux brings the library
+with it. Without it the code uses one thread. The number of threads changes no bit.
 
-setuptools builds the code with the package if there is a C compiler, and skips it otherwise. The
-noise does not depend on it, except in the last bits of a logarithm or a cosine. DPSHARD_NATIVE=0
-switches it off.
+setuptools builds the code if there is a C compiler. It changes only the last bits of the noise, in logarithms and
+cosines. DPSHARD_NATIVE=0 switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution

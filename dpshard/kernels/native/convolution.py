@@ -10,8 +10,7 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
-"""Smallest number of output channels per group; tiles have 16, and with fewer most of a tile is
-empty."""
+"""Least number of output channels per group; tiles have 16, so with fewer most of a tile is empty."""
 
 _MAX_POSITIONS = 2**16
 """Largest number of positions of all images of a sample; the code packs their gradients at once."""
@@ -22,7 +21,7 @@ def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
-# They are operators of torch, so that fake tensors work and their FLOPs are counted.
+# They are operators of torch, so that fake tensors work and FLOPs are counted.
 
 
 @torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
@@ -31,9 +30,9 @@ def per_sample_gradients_(
 ) -> Tensor:
     """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B].
 
-    All tensors are float32. `images` are the input [B, k, G * C, *space] and the output gradient
-    [B, k, P, *positions], in at most three dimensions. G groups have P / G channels each. Raises
-    ValueError for other dtypes or shapes; call `supports_convolution` first.
+    All tensors are float32. `images`: the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions],
+    in at most three dimensions; G groups have P / G channels each. Raises ValueError otherwise; call
+    `supports_convolution` first.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 
@@ -46,7 +45,7 @@ def gradient_norm_sq(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Return the squared norms [B] of the gradients [B, *shape], without writing these."""
+    """Squared norms [B] of the gradients [B, *shape], without writing these."""
     return _call(None, shape, images, stride, padding, dilation)
 
 

@@ -1,4 +1,4 @@
-"""A digest of the bits of an array, under secret weights, by compiled code; dpshard/noise/digest.py defines it."""
+"""A digest of the bits of an array under secret weights, by compiled code; dpshard/noise/digest.py defines it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WIDTH = 4096
 
 
 def supports_digest(words: Tensor) -> bool:
-    """Return True if compiled code supports `words`: not on another device, and not without values."""
+    """Return True if compiled code supports `words`: on the CPU, and not fake."""
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
 def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
-    """Add to `total` [2], int64, the digest of `words` [n], int32; the first word has the place `at` in its row.
+    """Add to `total` [2], int64, the digest of `words` [n], int32; `at`: place of the first word in its row.
 
-    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64. All are contiguous. Raises ValueError
-    otherwise; call `supports_digest` first.
+    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64; all contiguous. Raises ValueError otherwise;
+    call `supports_digest` first.
     """
     compiled = library()
     kinds = [x.dtype for x in (total, rows, words, columns)]

@@ -8,28 +8,28 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, library, nobody_watches, team
 
 _TILE = 8, 16
-"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer
-products. The code computes each column of tiles of a Gram matrix from the diagonal on."""
+"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer products. The code
+computes each column of tiles of a Gram matrix from the diagonal on."""
 
 
 def supports_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports ghost norms of tensors of `dtype` on `device`."""
+    """Return True if compiled code supports ghost norms of `dtype` on `device`."""
     return has_tiles(device, dtype)
 
 
 def ghost_flops(T: int, R: int, C: int) -> int:
-    """Return the FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
+    """FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
     height, width = _TILE
     n, below = -(-T // width), -(-T // height) * height
     return n * (2 * below - width * (n - 1)) * width * (R + C)
 
 
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
-    """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
+    """Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    They include what underflow may hide, and are at least `relative_floor`
-    (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] are float32 with any
-    strides. Raises ValueError otherwise; call `supports_ghost_norm` first.
+    They include what underflow may hide, and are at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows
+    [B, G, T, R] and cols [B, G, T, C] are float32 with any strides. Raises ValueError otherwise; call
+    `supports_ghost_norm` first.
     """
     function = _ghost_norms if nobody_watches(rows, cols) else _operator
     return function(rows, cols, relative_floor)
@@ -48,6 +48,6 @@ def _ghost_norms(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     return norm_sq
 
 
-# An operator of torch, so that fake tensors work and its FLOPs are counted.
+# An operator of torch, so that fake tensors work and FLOPs are counted.
 _operator = torch.library.custom_op("dpshard::ghost_norms", _ghost_norms, mutates_args=())
 _operator.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))

@@ -36,10 +36,10 @@ _SIGNATURES = {
     "dpshard_digest": (None, (*_TEAM, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER)),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
-"""Return type and argument types of each function."""
+"""Return type and argument types by function."""
 
 Team = tuple[int | None, int]
-"""Address of the function that starts threads (None: no other threads), and number of threads."""
+"""Address of the function that starts threads (None: one thread), and number of threads."""
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
@@ -55,7 +55,7 @@ def library() -> Library | None:
 
 
 def path() -> str | None:
-    """Return the path of the library that was built with the package; None if there was no compiler."""
+    """Path of the library built with the package; None if there was no compiler."""
     found = find_spec("dpshard.kernels.native._native")
     return None if found is None else found.origin
 
@@ -69,9 +69,9 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def nobody_watches(*tensors: torch.Tensor) -> bool:
-    """Return True if an operator of torch on `tensors` only runs its function, which is then called without torch.
+    """Return True if a torch operator on `tensors` would only run its function, so that torch can be skipped.
 
-    Otherwise a mode counts or records operators, a compiler traces, or tensors have no values.
+    Not so where a mode sees operators, a compiler traces, or tensors are fake.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -87,10 +87,7 @@ def is_built() -> bool:
 
 
 def load(path: str) -> Library | None:
-    """Return the library at `path`.
-
-    Warns and returns None if it has another interface or wrong results.
-    """
+    """Load the library at `path`; warn and return None if it has another interface or wrong results."""
     try:
         loaded = Library(path)
         loaded.try_out()
@@ -105,7 +102,7 @@ def load(path: str) -> Library | None:
 
 
 def team() -> Team:
-    """Return torch's threads if GOMP_parallel is available, else only this thread."""
+    """Return torch's threads if GOMP_parallel is available, else this thread."""
     return _gomp_parallel(), torch.get_num_threads()
 
 
@@ -120,7 +117,7 @@ def _gomp_parallel() -> int | None:
 class Library:
     """The compiled functions of the library at `path`; they do not check arguments.
 
-    Raises OSError if there is no library, and AttributeError if it has another interface.
+    Raises OSError if there is no library, AttributeError for another interface.
     """
 
     def __init__(self, path: str) -> None:
@@ -145,16 +142,13 @@ class Library:
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def digest(self, words: int, n: int, at: int, columns: int, rows: int, total: int, team: Team) -> None:
-        """See digest.add_digest_; arrays by their addresses."""
+        """See digest.add_digest_; arrays by address."""
         self._c.dpshard_digest(*team, words, n, at, columns, rows, total)
 
     def ghost_norms(
         self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
     ) -> None:
-        """See gram.floored_ghost_norm_sq.
-
-        `sizes` are B, G, T, R, C, all positive; `norms` is the address of [B]. Raises MemoryError.
-        """
+        """See gram.floored_ghost_norm_sq; positive sizes B, G, T, R, C; address of norms [B]. Raises MemoryError."""
         (x, of_x), (y, of_y) = rows, cols
         strides = _Strides(*of_x), _Strides(*of_y)
         all_sizes = _ProductSizes(*sizes)
@@ -164,22 +158,18 @@ class Library:
     def convolution_gradients(
         self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
     ) -> None:
-        """See convolution.per_sample_gradients_.
-
-        `input`, `gradient`, `kernels` and `norms` are addresses. Without `kernels` compute only
-        norms. Raises MemoryError.
-        """
+        """See convolution.per_sample_gradients_; by address. No `kernels`: only norms. Raises MemoryError."""
         if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
 
     def normalization_gradients(
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
     ) -> None:
-        """See normalization_gradients in normalization.py and in normalization.c."""
+        """See normalization.py and normalization.c."""
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
-        """Raise ArithmeticError if results differ from numpy; a faulty build could lose noise."""
+        """Raise ArithmeticError if results differ from numpy's; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
         self._try_digest()
@@ -249,7 +239,6 @@ class Library:
 
 
 def _scattered(*shape: int) -> NDArray[np.float32]:
-    """Return fixed, irregular numbers between -1 and 1."""
     n = int(np.prod(shape))
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
 

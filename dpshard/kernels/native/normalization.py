@@ -14,12 +14,11 @@ def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Return per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
+    """Per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
 
-    y = w (x - mean) / sqrt(var + eps) + b. `x` and the `gradient` of y are float32. If `groups` is
-    positive, they are [B, K, N], and the layer normalises each group of K / groups rows together.
-    If `groups` is 0, they are [B, N, K], and the layer normalises each row separately. If not
-    `centered`, 0 replaces the mean. Raises ValueError for other dtypes or shapes.
+    y = w (x - mean) / sqrt(var + eps) + b. `x` and the `gradient` of y are float32. groups > 0: [B, K, N], normalised
+    by groups of K / groups rows. groups = 0: [B, N, K], normalised by row. If not `centered`, 0 replaces the mean.
+    Raises ValueError for other dtypes or shapes.
     """
     function = _gradients if nobody_watches(x, gradient) else _operator
     return function(x, gradient, groups, eps, centered)

@@ -14,10 +14,9 @@ from dpshard.kernels.native.library import library, team
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958. A pair of normals takes its radius from 31 bits of each of two words.
-    It takes its angle from one word, or from two in float64. Each unit of `words` and all of
-    `normals` are contiguous. The function may overwrite `words`, and uses `scratch` [3 or 4, units,
-    n], of the dtype of the normals, as scratch memory.
+    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words; the angle takes one word, or two
+    in float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
+    n], of the dtype of the normals.
     """
     compiled = library()
     if compiled is None:
@@ -27,10 +26,9 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
-    """Replace `x` [n] by (x + std * noise) / divisor in place; round the sum with wider noise once.
+    """Replace `x` [n] by (x + std * noise) / divisor in place; a wider `noise` makes it round once.
 
-    Both arrays are contiguous, float32 or float64, and `noise` is not narrower than `x`. The
-    function may overwrite `noise`.
+    Both arrays are contiguous, float32 or float64, and `noise` is not narrower than `x`. May overwrite `noise`.
     """
     compiled = library()
     if compiled is None:

@@ -1,4 +1,4 @@
-"""The compiled functions in numpy: noise without a build, and references that test a build."""
+"""The compiled functions in numpy: noise without a build, and references for tests of a build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dpshard.kernels.underflow import hidden
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
-"""Scales of the words of a pair of normals: two of the radius, then two of the angle."""
+"""Scales of the words of a pair of normals: two for the radius, then two for the angle."""
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -68,10 +68,7 @@ def convolution_gradients(
     stride: tuple[int, int, int],
     dilation: tuple[int, int, int],
 ) -> NDArray[np.float64]:
-    """Return gradients [B, G, R, C, *kernel].
-
-    `input` are padded images [B, k, G, C, *space]; `gradient` is [B, k, G, R, *positions].
-    """
+    """Gradients [B, G, R, C, *kernel]; input: padded [B, k, G, C, *space]; gradient: [B, k, G, R, *positions]."""
     positions = gradient.shape[4:]
     out = np.empty((*gradient.shape[:1], *gradient.shape[2:4], input.shape[3], *kernel))
     for at in np.ndindex(*kernel):

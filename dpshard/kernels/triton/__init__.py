@@ -1,9 +1,9 @@
-"""Triton kernels for GPUs, where they are faster; each has a reference in PyTorch for the other cases.
+"""Triton kernels for GPUs; each has a reference in PyTorch for the other cases.
 
 [Note: Kernels]
-Records of half-precision training (bfloat16, float16) hold numbers whose products are exact in float32. Norms and
-sums are float32, so torch widens the numbers first and multiplies at the speed of float32: on a GPU, at most a tenth
-of the speed of its tensor cores. The kernels multiply the original numbers on tensor cores, with float32 sums:
+Products of half-precision numbers (bfloat16, float16) are exact in float32. torch widens them and multiplies at the
+speed of float32: on a GPU, at most a tenth of the speed of tensor cores. The kernels multiply the original numbers on
+tensor cores, with float32 sums:
 
     ghost_norm_sq       sum_{t,s} <r_t, r_s> <c_t, c_s> over symmetric tiles; reference: outer_product._ghost_norm_sq
     gradient_norm_sq    |sum_t r_t (x) c_t|^2, tile by tile in the registers; reference: OuterProduct.per_sample
@@ -11,13 +11,13 @@ of the speed of its tensor cores. The kernels multiply the original numbers on t
     weighted_sum        sum_i factor_i * gradient_i, a factor on float32 sums; reference: OuterProduct.clipped_sum
     release_            (x + std * noise) / divisor and |x| in one pass; reference: philox.release_
 
-Products of float32 rows and columns stay with torch: cuBLAS is better at IEEE products, and TF32 is too coarse for a
-norm. So do sums of stored gradients, factors @ gradients: one pass over float32 numbers.
+torch multiplies float32 rows and columns: cuBLAS is better at IEEE products, and TF32 is too coarse for a norm. It also
+sums stored gradients, factors @ gradients: one pass over float32 numbers.
 
-No draw and no decision depends on Triton. Sums are rounded in another order, as on another GPU, but always in a fixed
-one: tiles write partial sums, without atomic additions. Tensor cores do not round their sums: each of the K / 16
-additions in a sum of K products may drop its last bit, below K 2^-27 of the sum in all. So Gram matrices, with rows
-as long as a vocabulary, are summed in chunks of 1024; the other sums are as long as a sample.
+No draw and no decision depends on Triton. Sums always round in the same order: tiles write partial sums, without atomic
+additions. Tensor cores do not round their sums: each of the K / 16 additions in a sum of K products may drop its last
+bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024;
+the other sums are as long as a sample.
 
 The kernels run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests without a GPU, in Triton's
 interpreter (TRITON_INTERPRET=1) on CPU tensors. DPSHARD_TRITON=0 switches them off.

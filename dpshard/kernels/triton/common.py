@@ -11,8 +11,8 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def factor_of_dot(x):
-    """Return `x` as `tl.dot` takes it: half precision, whose products are exact in float32."""
-    # The interpreter holds bfloat16 as bits, and would multiply those.
+    """Return `x` as `tl.dot` takes it: half precision, with products that are exact in float32."""
+    # The interpreter would multiply the bits of bfloat16.
     if _INTERPRETED:
         return x.to(tl.float32)
     else:  # noqa: RET505 - Triton compiles only the taken branch, and needs both
@@ -25,6 +25,6 @@ def _touch(x):
 
 
 def launch(device: torch.device) -> None:
-    """Compile and launch a kernel; raise any error of it: no C compiler, a driver that is too old, ..."""
+    """Compile and launch a kernel, to raise its errors: no C compiler, an old driver, ..."""
     with torch.cuda.device(device):
         _touch[(1,)](torch.empty(1, device=device))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 _SMALLEST = 16
-"""Least number of positions, rows or columns for tensor cores; fewer would be filled up with zeros."""
+"""Least number of positions, rows or columns for tensor cores; fewer would be padded with zeros."""
 
 _MANY = 128
-"""Number of programs that keep a GPU busy, about. With fewer tiles Gram matrices fit into its cache, and torch splits
-the sums over long rows."""
+"""Number of programs that keep a GPU busy, about. With fewer tiles, torch is better: Gram matrices fit into the cache,
+and it splits sums over long rows."""
 
 
 def run_on(device: torch.device) -> bool:
@@ -28,7 +28,7 @@ def run_on(device: torch.device) -> bool:
 
 
 def interpreted() -> bool:
-    """Return True if Triton runs kernels in Python, on tensors of the CPU."""
+    """Return True if Triton runs kernels in Python, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -39,7 +39,6 @@ def _is_installed() -> bool:
 
 @functools.cache
 def _runs(device: torch.device) -> bool:
-    """Return True if the GPU has tensor cores, and Triton can compile on this machine."""
     if not _has_tensor_cores(device):
         return False
     try:
@@ -64,7 +63,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def supports_product(rows: Tensor, cols: Tensor) -> bool:
-    """Return True if kernels compute the product of rows [B, G, T, R] and cols [B, G, T, C], instead of torch."""
+    """Return True if kernels, not torch, multiply rows [B, G, T, R] and cols [B, G, T, C]."""
     return (
         rows.dtype == cols.dtype
         and rows.dtype in _HALF
@@ -75,27 +74,27 @@ def supports_product(rows: Tensor, cols: Tensor) -> bool:
 
 
 def supports_ghost_norm(BG: int, T: int) -> bool:
-    """Return True if kernels compute the ghost norm of a product they take, with BG samples times groups."""
+    """Return True if kernels compute the ghost norm of a supported product; BG: samples times groups."""
     return BG * triangle(T, ghost_tile(BG, T)) >= _MANY
 
 
 def ghost_tile(BG: int, T: int) -> int:
-    """Return the positions on the side of a tile of the Gram matrices: large tiles are read less often."""
+    """Positions on the side of a tile of the Gram matrices: large tiles are read less often."""
     return 128 if T >= 256 and BG * triangle(T, 128) >= _MANY else tile(T, 64)
 
 
 def triangle(T: int, tile: int) -> int:
-    """Return the number of tiles of a symmetric matrix [T, T] on the diagonal and on one side of it."""
+    """Count tiles of a symmetric matrix [T, T] on and below the diagonal."""
     n = -(-T // tile)
     return n * (n + 1) // 2
 
 
 def gradient_tile(BG: int, R: int, C: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile of BG gradients [R, C]."""
+    """Rows and columns of a tile of BG gradients [R, C]."""
     largest = 128 if BG * -(-R // 128) * -(-C // 128) >= _MANY else 64
     return tile(R, largest), tile(C, largest)
 
 
 def tile(n: int, most: int) -> int:
-    """Return the power of two that covers n, between 16 and `most`."""
+    """Power of two that covers n, between 16 and `most`."""
     return min(most, max(_SMALLEST, 1 << (n - 1).bit_length()))

@@ -1,7 +1,7 @@
 """The ghost norm, tile by tile of two symmetric Gram matrices that are never stored.
 
-Every program computes one tile of both matrices, for blocks of positions i >= j, multiplies the two, and writes the
-sum; off the diagonal it counts twice. Needs Triton.
+Each program computes one tile of both matrices, for blocks of positions i >= j, multiplies the two, and writes the
+sum, doubled off the diagonal. Needs Triton.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dpshard.kernels.triton.dispatch import ghost_tile, triangle
 from dpshard.kernels.underflow import hidden
 
 _CHUNK = 1024
-"""Products in one sum on tensor cores, each addition losing up to the last bit; sums of chunks are rounded as usual."""
+"""Products in one sum on tensor cores, where each addition may lose the last bit; sums of chunks round as usual."""
 
 
 @triton.jit
 def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr):
-    """Return inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
+    """Inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     left = x + i[:, None] * stride_t
     right = x + j[:, None] * stride_t
@@ -64,7 +64,7 @@ def _ghost_norm_sq(
 ):
     """Write the sum of a tile of the Gram product of one sample and group, and of the roots of its diagonal.
 
-    The triangle of tiles is laid out as a rectangle: a short line (0-based `short`) and a long one side by side.
+    The triangle of tiles is a rectangle of lines: a short line (0-based `short`) and a long one side by side.
     """
     pid = tl.program_id(0)
     width = tiles + 1 - tiles % 2

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, so that fake tensors pass and their products are counted."""
+"""The kernels as operators of torch, so that fake tensors work and FLOPs are counted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Return squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B].
+    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], float32.
 
-    Both are float32. Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow.
-    Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see `supports_product`.
+    Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow. Rows [B, G, T, R]
+    and cols [B, G, T, C] have any strides and one half-precision dtype; see `supports_product`.
     """
     from dpshard.kernels.triton import gram  # it needs Triton
 
@@ -21,7 +21,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dpshard::gradient_norm_sq", mutates_args=())
 def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
-    """Return squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups, without storing gradients."""
+    """Squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups, without storing gradients."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -30,7 +30,7 @@ def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
 
 @torch.library.custom_op("dpshard::per_sample", mutates_args=())
 def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32, in one pass."""
+    """Gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32, in one pass."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -40,7 +40,7 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dpshard::weighted_sum", mutates_args=())
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
-    """Return sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
+    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -50,8 +50,8 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
-    philox.py defines the noise. x holds the elements [start, start + n) of a tensor in which every `block` elements
-    (a multiple of 2 * philox.HALF) have their own stream; `seeds` (int64) are those of the streams that meet x.
+    philox.py defines the noise. x holds elements [start, start + n) of a tensor. Every `block` of its elements (a
+    multiple of 2 * philox.HALF) has its own stream; `seeds` (int64): those of the streams that meet x.
     """
     from dpshard.kernels.triton import gaussian
 

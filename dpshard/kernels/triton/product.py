@@ -1,7 +1,4 @@
-"""Tiles of the gradients sum_t rows_t (x) cols_t of one sample: their squares, themselves, or their weighted sum.
-
-Needs Triton.
-"""
+"""Tiles of the gradients sum_t rows_t (x) cols_t of one sample: squares, gradients or weighted sum. Needs Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from dpshard.kernels.triton.dispatch import gradient_tile
 from dpshard.kernels.underflow import hidden
 
 _STEP = 32
-"""Positions that a program reads at once: three steps of two tiles fit into the shared memory of any GPU."""
+"""Positions per step: three steps of two tiles fit into the shared memory of any GPU."""
 
 
 @triton.jit
@@ -35,7 +32,7 @@ def _gradient_tile(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return the elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
+    """Elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
     total = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
     for start in range(0, T, STEP):
         t = start + tl.arange(0, STEP)
@@ -113,7 +110,7 @@ def _weighted_sum(
 ):
     """Write one tile of the weighted sum over samples, of one group.
 
-    The factor multiplies the float32 sum of a sample: on half-precision rows it would be rounded to half precision.
+    The factor multiplies float32 sums: half-precision rows would round it.
     """
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
@@ -134,7 +131,7 @@ def _weighted_sum(
 
 
 def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; return squared norms [B], and the gradients [B, G, R, C] if `keep`, else an empty tensor."""
+    """Launch the kernel; return squared norms [B], and gradients [B, G, R, C] if `keep`, else an empty tensor."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     R_TILE, C_TILE = gradient_tile(B * G, R, C)
     tiles = triton.cdiv(R, R_TILE) * triton.cdiv(C, C_TILE)
