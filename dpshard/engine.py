@@ -95,8 +95,8 @@ class PrivacyEngine:
             bits reveal nothing; else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
-        verify: Compare a few samples with plain autograd before training on the first micro-batch, at steps 1, 2, 4, ...,
-            and after changes of the model.
+        verify: Compare a few samples with plain autograd before training on the first micro-batch, at steps 1, 2, 4,
+            ..., and after changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
         model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported: it
