@@ -36,8 +36,8 @@ class PrivacyLedger:
 
     @property
     def relation(self) -> Relation:
-        """Name of the neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
         """Neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
+        return relation_of(self._counts)
 
     def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
         """Count the release of the next step; only the code that makes the release calls this.

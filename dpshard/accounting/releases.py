@@ -39,8 +39,8 @@ ROUNDING = 1 + 2.0**-5
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
     """One noisy sum over one Poisson batch."""
-    """One noisy sum over one Poisson batch: all facts that determine its privacy."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
