@@ -63,8 +63,8 @@ class GradientStore(Protocol):
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
-        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 []. Returns the
-        L2 norm of the whole clipped sum, [].
+        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 []. Returns
+        the L2 norm of the whole clipped sum, [].
         """
         ...
 

@@ -1,9 +1,7 @@
 """DeepSpeed's ZeRO stages 1, 2 and 3 as a back-end.
 
-`backend.py`: its roles, put together. `sharding.py`: who holds the parameters. `gradients.py`: how sums cross ranks and
-where gradients are kept. `config.py`: settings that are refused. `partitions.py` and `flat_shard.py`: where stages 1
-and 2 keep a parameter. `stage3.py`: how stage 3 unshards them. `reducer.py`: sums over ranks. `state.py`: checkpoints.
-`linear.py`: F.linear, as torch has it.
-May import what `backends` may. Not for users. Begin with the note in `backend.py`. This file imports nothing, because
-`config.py` and `linear.py` serve processes that have no DeepSpeed.
+`backend.py`: composition of the roles. `sharding.py`: parameters. `gradients.py`: sums and gradients. `config.py`:
+refused settings. `partitions.py`, `flat_shard.py`: the memory layout. `stage3.py`: unsharding of stage 3. `reducer.py`:
+sums over ranks. `state.py`: checkpoints. `linear.py`: torch's F.linear. May import what `backends` may. Not for users.
+Begin with the note in `backend.py`. This file imports nothing: `config.py` and `linear.py` run without DeepSpeed.
 """
