@@ -36,7 +36,7 @@ SECRET_BYTES = 32
 
 
 def new_run_secret() -> bytes:
-    """Return a fresh secret of 32 bytes from the operating system; whoever has it can subtract the noise."""
+    """Return a fresh secret of 32 bytes from the operating system; with it, an attacker can subtract the noise."""
     return os.urandom(SECRET_BYTES)
 
 
