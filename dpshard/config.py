@@ -1,4 +1,4 @@
-"""Settings parsed once: the schedule of batch sizes, the execution of clipping, and their checks."""
+"""Settings that are parsed once, and their checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BatchSchedule:
     @overload
     def __getitem__(self, step: slice) -> tuple[int, ...]: ...
     def __getitem__(self, step: int | slice) -> int | tuple[int, ...]:
-        """Return the expected batch size of `step`; past the end, that of the last step. Slices stop at the end."""
+        """Return the size at `step`; past the end, the last one. Slices stop at the end."""
         if isinstance(step, slice):
             return self.sizes[step]
         return self.sizes[min(step, len(self.sizes) - 1)]
@@ -130,14 +130,14 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """Time and memory of computing the clipped sum; the result does not depend on it."""
+    """How to compute the clipped sum: time and memory, never the result."""
 
     norm: NormMethod
     """How to compute the per-sample norm of a weight."""
     backward_passes: int
-    """1 keeps the records of all layers until the norms are known (book-keeping); 2 repeats backward instead."""
+    """1 keeps all records until the norms are known (book-keeping); 2 repeats backward instead."""
     keep_per_sample: bool
-    """True to reuse a per-sample gradient, computed for its norm, in the clipped sum."""
+    """True to reuse the per-sample gradient of a norm in the clipped sum."""
     offload_records: bool = False
     """True to keep records in host memory until the norms are known."""
 
@@ -165,7 +165,7 @@ CLIPPING_MODES: dict[str, Execution] = {
 
 
 def parse_clipping_mode(mode: str, *, offload_records: bool = False) -> Execution:
-    """Return the execution named `mode`. Raises ConfigurationError for an unknown name, or no records to offload."""
+    """Return the execution named `mode`; ConfigurationError if it is unknown, or has no records to offload."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]
@@ -206,7 +206,7 @@ def check_rows_per_unit(rows: object) -> None:
 
 
 def refuse_units(settings: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigurationError if engine settings ask for units of several rows, which `where` does not support."""
+    """Raise ConfigurationError if `settings` ask for units of several rows, which `where` does not support."""
     if settings.get("rows_per_unit", 1) != 1:
         raise ConfigurationError(
             f"{where} does not know units of rows_per_unit={settings['rows_per_unit']!r} rows yet: leave it out, or "

@@ -62,9 +62,8 @@ if TYPE_CHECKING:
 class PrivacyEngine:
     """Makes the training of `model` differentially private: clips every sample's gradient, adds noise, keeps account.
 
-    Each optimizer step uses one logical batch. Any optimizer gets the gradient (sum_i C_i g_i + noise) / batch_size:
-    g_i is the gradient of sample i's own loss, C_i its clipping factor, and the noise has standard deviation
-    noise_multiplier * max_grad_norm.
+    Any optimizer gets the gradient (sum_i C_i g_i + noise) / batch_size of one logical batch per step: g_i is the
+    gradient of sample i's own loss, C_i its clipping factor, noise_multiplier * max_grad_norm the noise's std.
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
@@ -72,7 +71,7 @@ class PrivacyEngine:
         sample_size: Number of samples of the data set.
         epochs: Length of the run: round(epochs * sample_size / batch_size) steps. Or give `steps`.
         steps: Length of the run in optimizer steps.
-        target_epsilon: Budget of the whole run; the noise is calibrated to it. Or give `noise_multiplier`.
+        target_epsilon: Budget of the whole run; calibrates the noise. Or give `noise_multiplier`.
         target_delta: Delta of the guarantee; well below 1 / sample_size.
         noise_multiplier: Standard deviation of the noise over the sensitivity; 0 means no privacy at all.
         max_grad_norm: Largest L2 norm of one sample's contribution, over all parameters.
@@ -83,24 +82,24 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: How the loss reduces the rows of the micro-batch: "mean" or "sum".
-        rows_per_unit: Rows K of a sample that is a unit: a patient, a user, a pair. Batch, sample and micro-batch sizes
-            then count units; models get the rows of a unit side by side. A unit's gradient is that of the mean of its
-            rows' losses. A loss may couple rows of one unit, never of two.
-        adaptive_clipping: A `QuantileTracking`: the thresholds of the groups, and with them the noise, follow the
-            gradient norms, starting at `max_grad_norm`. Needs `engine.batches`.
+        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), side by side in the model's input.
+            All sizes count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of
+            one unit, never of two.
+        adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
+            norms, starting at `max_grad_norm`. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
-        offload_records: Keep records in host memory until the norms are known, if they do not fit on the GPU. Needs a
-            mode with one backward pass; copying costs time.
-        secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
-            bits reveal nothing; else the device's generator draws it.
+        offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. Needs a mode
+            with one backward pass.
+        secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that its last bits reveal nothing;
+            else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
-        verify: Compare a few samples with plain autograd before training on the first micro-batch, at steps 1, 2, 4,
-            ..., and after changes of the model.
+        verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
+            changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
-        model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported: it
-            declares that ranks that do not share this data train other models.
+        model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported; ranks
+            outside the data-parallel group then train other models.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -174,7 +173,7 @@ class PrivacyEngine:
         optimizer_hook.register(self)
 
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
-        """Start a run: its budget, and a secret that all ranks share."""
+        """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend)
         self._require_agreement(clipping_mode)
@@ -226,7 +225,7 @@ class PrivacyEngine:
 
     @property
     def gradient_noise_std(self) -> float:
-        """Standard deviation of the noise in the private gradient of the last release; 0 before the first one."""
+        """Standard deviation of the noise in the last private gradient; 0 before the first one."""
         return self._gradient_noise_std
 
     @property
@@ -268,7 +267,7 @@ class PrivacyEngine:
     def record_loss(self, loss: Tensor) -> None:
         """Record the loss of a micro-batch for `metrics()`.
 
-        `loss` is [B], one value per row or per unit, of which padding is dropped; or a mean over all rows, [].
+        `loss` is [B], one value per row or unit, without padding's influence; or [], a mean over all rows.
         """
         plan = self._collector.plan
         is_padding_B = None if plan is None else plan.rows_are_padding
@@ -343,9 +342,9 @@ class PrivacyEngine:
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
 
-        `optimizer.step()` calls it. Call it first in a trainer that reads gradients. Does nothing if the gradients are
-        private already. Raises LogicalBatchError on a half-finished logical batch, or after a release that failed;
-        BudgetExceededError if the budget is spent.
+        `optimizer.step()` calls it; call it first to read private gradients. Does nothing if they are private already.
+        Raises LogicalBatchError on a half-finished logical batch, or after a release that failed; BudgetExceededError
+        if the budget is spent.
         """
         collector, backend = self._collector, self._backend
         if not collector.begin_release(self.step):
@@ -376,7 +375,7 @@ class PrivacyEngine:
             wait()
 
     def _spend(self, identity: bytes) -> list[Callable[[], object]]:
-        """Count and record the next release; return functions that wait until the records are on the disk."""
+        """Count and record the next release; return functions that wait for the disk."""
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return self.internals.note(step, identity) if counts else []
@@ -393,11 +392,11 @@ class PrivacyEngine:
         targets: Any = (),
         **model_kwargs: Any,
     ) -> None:
-        """Check, on a few rows of `model_inputs`, that every sample has a gradient of its own and that it is correct.
+        """Check, on a few rows of `model_inputs`, that every sample has its own gradient, and that it is correct.
 
-        Differentiates `loss_fn(output, *targets)` (targets are tensors with a row per sample), else a loss that the
-        model returns, else a random direction of the output. RNG state, buffers and gradients are restored. All ranks
-        call it. Raises VerificationError that names a parameter and likely causes.
+        Differentiates `loss_fn(output, *targets)` (targets are tensors with a row per sample), else the model's loss,
+        else a random direction of its output. Restores RNG state, buffers and gradients. All ranks call it. Raises
+        VerificationError that names a parameter and likely causes.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         with self._backend.sharding.guard_disabled():
@@ -428,8 +427,8 @@ class PrivacyEngine:
     ) -> None:
         """Continue the run that saved `state`, with the same batches.
 
-        A repeated step with the same sums has the same noise and costs nothing. With other sums it has independent
-        noise, and counts as a second release. The releases of this engine stay counted.
+        A repeated step with the same sums has the same noise and costs nothing; with other sums it counts again. The
+        releases of this engine stay counted.
 
         Args:
             state: A `state_dict()`, the same on all ranks.

@@ -30,7 +30,7 @@ from dpshard.units import CollatedRows, DrawnUnits, UnitDataset, UnitTensors
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """The logical batch of every step, a function of the secret and the step: a replayed step has the same batch."""
+    """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
     """Number of samples N of the data set."""
@@ -39,7 +39,7 @@ class PoissonSampler:
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    """Cap of a truncated Poisson batch, or None."""
 
     def __post_init__(self) -> None:
         if self.sample_size < max(self.schedule.sizes):
@@ -51,7 +51,7 @@ class PoissonSampler:
             raise ConfigurationError(f"max_batch_size={self.max_batch_size}: a cap is at least 1, or None.")
 
     def probability(self, step: int) -> float:
-        """Return the probability with which each sample is in the batch of `step` (before the cap)."""
+        """Return the probability of each sample in `step`, before the cap."""
         return self.schedule[step] / self.sample_size
 
     def draw(self, step: int) -> NDArray[np.int64]:
@@ -70,10 +70,7 @@ class PoissonSampler:
 
 
 def default_cap(batch_size: int) -> int:
-    """Return the cap ceil(B + 6 sqrt(B)) for expected batch size B.
-
-    The cap is at least six standard deviations above the mean, so it adds little to epsilon.
-    """
+    """Return the cap ceil(B + 6 sqrt(B)): at least six standard deviations above the mean, so epsilon grows little."""
     return math.ceil(batch_size + 6 * math.sqrt(batch_size))
 
 
@@ -100,19 +97,19 @@ class MicroBatchPlan:
     """The samples of one rank in one micro-batch."""
 
     step: int
-    """Step of the logical batch that the micro-batch belongs to."""
+    """Step of the logical batch."""
     position: int
-    """Index of the micro-batch in its logical batch, 0 to count - 1."""
+    """Index in the logical batch, 0 to count - 1."""
     count: int
-    """Number of micro-batches K of the logical batch, equal on all ranks."""
+    """Number of micro-batches K, equal on all ranks."""
     indices: list[int]
-    """Index of each of the B samples; padding repeats a sample of the batch."""
+    """Indices of the B samples; padding repeats a sample of the batch."""
     is_padding: Tensor
-    """Bool [B]: samples that must contribute exactly 0; they are the last ones."""
+    """Bool [B]: samples that must contribute exactly 0, at the end."""
     samples_everywhere: int
     """Least number of samples on any rank; equal on all ranks."""
     rows_key: bytes = field(default=b"", repr=False)
-    """Key of the step for drawing the rows of a unit."""
+    """Key that draws the rows of a unit."""
     rows_per_unit: int = 1
     """Consecutive rows per sample; the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
 
@@ -195,10 +192,7 @@ def poisson_plans(
     pad: bool = True,
     rows_per_unit: int = 1,
 ) -> Iterator[MicroBatchPlan]:
-    """Yield the micro-batches that `rank` runs in each of `steps`, drawn by a PoissonSampler.
-
-    With `micro_batch_size` None, each logical batch is one micro-batch.
-    """
+    """Yield the micro-batches of `rank` in `steps`; with `micro_batch_size` None, one per logical batch."""
     sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
     for step in steps:
         drawn = sampler.draw(step)
@@ -285,7 +279,7 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A batch sampler that appends each plan to `ahead`; if `keyed`, indices come with the key of the step."""
+    """A batch sampler that appends each plan to `ahead`; if `keyed`, each index comes with the step's key."""
 
     plans: Iterable[MicroBatchPlan]
     ahead: deque[MicroBatchPlan]
@@ -344,7 +338,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
 
 
 class _TensorRows(Dataset):
-    """A TensorDataset read by whole micro-batches: much faster than collating single rows, with equal results."""
+    """A TensorDataset read by whole micro-batches, much faster than single rows."""
 
     def __init__(self, dataset: TensorDataset):
         self.tensors = dataset.tensors
@@ -355,7 +349,7 @@ class _TensorRows(Dataset):
 
 
 class _OneByOne(Dataset):
-    """A data set read one sample at a time, so its transforms never see two samples together."""
+    """A data set read one sample at a time, so its transforms never see two samples."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

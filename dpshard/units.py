@@ -1,4 +1,4 @@
-"""Units of several rows: reading them from a data set, and collating their rows into micro-batches.
+"""Units of several rows: reading and collating them.
 
 [Note: Units of unequal size]
 A micro-batch has K rows of every unit, so shapes do not depend on the draw. A unit with n < K rows is filled with
@@ -117,7 +117,7 @@ class DrawnUnits(Dataset):
         self._dataset = dataset
 
     def __getitem__(self, drawn: tuple[int, bytes]) -> UnitRows:
-        """Return the rows of a unit in this step."""
+        """Return the unit's rows of this step."""
         return self._dataset.draw(*drawn)
 
 
@@ -134,7 +134,7 @@ class CollatedRows:
 
 
 def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
-    """Return the K rows of an item, split at dimension 0 of its tensors, arrays and lists of numbers or strings."""
+    """Return the K rows of an item: of its tensors, arrays, and lists of numbers or strings."""
     if isinstance(unit, UnitRows):
         if len(unit) != rows_per_unit:
             raise not_units(f"a unit of {len(unit)} rows", rows_per_unit)
@@ -165,7 +165,7 @@ def _described(x: Any) -> str:
 
 
 def not_units(found: str, rows_per_unit: int) -> DataError:
-    """Return the error for an item that is not a unit of K rows."""
+    """Return the error for an item without K rows."""
     return DataError(
         f"An item of the data set holds {found}, which is no unit of rows_per_unit={rows_per_unit} rows: every tensor "
         f"of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
@@ -174,7 +174,7 @@ def not_units(found: str, rows_per_unit: int) -> DataError:
 
 
 class UnitTensors(Dataset):
-    """A TensorDataset of units [N, K, ...], read by whole micro-batches as rows."""
+    """A TensorDataset of units [N, K, ...], read as rows."""
 
     def __init__(self, dataset: TensorDataset, rows_per_unit: int):
         self.tensors = dataset.tensors

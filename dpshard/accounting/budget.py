@@ -1,4 +1,4 @@
-"""The budget of a run: calibration of its noise, and the check before every step."""
+"""The budget of a run: its noise, and the check before every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
 class Budget:
-    """The ledger and history of a planned run, and the check of the next release."""
+    """Ledger, history and budget check of a planned run."""
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool) -> None:
         self.mechanism = mechanism
@@ -32,14 +32,14 @@ class Budget:
         self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
-        """Return the guarantee reached so far, in one sentence; `generator` names the source of the noise."""
+        """Return the guarantee reached so far; `generator` names the source of the noise."""
         mechanism = self.mechanism
         return self.ledger.statement(
             mechanism.target_delta, plan=self._plan, generator=generator, rows_per_unit=mechanism.rows_per_unit
         )
 
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
-        """Count the next step's release with this identity; return False if it was counted before.
+        """Count the next step's release; return False if it was counted before.
 
         See [Note: What a step that is taken again costs]. Over budget, raises BudgetExceededError, or warns.
         """
@@ -71,8 +71,8 @@ class Budget:
     def load_state_dict(self, state: Mapping[str, Any], *, same_run: bool) -> bool:
         """Go to the place of a `state_dict()`; return True if this process has been there.
 
-        Releases of this process stay counted. `same_run`: the state and the releases so far have one run secret.
-        Raises CheckpointError, without any change, for a damaged state.
+        Releases of this process stay counted. `same_run`: they have the state's run secret. Raises CheckpointError,
+        without any change, for a damaged state.
         """
         ledger, history = PrivacyLedger(self.mechanism.accountant), self._history if same_run else History()
         ledger.load_state_dict(state["ledger"])
@@ -95,7 +95,7 @@ class Budget:
         return self.ledger.releases - before
 
     def _affordable(self, step: int) -> Release:
-        """Return the release of `step`; over budget, raise BudgetExceededError, or warn."""
+        """Return the release of `step`; over budget, raise or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(release, target_epsilon=target, target_delta=delta, plan=self._plan):

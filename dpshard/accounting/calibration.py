@@ -19,11 +19,11 @@ from dpshard.errors import AccountingError
 M = TypeVar("M", bound=SampledMechanism | CorrelatedMechanism)
 
 DRAFTS: dict[str, str] = {"pld": "pld-draft"}
-"""Quicker and looser accountants for the first phase of calibration."""
+"""Quicker, looser accountants for a first phase of calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Noise multipliers searched by calibration; below, epsilon of one step is in the hundreds."""
+"""Range of calibration; below, epsilon of one step is in the hundreds."""
 SIGMA_TOLERANCE = 1e-5
-"""Relative distance between a calibrated noise multiplier and the smallest sufficient one."""
+"""Relative tolerance of a calibrated noise multiplier; it is never too small."""
 MAX_STEPS = 2**24
 """Largest result of `steps_for_epsilon`."""
 
@@ -48,9 +48,8 @@ def calibrate(
 ) -> M:
     """Return `mechanism` with the smallest noise multiplier within the budget, to SIGMA_TOLERANCE.
 
-    With `search`, the budget is that of the search over such runs (accountant "rdp" only). The computed epsilon never
-    exceeds `target_epsilon`. The result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for
-    "gdp", which is not a bound.
+    With `search`, the budget is that of the search (accountant "rdp" only). The computed epsilon never exceeds
+    `target_epsilon`; the result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
     """
     check_accountant(accountant)
     check_positive("target_epsilon", target_epsilon)
@@ -75,8 +74,8 @@ def calibrate(
 
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
-    """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, too large by at most SIGMA_TOLERANCE."""
-    from scipy import optimize  # late: importing it takes as long as importing dpshard
+    """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, or up to SIGMA_TOLERANCE more."""
+    from scipy import optimize  # late: slow to import
 
     @cache
     def excess(log_sigma: float) -> float:
@@ -116,8 +115,8 @@ def steps_for_epsilon(
 ) -> int:
     """Return the largest number of steps of `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, the number of steps of each of its runs (accountant "rdp" only). Raises AccountingError if more
-    than MAX_STEPS fit, and for "gdp", which is not a bound.
+    With `search`, the steps of each of its runs (accountant "rdp" only). Raises AccountingError if more than MAX_STEPS
+    fit, and for "gdp", which is not a bound.
     """
     check_accountant(accountant)
     _check_bounds(accountant)

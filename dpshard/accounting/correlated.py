@@ -39,13 +39,11 @@ class CorrelatedMechanism:
     noise_multiplier: float = math.nan
     """Standard deviation of z over max_grad_norm times `sensitivity`, >= 0. NaN before calibration."""
     schedule: BatchSchedule
-    """Logical batch sizes, expected or exact; all steps have one size."""
+    """Logical batch sizes, expected or exact; all equal."""
     sample_size: int
     """Number of samples of the data set; public."""
     sampling: CorrelatedSampling
-    """How each step selects its samples."""
     correlation: BandedInverse | BandMF = INDEPENDENT
-    """Correlation of the noise."""
 
     def __post_init__(self) -> None:
         check_choice("sampling", self.sampling, get_args(CorrelatedSampling))
@@ -77,16 +75,16 @@ class CorrelatedMechanism:
 
     @property
     def error(self) -> float:
-        """Root mean square noise in the prefix sums of the releases, over the steps, in units of max_grad_norm."""
+        """Root mean square noise in the prefix sums of the releases, in units of max_grad_norm."""
         return self.noise_multiplier * self.sensitivity * prefix_error(self.correlation.noising(self.schedule.steps))
 
     def releases(self, steps: int | None = None) -> Counts:
-        """Return the releases that accounting composes for the first `steps` steps, or the whole run."""
+        """Return the releases of the first `steps` steps, or of the whole run."""
         steps = self.schedule.steps if steps is None else min(steps, self.schedule.steps)
         if steps < 1:
             raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
         if self.sampling == "fixed-order":
-            # Under the same noise, a prefix of the run has a smaller sensitivity.
+            # A prefix of the run has a smaller sensitivity under the same noise.
             sigma = self.noise_multiplier * self.sensitivity / self._sensitivity(steps)
             return ((Release(sigma, 1.0, self.sample_size), 1),)
         probability = self.correlation.bands * self.schedule[0] / self.sample_size

@@ -19,14 +19,14 @@ MEMORY = 2**16
 
 
 class History:
-    """The releases of a run, as far as this process has seen them."""
+    """The known releases of a run."""
 
     def __init__(self) -> None:
         self.end = 0
         """The first step without any release."""
         self._known: dict[int, set[bytes]] = {}
-        self._place = b""  # digest of all releases counted here, in order
-        self._visited: dict[bytes, None] = {b"": None}  # places reached by releases counted here
+        self._place = b""  # digest of all counted releases, in order
+        self._visited: dict[bytes, None] = {b"": None}  # former places
 
     def contains(self, step: int, identity: bytes) -> bool:
         """Return True if this release was made before."""
@@ -43,7 +43,7 @@ class History:
         self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return, as plain JSON, the place before `step`, and the known releases from there on."""
+        """Return the place before `step`, and the known releases from there on, as plain JSON."""
         ahead = {str(n): sorted(x.hex() for x in self._known.get(n, ())) for n in range(step, self.end)}
         return {"place": self._place.hex(), "ahead": ahead}
 

@@ -1,4 +1,4 @@
-"""The ledger of a run: its releases so far, their epsilon, and the check of one more against the budget."""
+"""The ledger of a run: its releases, their epsilon, and the check of a further release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrivacyLedger:
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
         self.steps = 0
-        """Index of the next step; `releases` differs if steps were repeated, or are still to be."""
+        """Index of the next step; `releases` is larger after repeated steps."""
         self._counts: Counter[Release] = Counter()
         self._unverified_sampling = 0  # releases of batches drawn by the script itself
         self._own: Counter[Release] = Counter()  # releases recorded here, not loaded

@@ -1,4 +1,4 @@
-"""Back-end: the four objects that adapt the engine to one way of distributing a model."""
+"""A back-end: four objects that adapt the engine to one way of distributing a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Backend:
         return found, [] if any(found) else self._digest(ranks_WX[:, -LANES:])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return the column maxima except of the first column, the faults; raise if any rank has a fault."""
+        """Return the column maxima without the first column, the faults; raise if any rank has one."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

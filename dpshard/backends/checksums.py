@@ -1,4 +1,4 @@
-"""Checksums of gradient bits, in few operations: one call per tensor would be a third of a small step."""
+"""Checksums of gradient bits, in few operations for speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield batches of small tensors of one device and dtype; every other tensor by itself."""
+    """Yield batches of small tensors of one device and dtype, and other tensors singly."""
     open_batches: dict[tuple[torch.device, torch.dtype], tuple[list[str], int]] = {}
     for name, x in tensors.items():
         if not _is_small(x):
@@ -58,7 +58,7 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _of_small(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a checksum of each tensor: the sum of w + w^2 over its words w, from differences of a running sum."""
+    """Return for each tensor the sum of w + w^2 over its words w, by differences of a running sum."""
     first = tensors[0]
     word = torch.int16 if first.itemsize == 2 else torch.int32
     words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()
@@ -72,7 +72,7 @@ _kept_ends: dict[Any, Tensor] = {}  # not lru_cache: dynamo warns about it
 
 
 def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
-    """Return `first`, then the last positions of consecutive stretches of these `lengths`."""
+    """Return `first`, then the end of each of these consecutive stretches."""
     key = lengths, first, device
     if key not in _kept_ends:  # copying these numbers to an accelerator would stall
         if len(_kept_ends) == _MOST_KEPT:
@@ -82,7 +82,7 @@ def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, and fast."""
+    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order."""
     x = as_real(x)
     if x.dtype == torch.float64:
         words = x.detach().contiguous().view(torch.int64)

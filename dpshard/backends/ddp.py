@@ -81,11 +81,11 @@ class DDPReduction:
             self._guard.note(name)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a block in which DDP reduces only the last micro-batch."""
+        """Return a block; DDP reduces only in the last micro-batch."""
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True for the last micro-batch: DDP reduces in its backward."""
+        """Return `last`: DDP reduces in the last backward."""
         return last
 
     def fault(self) -> DpshardError | None:
@@ -94,7 +94,7 @@ class DDPReduction:
 
     @property
     def _half(self) -> list[str]:
-        """Names of half-precision parameters, which have their sums beside `.grad`, not reduced by DDP."""
+        """Half-precision parameters; DDP does not reduce their sums."""
         return [name for name, p in self._parameters.items() if p.dtype not in WIDE and p.requires_grad]
 
     @property
@@ -103,7 +103,7 @@ class DDPReduction:
         return bool(self._half)
 
     def sum_rest(self) -> None:
-        """Reduce the sums of half-precision parameters; a second call adds later sums."""
+        """Reduce half-precision sums; a second call adds later ones."""
         half, unreduced = self._half, self._store.unreduced
         shapes = [self._parameters[name].shape for name in half]
         zeros = [torch.zeros_like(self._parameters[name], dtype=torch.float32) for name in half]
@@ -115,7 +115,7 @@ class DDPReduction:
             unreduced.pop(name, None)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the common digest of all replicas; LogicalBatchError if DDP has not reduced the sums."""
+        """Return the digest of the first rank; LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
@@ -130,7 +130,7 @@ class DDPReduction:
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError if DDP does anything except average gradients over all ranks."""
+    """Raise ConfigurationError unless DDP averages gradients over all ranks and does nothing else."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

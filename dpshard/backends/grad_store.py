@@ -17,21 +17,21 @@ from dpshard.records import WIDE, accum_dtype, as_real, wide
 
 
 class GradShards(Protocol):
-    """The Sharding of parameters that optimizers step on directly: whole ones, or DTensors."""
+    """The Sharding of parameters that optimizers step on directly."""
 
     parameters: dict[str, nn.Parameter]
     guard: Guard
 
     def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a parameter or gradient."""
+        """Return this rank's part."""
         ...
 
     def start(self, name: str) -> int:
-        """Return the start of that part in the flattened parameter."""
+        """Return its start in the flattened parameter."""
         ...
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put that part of a gradient in `.grad`."""
+        """Put this rank's part of a gradient in `.grad`."""
         ...
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class GradShards(Protocol):
         ...
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks with different shards."""
+        """Return the sum of a scalar over different shards."""
         ...
 
 
@@ -61,7 +61,7 @@ class GradStore:
     # --- during backward --------------------------------------------------------------------------------------------
 
     def through_autograd(self, name: str, clipped_sum: Tensor | None, beside: dict[str, Tensor]) -> Tensor | None:
-        """Return the gradient with which autograd adds a sum to `.grad`; half-precision sums go to `beside`."""
+        """Return the gradient that adds a sum to `.grad`; half-precision sums go to `beside`."""
         parameter = self._parameters[name]
         if clipped_sum is None or not parameter.requires_grad:  # frozen since
             return None
@@ -71,7 +71,7 @@ class GradStore:
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_shard(self, name: str, shard: Tensor) -> None:
-        """Add this rank's part of a sum; for a complex parameter, as real pairs."""
+        """Add this rank's part of a sum, a complex one as real pairs."""
         parameter = self._parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
@@ -112,13 +112,13 @@ class GradStore:
         return begins
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError if gradients changed after backward; see [Note: Guarding the gradients]."""
+        """Raise LogicalBatchError if gradients changed after backward."""
         self._forget_failed()
         with self._forgetting():
             self._guard.require_untouched(names)
 
     def fault(self) -> DpshardError | None:
-        """Return the reason why this rank's sums must not be released, or None."""
+        """See Reduction."""
         try:
             self.require_untouched(self._parameters)
             with self._forgetting():
@@ -142,7 +142,7 @@ class GradStore:
             raise
 
     def refuse_stale(self) -> None:
-        """Raise LogicalBatchError if a gradient of an earlier step remains."""
+        """See GradientStore."""
         for name in self._parameters:
             if self._guard.holds_anything(name):
                 raise LogicalBatchError(
@@ -154,7 +154,7 @@ class GradStore:
     # --- noise ------------------------------------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
-        """Return this rank's sums as input of the noise."""
+        """See GradientStore."""
         return self._as_shards(self._totals())
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
@@ -188,7 +188,7 @@ class GradStore:
         return totals
 
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
-        """Return the sums as shards, a complex sum as real pairs, because both parts get independent noise."""
+        """Return shards of the sums, complex ones as real pairs: both parts get independent noise."""
         return [
             Shard(name, as_real(total), self._sharding.start(name) * (2 if total.is_complex() else 1))
             for name, total in totals.items()
@@ -198,14 +198,14 @@ class GradStore:
         """Do nothing: optimizers read `.grad`."""
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole `.grad` on every rank; see GradientStore."""
+        """Return the whole `.grad`; see GradientStore."""
         gradient = self._parameters[name].grad
         return None if gradient is None else self._sharding.unshard(name, gradient)
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop clipped sums that were not privatized, and all `.grad`."""
+        """Drop all sums and all `.grad`."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._reset()
@@ -223,5 +223,5 @@ class GradStore:
 
 
 def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """Add `x` to a running sum, out of place: the stored tensor may be the caller's."""
+    """Add `x` to a running sum, out of place."""
     sums[name] = sums[name] + x if name in sums else x

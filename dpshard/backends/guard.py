@@ -68,11 +68,11 @@ class Guard:
     # --- during backward --------------------------------------------------------------------------------------------
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Accept only the expected gradient at `tensor`, which is the parameter or its unsharded form."""
+        """Accept only the expected gradient at `tensor`: the parameter, or its unsharded form."""
         self._handles.append(tensor.register_hook(functools.partial(self._require_expected, name)))
 
     def expect(self, name: str, gradient: Tensor) -> Tensor:
-        """Accept this tensor object, which an anchor is about to return."""
+        """Accept this tensor object from an anchor."""
         self._expected[name] = gradient
         return gradient
 
@@ -95,7 +95,7 @@ class Guard:
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Accept plain gradients in a block that calls torch.autograd.grad."""
+        """Accept plain gradients in a block."""
         before, self._watching = self._watching, False
         try:
             yield
@@ -105,7 +105,7 @@ class Guard:
     # --- between backward and the noise -----------------------------------------------------------------------------
 
     def note(self, name: str) -> None:
-        """Record the present `.grad` as the result of backward."""
+        """Record the present `.grad`."""
         gradient = self._parameters[name].grad
         if gradient is None:
             return
@@ -119,7 +119,7 @@ class Guard:
             torch.autograd.Variable._execution_engine.queue_callback(self._seal)
 
     def _seal(self) -> None:
-        """Take checksums of the gradients noted since the last call."""
+        """Take checksums of the newly noted gradients."""
         self._sealing = -1
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()
@@ -132,19 +132,19 @@ class Guard:
         return {name: self._local(self._noted[name].gradient) for name in names}
 
     def holds_anything(self, name: str) -> bool:
-        """Return True if this rank's part of `.grad` exists and is not all zeros."""
+        """Return True if this rank's part of `.grad` is not all zeros."""
         gradient = self._parameters[name].grad
         return gradient is not None and bool(self._local(gradient).any())
 
     def is_untouched(self, name: str) -> bool:
-        """Return True if `.grad` is the tensor that backward left, at the same version."""
+        """Return True if `.grad` is the noted tensor at its noted version."""
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
             return not self.holds_anything(name)  # zero_grad(set_to_none=False)
         return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
 
     def all_thrown_away(self) -> bool:
-        """Return True if zero_grad() was called; zeros are no evidence, because they may be stand-ins."""
+        """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
@@ -165,7 +165,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; raise LogicalBatchError, later if reading now would stall."""
+        """Compare all gradients with their checksums; raise LogicalBatchError now, or later if reading would stall."""
         for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
             held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
             names, now_N = checksums(self._bits(held))
@@ -201,7 +201,7 @@ class Guard:
         return gradient._version, self._local(gradient)._version
 
     def refuse_hooks(self, name: str) -> None:
-        """Raise UnsupportedParameterError if this parameter has a foreign hook."""
+        """Raise UnsupportedParameterError for a foreign hook on this parameter."""
         parameter = self._parameters[name]
         hooks = len(parameter._backward_hooks or ()) + len(
             getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
@@ -247,6 +247,6 @@ class _Noted:
 
     gradient: Tensor
     versions: tuple[int, int]
-    """Versions of the gradient, and of this rank's shard."""
+    """Of the gradient, and of this rank's shard."""
     seal: _Seal | None = None
-    """Checksums that include this gradient; None until the backward pass ends."""
+    """Includes this gradient; None until the backward pass ends."""

@@ -1,4 +1,4 @@
-"""Detects and refuses ranks that hold parts of one model or of one sample.
+"""Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
 Under tensor, pipeline, context or expert parallelism each of several ranks computes a part of one sample's gradient. A
@@ -69,7 +69,7 @@ def require_known_group(group: Any) -> None:
 
 
 def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group: Any = None) -> None:
-    """Raise ConfigurationError if only `world_size` ranks share the data, and no group explains the others."""
+    """Raise ConfigurationError if only `world_size` ranks share the data, and no group explains the rest."""
     if model_parallel_group is None and world_size < processes():
         raise ConfigurationError(
             f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, "
@@ -83,7 +83,7 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
 
 
 def require_one_training(world_size: int) -> None:
-    """Raise ConfigurationError if only `world_size` ranks train this model."""
+    """Raise ConfigurationError if other ranks do not train this model."""
     if world_size < processes():
         raise ConfigurationError(
             f"A Checkpointer is called by all {processes()} ranks together, of which {world_size} train this "
@@ -93,7 +93,7 @@ def require_one_training(world_size: int) -> None:
 
 
 def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> None:
-    """Raise ConfigurationError for a DTensor parameter, frozen or not, with an address not in `own`."""
+    """Raise ConfigurationError for a DTensor parameter, even a frozen one, with an address not in `own`."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
         return
     from torch.distributed.tensor import DTensor
@@ -125,7 +125,6 @@ def _watched() -> Iterator[None]:
 
 
 def _refuse_pipeline(callers: Iterator[str]) -> None:
-    """Raise ConfigurationError if a pipeline schedule is among the calling modules."""
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
             f"This forward is that of a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
@@ -134,7 +133,7 @@ def _refuse_pipeline(callers: Iterator[str]) -> None:
 
 
 def _callers() -> Iterator[str]:
-    """Yield the module names of the functions on this thread's stack, innermost first."""
+    """Yield the modules of this thread's stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
@@ -155,7 +154,7 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _is_of_a_framework() -> bool:
-    """Return True if a framework's hook around a module's forward calls."""
+    """Return True if a framework's hook around a forward calls."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

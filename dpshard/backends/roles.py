@@ -1,4 +1,4 @@
-"""The roles of a back-end that reduce clipped sums over ranks and keep them."""
+"""The roles that reduce and keep clipped sums."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Reduction(Protocol):
         ...
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True if ranks wait for each other in a micro-batch, even one of padding."""
+        """Return True if ranks wait for each other, even in a micro-batch of padding."""
         ...
 
     def fault(self) -> DpshardError | None:
-        """Return the reason why this rank's sums must not be released, or None."""
+        """Return why this rank's sums must not be released, or None."""
         ...
 
     @property

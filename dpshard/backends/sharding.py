@@ -1,4 +1,4 @@
-"""Sharding, the role that holds the parameters, and `Unsharded`, its version for whole parameters."""
+"""The role that holds the parameters, and its version for whole parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sharding(ABC):
 
     @property
     def values(self) -> Mapping[str, Tensor]:
-        """The parameters that forward uses; derivations are replayed with them."""
+        """The parameters in forward, for replaying derivations."""
         return self.differentiated
 
     @property
@@ -67,17 +67,17 @@ class Sharding(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the first trainable parameter; the CPU if there is none."""
+        """Device of the first trainable parameter, else the CPU."""
         return next((p.device for p in self.parameters.values()), torch.device("cpu"))
 
     @property
     def elements(self) -> int:
-        """Number of real numbers in the trainable parameters; a complex one is two."""
+        """Number of real trainable numbers; a complex one is two."""
         shapes = self.shapes
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
     def refuse_changed_parameters(self) -> None:
-        """Raise UnsupportedParameterError if a parameter became trainable after the engine was made."""
+        """Raise UnsupportedParameterError if a parameter became trainable later."""
         for name, parameter in self.core.named_parameters():
             if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
@@ -90,7 +90,7 @@ class Sharding(ABC):
         return self.parameters.get(name) is parameter
 
     def refuse_hooks(self) -> None:
-        """Raise UnsupportedParameterError if a parameter has a foreign hook."""
+        """Raise UnsupportedParameterError for foreign hooks on parameters."""
         for name in self.parameters:
             self.guard.refuse_hooks(name)
 
@@ -110,7 +110,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshards(self, module: nn.Module) -> bool:
-        """Return True if hooks around the forward of `module` unshard and reshard its parameters."""
+        """Return True if hooks around the module's forward unshard and reshard its parameters."""
 
     @abstractmethod
     def unshard_module(self, module: nn.Module) -> None:
@@ -118,7 +118,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of the parameters that exist only while `module` runs."""
+        """Return names and tensors of parameters that exist only during the module's forward."""
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Sharding(ABC):
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a parameter or gradient."""
+        """Return this rank's part."""
         return x
 
     @abstractmethod
@@ -154,12 +154,12 @@ class Sharding(ABC):
         """
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole parameter as the optimizer sees it, on every rank; called like `unshard`."""
+        """Return the whole parameter as the optimizer sees it; called like `unshard`."""
         return self.unshard(name, self.parameters[name].detach())
 
     @abstractmethod
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks with different shards."""
+        """Return the sum of a scalar over different shards."""
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and `optimizer` for a checkpoint."""
@@ -173,7 +173,7 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Whole parameters in every process; `beside` makes the block for forwards outside the training."""
+    """Whole parameters in every process; `beside` makes the block of `guard_disabled`."""
 
     def __init__(
         self,

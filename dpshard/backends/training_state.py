@@ -1,4 +1,4 @@
-"""Model and optimizer for a checkpoint: tensors by parameter name, whole or sharded, for any number of ranks.
+"""Model and optimizer for a checkpoint: whole or sharded tensors by parameter name.
 
 All back-ends use the same names and shapes, so one back-end can load what another saved.
 """
@@ -29,12 +29,12 @@ OPTIMIZER_STATE = "optimizer.state."
 
 
 class Snapshot(NamedTuple):
-    """A nested state: its tensors, whole or sharded, share memory with the training."""
+    """A nested state; its tensors, whole or sharded, share memory with the training."""
 
     model: dict[str, Any]
-    """Parameters and buffers, by the names of the model's state_dict()."""
+    """By the names of the model's state_dict()."""
     remembered: dict[str, dict[str, Any]]
-    """Optimizer state by parameter; empty before the first step."""
+    """By parameter; empty before the first step."""
     groups: Groups
 
 

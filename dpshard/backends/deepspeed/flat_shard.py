@@ -21,7 +21,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes that cover elements `start` to `start + length` of a tensor of `shape`, in order."""
+    """Yield the boxes of elements `start` to `start + length` of a tensor of `shape`, in order."""
     if not length:
         return
     if len(shape) <= 1:
@@ -61,7 +61,7 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse everything except the new_empty() of an asynchronous save, which then copies attributes."""
+        """Support only the new_empty() of an asynchronous save, which then copies attributes."""
         if func is torch.ops.aten.new_empty.default:
             piece, _ = args
             return cls(piece.elements.new_empty(0, device=(kwargs or {}).get("device")), piece.start, piece.shape)

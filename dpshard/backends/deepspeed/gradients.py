@@ -21,7 +21,7 @@ from dpshard.noise.keyed import Shard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Return the Reducer of a model; in stage 1 it reduces late, because every rank has whole gradients anyway."""
+    """Return the Reducer of a model, late in stage 1, where every rank has whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -51,7 +51,7 @@ class PartitionReduction:
         return [None] * len(names)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a block; a model_engine.step() in the loop steps after the last micro-batch only."""
+        """Return a block; in it, model_engine.step() steps only after the last micro-batch."""
         return self._micro_batch(last)
 
     @contextmanager
@@ -68,7 +68,7 @@ class PartitionReduction:
                 engine.allreduce_gradients()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True under stage 3, which unshards parameters in every forward and backward."""
+        """Return True in stage 3, where every forward and backward unshards."""
         return self._stage == 3
 
     def fault(self) -> None:
@@ -92,7 +92,7 @@ class PartitionReduction:
 
 
 class PartitionStore:
-    """Keeps clipped sums in the Reducer's accumulators, laid out like DeepSpeed's fp32 partitions."""
+    """Keeps sums in the Reducer's accumulators, laid out like DeepSpeed's fp32 partitions."""
 
     def __init__(self, sharding: ZeroSharding, reducer: Reducer) -> None:
         self._sharding, self._reducer = sharding, reducer
@@ -100,7 +100,7 @@ class PartitionStore:
         self._private: dict[int, Tensor] = {}  # private gradients before DeepSpeed's step, by id of the master
 
     def shards(self) -> list[Shard]:
-        """Return this rank's sums as input of the noise."""
+        """See GradientStore."""
         fragments = self._sharding.layout.fragments
         return [
             Shard(name, self._reducer.fragment(name), fragments[name].start)
@@ -121,7 +121,7 @@ class PartitionStore:
         return self._sharding.over_shards(norm.square()).sqrt()
 
     def install(self, held: set[Tensor]) -> None:
-        """Put private gradients on the fp32 partitions that DeepSpeed's optimizer is about to step on."""
+        """Put private gradients on the partitions of DeepSpeed's optimizer."""
         for master in held & set(self._sharding.layout.masters):
             gradient = self._private.pop(id(master), None)
             if gradient is None:
@@ -135,7 +135,7 @@ class PartitionStore:
                 master.grad.copy_(gradient)  # DeepSpeed may own this buffer
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a parameter, on every rank; see GradientStore."""
+        """See GradientStore."""
         if not self._private:
             return None
         return self._sharding.unshard(name, self._reducer.fragment(name, self._private))
@@ -149,7 +149,7 @@ class PartitionStore:
             )
 
     def drop(self) -> None:
-        """Drop clipped sums, and private gradients that DeepSpeed has not used."""
+        """Drop sums, and private gradients that DeepSpeed has not used."""
         self._reducer.clear()
         self._private.clear()
         self._guard.reset()

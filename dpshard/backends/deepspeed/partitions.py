@@ -1,4 +1,4 @@
-"""The location of each parameter's fp32 master copy in DeepSpeed: elements, rank, flat tensor.
+"""Where DeepSpeed keeps each parameter's fp32 master copy: elements, rank, flat tensor.
 
 A ZeRO optimizer steps on flat fp32 partitions ("masters"), not on the parameters. Stages 1 and 2 concatenate the
 parameters of a param group and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W
@@ -22,16 +22,16 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """The elements of one parameter with a master copy on this rank."""
+    """This rank's part of one parameter's master copy."""
 
     master: Tensor
-    """Flat partition [N], which the optimizer steps on; float32, or lower precision if DeepSpeed is set so."""
+    """Flat partition [N] that the optimizer steps on; float32, or as DeepSpeed is set."""
     offset: int
     """Start of the fragment in the master."""
     start: int
     """Start of the fragment in the flattened parameter."""
     length: int
-    """Number of elements; 0 if other ranks hold the whole parameter."""
+    """Number of elements; may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class ZeroLayout:
     fragments: Mapping[str, Fragment]
     masters: tuple[Tensor, ...]
     chunks: Mapping[str, int] | None
-    """Stage 3: elements of each parameter on every rank, with padding."""
+    """Stage 3: elements of each parameter per rank, with padding."""
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
@@ -85,7 +85,7 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
 
 
 _Found = tuple[Any, Fragment, Tensor]
-"""A parameter, this rank's fragment of it, and the elements that the fragment must hold."""
+"""A parameter, its fragment, and the elements that the fragment must equal."""
 
 
 def _flattened(zero: Any, rank: int) -> Iterator[_Found]:

@@ -56,7 +56,7 @@ class Reducer:
     ) -> None:
         self.layout, self.shapes, self.group = layout, shapes, group
         self.late = late
-        """True to keep whole sums on this rank until `complete`: one reduction per logical batch, but more memory."""
+        """True to keep whole sums until `complete`: one reduction per logical batch, but more memory."""
         self.passes = 0
         """Backward passes that have ended; equal on all ranks."""
         self._buckets = _buckets(shapes)
@@ -68,7 +68,7 @@ class Reducer:
         self._totals: dict[int, Tensor] = {}
 
     def put(self, name: str, clipped_sum: Tensor | None) -> None:
-        """Add the clipped sum of a parameter over this rank's samples; None if no sample used it."""
+        """Add this rank's clipped sum of a parameter; None if no sample used it."""
         if name in self._arrived:
             raise LogicalBatchError(f"{name} was summed twice in one backward pass: a sample would count twice.")
         self._arrived.add(name)
@@ -81,7 +81,7 @@ class Reducer:
             self._launch()
 
     def finish(self) -> None:
-        """End a backward pass: reduce the rest, with zeros for missing sums, and wait for it."""
+        """End a backward pass: reduce the rest, missing sums as zeros, and wait."""
         self._arrived.clear()
         self.passes += 1
         if not self.late:
@@ -117,7 +117,7 @@ class Reducer:
         self._totals.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the summed fragments, laid out like the masters, by id of the master; start again at zero."""
+        """Return the summed fragments by id of the master, laid out like it; start again at zero."""
         for name in self.shapes:
             self.fragment(name)  # creates the missing sums as zeros
         totals, self._totals = self._totals, {}

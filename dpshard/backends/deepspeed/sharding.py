@@ -53,7 +53,7 @@ class ZeroSharding(Sharding):
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Shapes of the whole parameters; in stage 3 an unused parameter itself has no elements."""
+        """Whole shapes; in stage 3 an unused parameter itself has no elements."""
         return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
 
     @property
@@ -68,7 +68,7 @@ class ZeroSharding(Sharding):
         return self._zero3 is not None and module is self.core
 
     def unshard_module(self, module: nn.Module) -> None:
-        """Unshard the parameters that belong directly to the outermost module."""
+        """Unshard the outermost module's own parameters."""
         if self._zero3 is not None:
             self._zero3.unshard()
 
@@ -91,7 +91,7 @@ class ZeroSharding(Sharding):
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole tensor, made of the fragments of all ranks."""
+        """Return the whole tensor from the fragments of all ranks."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard
@@ -99,7 +99,7 @@ class ZeroSharding(Sharding):
         return full.view(*shape)
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole parameter, in the precision of the fp32 partitions."""
+        """Return the whole parameter in the partitions' precision."""
         place = self.layout.fragments[name]
         return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
 
@@ -108,7 +108,7 @@ class ZeroSharding(Sharding):
         return self.communicator.all_gather(x.view(1)).sum()
 
     def training_state(self, optimizer: Any) -> ZeroState:
-        """Return model and optimizer for a checkpoint; `optimizer` may be DeepSpeed's wrapper."""
+        """See Sharding; `optimizer` may be DeepSpeed's wrapper."""
         zero = self._zero
         if optimizer is not zero and optimizer is not zero.optimizer:
             raise ConfigurationError(
@@ -118,7 +118,7 @@ class ZeroSharding(Sharding):
         return ZeroState(zero, self.core, self.layout, self.parameters, self.communicator.rank)
 
     def detach(self) -> None:
-        """Remove all hooks from the parameters and from DeepSpeed."""
+        """Remove all hooks."""
         super().detach()
         if self._zero3 is not None:
             self._zero3.detach()

@@ -43,7 +43,7 @@ def is_gathered(parameter: Any) -> bool:
 
 
 class Zero3:
-    """Makes the forwards of a ZeRO-3 model recordable; see [Note: Living with gathered parameters]."""
+    """See [Note: Living with gathered parameters]."""
 
     def __init__(self, core: nn.Module, offload: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.core, self.offload, self.parameters = core, offload, parameters
@@ -58,7 +58,7 @@ class Zero3:
         for p, all_gather in self._gathering:
             p.all_gather = _in_quiet(all_gather)  # type: ignore[attr-defined]
         self.marking = True
-        """True if a backward will follow, which modules must detect."""
+        """True if a backward will follow."""
         self._marks = [
             (module, name, vars(module)[name])
             for module in core.modules()
@@ -96,7 +96,7 @@ class Zero3:
     # --- what autograd saves ----------------------------------------------------------------------------------------
 
     def _note(self, parameter: Any) -> None:
-        """Record the address of a gathered parameter; one that is never freed may be saved itself."""
+        """Record a gathered parameter's address; one that is never freed may be saved itself."""
         self._at = {address: p for address, p in self._at.items() if p is not parameter}
         if is_gathered(parameter) and not parameter.ds_persist and parameter.numel():
             self._at[parameter.data_ptr()] = parameter
@@ -154,7 +154,7 @@ class Zero3:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Return a block for forwards and backwards that restores DeepSpeed's bookkeeping."""
+        """Return a block for forwards and backwards; it restores DeepSpeed's bookkeeping."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []
         for hooks in saving:
@@ -188,7 +188,7 @@ def _in_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Replaces an autograd function that marks a tensor; skips tensors that backward does not reach."""
+    """Replaces an autograd function that marks tensors; skips those that backward does not reach."""
 
     owner: Zero3
     function: Any
@@ -201,7 +201,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """Replaces a saved tensor that is a view of a gathered parameter."""
+    """Replaces a saved view of a gathered parameter."""
 
     parameter: Any
     size: tuple[int, ...]
@@ -210,7 +210,7 @@ class _Lent:
 
 
 class _Values(Mapping[str, Tensor]):
-    """Whole parameters by name; NaN of the right shape for one that is partitioned now."""
+    """Whole parameters; NaN of the right shape for one that is partitioned now."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self.parameters = parameters

@@ -24,7 +24,7 @@ from dpshard.names import canonical_name
 _INSTEAD = "save by model_engine.save_checkpoint(), and engine.state_dict() beside it"
 
 _Described = dict[str, dict[str, Any]]
-"""The checkpoint's descriptions of optimizer state, by parameter and by name of the state."""
+"""Descriptions of optimizer state in a checkpoint, by parameter and name."""
 
 
 class ZeroState:
@@ -92,7 +92,7 @@ class ZeroState:
     # --- what is where ----------------------------------------------------------------------------------------------
 
     def _piece(self, name: str, flat: Tensor) -> Tensor:
-        """Return the fragment of a parameter in a tensor laid out like its master."""
+        """Return a parameter's fragment of a tensor laid out like its master."""
         place = self.layout.fragments[name]
         return _part(flat[place.offset : place.offset + place.length], place.start, self.shapes[name])
 
@@ -135,7 +135,7 @@ class ZeroState:
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:
-        """Return, by id of the master, the tensors to read optimizer state into: existing ones, or new ones."""
+        """Return, by id of the master, tensors to read optimizer state into: existing or new ones."""
         kinds: dict[str, list[bool]] = {}
         for name in self.shapes:
             for key, item in described.get(name, {}).items():
@@ -156,7 +156,7 @@ class ZeroState:
     def _with_singles(
         self, partitions: Mapping[int, dict[str, Any]], remembered: Mapping[str, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Return the flat tensors, with the values that the optimizer keeps once per partition."""
+        """Return the flat tensors, with the values kept once per partition."""
         states = {master: dict(flat) for master, flat in partitions.items()}
         for name, place in self.layout.fragments.items():
             flat, state = partitions[id(place.master)], states[id(place.master)]
@@ -169,7 +169,7 @@ class ZeroState:
         return states
 
     def _load_optimizer(self, partitions: Mapping[int, dict[str, Any]], groups: Groups) -> None:
-        """Install the read state by torch's load_state_dict(), which chooses the devices."""
+        """Install the read state by torch's load_state_dict(), which chooses devices."""
         optimizer, stage_3 = self._optimizer, hasattr(self.zero, "_set_fp32_optimizer_param_groups")
         if stage_3:
             self.zero._set_fp32_optimizer_param_groups()

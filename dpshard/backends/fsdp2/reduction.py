@@ -39,17 +39,17 @@ class _Pass:
     waiting: list[Unit]
     """Units not reduced yet, in order."""
     arrived: set[str] = field(default_factory=set)
-    """Names of the parameters with a clipped sum that is in, or will not come."""
+    """Names of the parameters with sums that are in, or will not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Clipped sums [whole shape] of units behind the next one."""
+    """Sums [whole shape] of units behind the next one."""
     bucket: Tensor | None = None
-    """Bucket of the next unit, [ranks, elements of a rank's padded shards]; each sum is added as it arrives."""
+    """[ranks, elements of a rank's padded shards] of the next unit; each sum is added as it arrives."""
     running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
-    """The one reduction in flight: unit, its shards, the source bucket, and the work."""
+    """The reduction in flight: unit, its shards, the source bucket, the work."""
 
 
 class UnitReduction:
-    """The Reduction of an FSDP2 model: one reduce-scatter a unit; see [Note: From clipped sums to shards]."""
+    """One reduce-scatter per unit; see [Note: From clipped sums to shards]."""
 
     is_unsummed = False
 
@@ -58,7 +58,7 @@ class UnitReduction:
         self._pass: _Pass | None = None
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums; return None for each, because the shards go to `.grad` directly."""
+        """Reduce the clipped sums; return None for each, because shards go to `.grad` directly."""
         if self._store.begins(self._end):
             self._pass = None  # left by a failed backward pass
         self._store.require_untouched(names)
@@ -73,7 +73,7 @@ class UnitReduction:
         return [None] * len(names)
 
     def _collect(self, reduction: _Pass, unit: Unit, name: str, total: Tensor | None) -> None:
-        """Accept the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
+        """Accept a clipped sum [whole shape]; None if no gradient arrived."""
         reduction.arrived.add(name)
         if total is None:
             return
@@ -121,7 +121,7 @@ class UnitReduction:
                 self._store.add_shard(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
 
     def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
-        """Yield the columns of each parameter's padded shards in the unit's bucket; complex ones as real pairs."""
+        """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""
         start = 0
         for name in unit.names:
             local = as_real(self._sharding.local(self._parameters[name]))

@@ -1,4 +1,4 @@
-"""Parameters sharded by `fully_shard`, and their unsharding for a forward."""
+"""Parameters sharded by `fully_shard`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FSDP2Sharding(Sharding):
             raise
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
-        """Unsharded parameters as last seen in their unit's forward; sharded ones before its first forward."""
+        """Unsharded parameters, as last seen in forward; before, the sharded ones."""
         self.differentiated: Mapping[str, Tensor] = self.whole
         self.communicator = Communicator(self.mesh.size(), self._group, self.compute_device)
 
@@ -77,7 +77,7 @@ class FSDP2Sharding(Sharding):
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return True for a module on which `fully_shard` was called."""
+        """Return True after `fully_shard(module)`."""
         return isinstance(module, FSDPModule)
 
     def unshard_module(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class FSDP2Sharding(Sharding):
         module.unshard()
 
     def unsharded_parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and unsharded parameters of the unit whose forward begins."""
+        """Yield names and unsharded parameters of the unit of `module`."""
         unit = self._unit_of_module.get(module)
         for owner, attribute, name in unit.places if unit is not None else ():
             parameter = owner._parameters[attribute]
@@ -118,7 +118,7 @@ class FSDP2Sharding(Sharding):
         return self.mesh if self.mesh.ndim == 1 else self._part(self.shard_dim)
 
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
-        """Yield the groups of ranks with equal shards (HSDP)."""
+        """Yield the groups with equal shards (HSDP)."""
         for dim in range(self.mesh.ndim):
             if dim != self.shard_dim:
                 yield self._part(dim).get_group()
@@ -129,7 +129,7 @@ class FSDP2Sharding(Sharding):
         return self.mesh[names[dim]]
 
     def rows(self, name: str) -> int:
-        """Return the number of rows of a padded shard; the last ranks hold fewer, or none."""
+        """Return the rows of a padded shard; the last ranks hold fewer, or none."""
         return -(-self.parameters[name].shape[0] // self.shard_mesh.size())
 
     def local(self, x: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class FSDP2Sharding(Sharding):
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def start(self, name: str) -> int:
-        """Return the start of this rank's shard in the flattened parameter."""
+        """Return the shard's start in the flattened parameter."""
         shape = self.parameters[name].shape
         return min(shape[0], self.rows(name) * self.shard_mesh.get_local_rank()) * shape[1:].numel()
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put this rank's shard in `.grad`, as a DTensor."""
+        """Put this shard in `.grad`, as a DTensor."""
         p = parameter
         assert isinstance(p, DTensor)
         parameter.grad = DTensor.from_local(
@@ -154,7 +154,7 @@ class FSDP2Sharding(Sharding):
         )
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks with different shards."""
+        """Return the sum of a scalar over different shards."""
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_mesh.get_group())
         return x

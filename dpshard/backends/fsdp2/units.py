@@ -1,4 +1,4 @@
-"""The units and the mesh of a model on which `fully_shard` was called."""
+"""The units and the mesh of an FSDP2 model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """One FSDP unit: the parameters that are gathered, freed and reduced together."""
+    """Parameters that FSDP gathers, frees and reduces together."""
 
     modules: tuple[nn.Module, ...]
     places: tuple[tuple[nn.Module, str, str], ...]
-    """(owning module, attribute, name) of each parameter; a shared parameter has several."""
+    """(owning module, attribute, name), several for a shared parameter."""
     names: tuple[str, ...]
 
     @property
@@ -36,7 +36,7 @@ class Unit:
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def is_sharded(self) -> bool:
-        """Return True if all parameters of the unit are sharded now."""
+        """Return True if no parameter is unsharded now."""
         return all(group.is_sharded for group in _groups(self.modules[0]))
 
 
