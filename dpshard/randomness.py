@@ -2,16 +2,16 @@
 
 [Note: Keyed draws]
 A run owns one secret of 32 bytes from the operating system. Each purpose (the noise of block 3 of parameter
-"head.weight" at step 7; the batch of step 7) has a key derived from the secret. So draws for different purposes are
+"head.weight" at step 7; the batch of step 7) has a key derived from it. So draws for different purposes are
 independent, a repeated step draws the same batch on any number of ranks, and `torch.manual_seed` has no influence.
 
 [Note: Strength]
 Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source expands its key by
-AES-256 in counter mode, which is indistinguishable from random bits and faster than memory. (The code uses GCM, NIST SP
-800-38D, which OpenSSL runs 2.5 times as fast; it never computes the tag. Beyond 2^36 bytes per key the cipher raises.)
-The Box-Muller method turns the stream into normals, with 62 bits for the radius, so the tails reach 9.3 standard
-deviations. [Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU
-is too weak: its mt19937 has a seed of 32 bits, which an attacker can enumerate.)
+AES-256 in counter mode, indistinguishable from random bits and faster than memory. (The code uses GCM, NIST SP 800-38D,
+which OpenSSL runs 2.5 times as fast, and never computes the tag. Beyond 2^36 bytes per key the cipher raises.)
+Box-Muller turns the stream into normals, with 62 bits for the radius, so the tails reach 9.3 standard deviations.
+[Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too
+weak: an attacker can enumerate the 32-bit seeds of its mt19937.)
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` does the mathematics: privacy loss distributions ("pld": tight) or Renyi divergences ("rdp": quick,
-looser). The central limit approximation ("gdp") is computed here; it is not an upper bound.
+`dp-accounting` computes privacy loss distributions ("pld": tight) and Renyi divergences ("rdp": quick, looser). The
+central limit approximation ("gdp") is computed here; it is not an upper bound.
 
 [Note: The rounding of a composition]
 dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, with errors of
-either sign. The transform of T steps is the T-th power of one step. The power multiplies the relative rounding of one
-step, about u = 2^-53, by T. So delta errs by a multiple of T u: at most 1.9 T u against long doubles, over 21 settings
-of sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (The error at epsilon is a mean of errors of tails of the loss;
-this is the largest of those.) "pld" therefore computes epsilon at delta - 4 T u, and takes the epsilon of "rdp" where
-that is smaller: both are bounds. At delta <= 4 T u (4.4e-11 for 100,000 steps) only "rdp" is left. A capped batch has
-no "rdp" bound, so its epsilon is infinite there.
+either sign. The transform of T steps is the T-th power of one step, which multiplies the relative rounding of one step,
+about u = 2^-53, by T. So delta errs by a multiple of T u: at most 1.9 T u against long doubles, over 21 settings of
+sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (The largest error of tails of the loss; the error at epsilon is a
+mean of these.) "pld" therefore computes epsilon at delta - 4 T u, and takes the epsilon of "rdp" where that is smaller:
+both are bounds. At delta <= 4 T u (4.4e-11 for 100,000 steps) only "rdp" is left. A capped batch has no "rdp" bound, so
+its epsilon is infinite there.
 
 [Note: Discrete Gaussian noise under sampling]
 Let Q be the noise on Z^d with standard deviation s, and P the noise shifted by v in Z^d, |v| <= s / sigma. A step that
@@ -28,9 +28,7 @@ every whole order a:
   b >= 1; and t is larger for the lower interval.
 So at whole orders the Renyi divergences are at most those of the sampled Gaussian, which dp-accounting computes.
 Nothing is claimed of other orders ((a - 1) D_a is convex in a, but chords between whole orders never give a lower
-epsilon), nor of privacy loss distributions: discrete noise differs between directions. (Zhu and Wang 2019, "Poisson
-subsampled Renyi differential privacy", Thm. 5, bounds any mechanism this way, but counts the terms of l >= 3 three
-times.)
+epsilon), nor of privacy loss distributions: discrete noise differs between directions.
 """
 
 from __future__ import annotations

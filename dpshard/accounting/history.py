@@ -1,9 +1,9 @@
 """The sums released at each step, so that a repeated step is counted correctly.
 
 [Note: What a step that is taken again costs]
-Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). A release has an identity, a
-keyed digest of both. Repeating a step with the same identity publishes the same value, and costs nothing. Another or
-forgotten identity has independent noise and counts as a further release. A history remembers the last MEMORY steps.
+Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). A keyed digest of both is the
+identity of a release. Repeating it publishes the same value, and costs nothing. A step with another or forgotten
+identity has independent noise, and counts as a further release. A history remembers the last MEMORY steps.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch. Composition ignores order, so a ledger is a multiset of releases.
-Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one of them
-(zero-out at fixed N). Two relations of dp-accounting cover this.
-- Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same, so the
-  figures agree. (The engine refuses a data set of another length.)
+A step releases one noisy sum over a Poisson batch; a ledger is a multiset of releases, because composition ignores
+order. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one of
+them (zero-out at fixed N). Two relations of dp-accounting cover this.
+- Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
+  engine refuses a data set of another length.)
 - With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
   gives its slot to another one, which moves the sum by 2 R. The bound covers both.
 
 [Note: The price of a grid]
 Discrete Gaussian noise has standard deviation s = 2^24 grid steps. Rounding two sums of d elements to the grid first
 moves them apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in noise/keyed.py). A step is sigma R / s
-long, so sums at distance R are then at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is
-the accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s). For sigma = 1 and a billion elements it is
-0.2% below sigma.
+long, so sums at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is the
+accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s), 0.2% below sigma = 1 for a billion elements.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 [Note: Reduced or not]
 DDP decides in its own forward whether the next backward reduces. A forward that bypasses it (`model.module(x)`), a
-`no_sync()` around the last micro-batch, or a backward one micro-batch late leave the sums of one rank in `.grad`, W
-times too large for the noise. The reducer does not report this. But reduced sums are bitwise equal on all ranks, as
-they must be to keep replicas equal in ordinary training. So ranks compare the digests of their sums before the noise.
+`no_sync()` around the last micro-batch, or a backward one micro-batch late leave one rank's sums in `.grad`, W times
+too large for the noise, and the reducer does not report it. But reduced sums are bitwise equal on all ranks, else
+replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class DDPReduction:
         """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # Check all gradients before the first sum: at the end all of them are recorded as results of the reducer, even
-        # of parameters without a part in this backward.
+        # A pass ends by recording all gradients as results of the reducer, so check all before the first sum.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, take(name)) for name in names]
 

@@ -4,15 +4,15 @@
 Between an anchor and the noise a clipped sum lies in `.grad`, where any code may change it. So
 - a hook on every parameter accepts only the tensor object that its anchor returned. (Autograd passes a sum of several
   paths as another tensor.)
-- a second hook records `.grad` as autograd left it: the tensor and its version. The end of the backward pass records a
-  checksum of its bits. Before more gradients or noise are added, all three must be unchanged. A change in between
-  (clip_grad_norm_, unscaling, zero_grad, a foreign optimizer) would alter the accounted sum, or use it without noise.
-  The version reveals writes that change no bit, such as zero_() on zeros. The checksum reveals writes that torch does
-  not count: through `.data`, and by torch._foreach_* on shards (clip_grad_norm_).
-- checksums of all gradients are taken at once, and compared at the first anchor of the next pass and before the noise.
-  Reading a comparison in backward would stall an accelerator, so there only the release reads it. Backward hooks of
-  modules run foreign code within the pass: then each gradient gets a checksum as it arrives, compared at each anchor.
-  (A write through `.data` by a hook on a tensor within the pass is not detected.)
+- a second hook records `.grad` and its version, and the end of the backward pass records a checksum of its bits. All
+  three must be unchanged before more gradients or noise are added. A change (clip_grad_norm_, unscaling, zero_grad, a
+  foreign optimizer) would alter the accounted sum, or use it without noise. The version reveals writes that change no
+  bit (zero_() on zeros). The checksum reveals writes that torch does not count: through `.data`, and by
+  torch._foreach_* on shards.
+- checksums are taken of all gradients at once, and compared at the first anchor of the next pass and before the noise.
+  On an accelerator only the release reads the result, because reading in backward would stall. If modules have backward
+  hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
+  (A write through `.data` by a tensor hook within the pass is not detected.)
 - foreign hooks on a parameter are refused, because they see and change gradients before the noise.
 Only the sums of a failed backward pass may be dropped: they are incomplete anyway.
 """

@@ -1,13 +1,12 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism each of several ranks computes a part of one sample's gradient. A
-rank has only the norm of its part, so the sample counts for more than R. With an engine on every part, the parts would
-also draw different batches. Four signs are checked:
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and its norm, so the
+sample counts for more than R. Engines on the parts would also draw different batches. Four signs are checked:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
-- a forward that communicates with other ranks, or computes on tensors split over ranks (`whole_samples`).
+- a forward that communicates, or computes on tensors split over ranks (`whole_samples`).
 Not detected: messages outside torch.distributed, and messages in a branch that uses parameters like another branch.
 """
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """An object with a state: a learning-rate scheduler, a counter, an average of the weights."""
+    """An object with a state, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
@@ -176,7 +176,7 @@ class Checkpointer:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
 
     def _newest(self) -> int | None:
-        """Return the step of the newest sound checkpoint; each rank checks some of the files."""
+        """Return the step of the newest sound checkpoint; ranks share the checking."""
         complaints: list[str] = []
         for step in self._ranks.on_first(self._folder.complete):
             complaint = self._complaint(step)
@@ -225,7 +225,7 @@ class Checkpointer:
 
 
 def _own_digests(partial: Path, rank: int) -> Digests:
-    """Return the digests of this rank's files; rank 0 also wrote the table of contents."""
+    """Return the digests of this rank's files; rank 0 adds the table of contents."""
     files = [*partial.glob(f"__{rank}_*"), *([partial / ".metadata"] if rank == 0 else [])]
     for path in files:
         path.chmod(0o600)
@@ -238,7 +238,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Return a state with tensors unchanged, as they may be sharded; pack others, as their keys may have any type."""
+    """Return a state with tensors unchanged (they may be sharded); pack others (their keys may have any type)."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

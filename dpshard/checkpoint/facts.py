@@ -2,10 +2,10 @@
 
 [Note: Facts of a run]
 Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums; other data change the
-sums. A state holds these facts, and loading it under other facts warns that steps may count twice. Only the digest of
-the sums decides. Data are identified by their length, which is part of the mechanism. Tensors in memory also get a
-keyed digest of a few rows, which reveals another data set, but not one changed row. Rows of other data sets are not
-read: reading could open files before workers start, or draw random numbers.
+sums. Loading a state under other facts warns that steps may count twice; only the digest of the sums decides. Data are
+identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows,
+which reveals another data set, but not one changed row. Other data sets are not read: reading could open files before
+workers start, or draw random numbers.
 """
 
 from __future__ import annotations

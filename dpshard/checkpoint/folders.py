@@ -2,9 +2,8 @@
 
 [Note: Complete or not there]
 A checkpoint is written into `.step-N.partial`. When every rank has flushed its files, rank 0 adds `manifest.json`
-(the size and SHA-256 of each file) and renames the folder to `step-N`, which is atomic. The folder of a killed save
-stays partial, is never read, and is removed by the next save. Removal renames a folder back to partial first. The
-digests reveal later damage, such as an incomplete copy.
+(the size and SHA-256 of each file) and renames the folder to `step-N`, which is atomic. Partial folders are never read,
+and the next save removes them. Removal renames a folder back to partial first. The digests reveal later damage.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The journal of a run: every release, written before it is used, so that a resumed run counts all of them.
 
 [Note: What a crash forgets]
-A checkpoint contains the releases up to its step. A crash forgets later ones, which may have been seen. So step and
-identity of each release ([Note: What a step that is taken again costs]) are written to the journal before its noise is
-added, and are on the disk before it is handed out. A resumed run counts all journal entries after its checkpoint, also
-releases that were never handed out; repeating one costs nothing more. A truncated entry belongs to a release that was
-not handed out.
+A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
+([Note: What a step that is taken again costs]) are written to the journal before its noise is added, and are on the
+disk before it is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
+out; repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 [Note: What reaches DeepSpeed]
 Anchors differentiate dummies, so in a private backward pass no gradient reaches a parameter; one that does is a leak
-and raises. dpshard sums clipped sums over ranks ([Note: Why DeepSpeed does not reduce]) into accumulators laid out like
-DeepSpeed's fp32 partitions. When DeepSpeed calls its inner optimizer's step (the hook of step/optimizer_hook.py), the
-noised and divided accumulator replaces the partition's gradient. So averaging, accumulation steps, buckets,
-communication dtype and stale gradients of DeepSpeed have no effect, and a step that was not privatized has no gradient.
+and raises. Clipped sums are summed over ranks ([Note: Why DeepSpeed does not reduce]) into accumulators laid out like
+DeepSpeed's fp32 partitions. At the inner optimizer's step (hook of step/optimizer_hook.py) the noised and divided
+accumulator becomes the partition's gradient. So DeepSpeed's averaging, accumulation steps, buckets, communication dtype
+and stale gradients have no effect, and without privatization a step has no gradient.
 """
 
 from __future__ import annotations

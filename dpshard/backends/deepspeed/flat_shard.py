@@ -1,8 +1,7 @@
 """Runs of a flattened tensor as boxes for torch.distributed.checkpoint.
 
-DeepSpeed cuts parameters anywhere, even within a row; torch.distributed.checkpoint reads and writes boxes. A run is a
-few boxes, each contiguous in memory: the end of a row, whole rows, the beginning of a row. So a checkpoint does not
-depend on the number of ranks, the ZeRO stage or the back-end.
+DeepSpeed cuts parameters anywhere, even within a row. A run is a few boxes, each contiguous in memory: the end of a
+row, whole rows, the beginning of a row. So a checkpoint does not depend on ranks, ZeRO stage or back-end.
 """
 
 from __future__ import annotations

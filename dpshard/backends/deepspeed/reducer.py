@@ -3,9 +3,8 @@
 [Note: Why DeepSpeed does not reduce]
 DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over ranks, divides by the accumulation steps,
 and re-applies a stale gradient if a parameter was not used (stage 3). Each of these would change the clipped sums. So
-clipped sums never become gradients of parameters. They are summed here, in float32 or wider, bucket by bucket during
-the backward pass, and DeepSpeed's optimizer first sees them with their noise. After a failure, DeepSpeed's own gradient
-is zero, so it never steps on raw sums.
+they never become gradients of parameters: they are summed here during backward, in float32 or wider, and DeepSpeed's
+optimizer first sees them with their noise. After a failure, DeepSpeed's own gradient is zero.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""ZeRO-3 and recorded forwards: DeepSpeed gathers the parameters of a module and frees them again.
+"""ZeRO-3 and recorded forwards.
 
 [Note: Living with gathered parameters]
-DeepSpeed gathers the parameters of a module in a hook before its forward, frees them in a hook after it, and does the
-same around its backward. This has five consequences:
+Hooks of DeepSpeed gather a module's parameters before its forward and backward, and free them after each. So
 - the hooks call torch functions on parameters, which the function mode must not attribute to the model;
 - the hooks pass inputs and outputs of modules through autograd functions that detect backward. But a parameter, or a
   tensor derived only from parameters (the embedding of positions), must stay the same object, because sources are found
   by identity. So it is not marked; backward does not reach it anyway;
-- autograd would keep every gathered parameter until backward, through the detached parameters of rules. So autograd
-  saves a reference, and backward gathers the parameter again;
+- autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
+  reference, and backward gathers the parameter again;
 - start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
   nor its counts of forwards that await their backward;
 - derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
