@@ -109,7 +109,6 @@ def event(release: Release) -> dp_accounting.DpEvent:
 
 
 def _truncated(release: Release) -> dict[str, Any]:
-    """Return dp-accounting's arguments for a capped release."""
     return {
         "dataset_size": release.sample_size,
         "sampling_probability": release.sampling_probability,
@@ -152,7 +151,6 @@ def _rdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
-    """Return the summed Renyi divergences of all `counts` at `orders`."""
     return sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
 
 

@@ -40,7 +40,7 @@ class PrivacyLedger:
         return relation_of(self._counts)
 
     def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count the release of the next step; only the code that makes the release calls this.
+        """Count the release of the next step; only the code that makes it calls this.
 
         `unverified_sampling`: the script drew the batch itself. Raises AccountingError if the release cannot be
         analysed.
@@ -71,9 +71,9 @@ class PrivacyLedger:
     def allows(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
         """Return True if epsilon stays within `target_epsilon` after one more `release`.
 
-        If n further releases fit the budget, any subset fits too. So one evaluation of epsilon for the remaining `plan`
-        (the releases of the whole run) serves a planned run: later calls look up a counter. Otherwise binary search
-        finds the largest number of such releases that fits, in about log2(steps) evaluations.
+        If n further releases fit the budget, any subset fits too: until then, calls look up a counter. The rest of
+        `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon. Otherwise bisection finds
+        how many such releases fit, in about log2(steps) evaluations.
         """
         check_supported(release, self.accountant)
         budget = (target_epsilon, target_delta)
@@ -94,7 +94,7 @@ class PrivacyLedger:
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
 
-        `generator` names the source of the noise. The protected unit is a sample, or a unit of several rows.
+        `generator` names the source of the noise.
         """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
         bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
@@ -125,7 +125,7 @@ class PrivacyLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content as plain JSON, without the accountant, which is not a fact about releases."""
+        """Return the content as plain JSON, without the accountant."""
         releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
         again = self.releases - self.steps
         return {

@@ -1,4 +1,4 @@
-"""Communication between the ranks that share the data of a model."""
+"""Communication between ranks that share the data of a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` together, in one order. `group` returns their
-    process group; called late, because it creates the group of a hybrid-sharded mesh. Tensors travel on `device`.
+    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` in one order. `group` is called late, because it
+    creates the process group of a hybrid-sharded mesh. Tensors travel on `device`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Communicator:
         return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
-        """Return the names of the facts (plain values) that differ between ranks; all ranks pass the same names."""
+        """Return the names of the facts (plain values) that differ between ranks; all pass the same names."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))

@@ -107,9 +107,9 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """Return a block that raises ConfigurationError for forwards in which ranks share samples; see [Note].
+    """Return a block in which forwards that share samples between ranks raise ConfigurationError; see [Note].
 
-    One process is not watched.
+    It does nothing in a single process.
     """
     return nullcontext() if processes() == 1 else _watched()
 

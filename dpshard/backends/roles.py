@@ -73,9 +73,9 @@ class GradientStore(Protocol):
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a parameter, between `privatize` and the optimizer's step.
+        """Return the whole private gradient, between `privatize` and the optimizer's step.
 
-        All ranks call it, for the same names in the same order. None if the optimizer will find no gradient.
+        All ranks call it, for the same names in one order. None if the optimizer will find no gradient.
         """
         ...
 

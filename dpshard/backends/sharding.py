@@ -95,7 +95,6 @@ class Sharding(ABC):
             self.guard.refuse_hooks(name)
 
     def _accumulated(self, name: str) -> None:
-        """Handle an addition of autograd to a gradient."""
         self.guard.note(name)
 
     def _hooked(self) -> bool:
@@ -134,11 +133,11 @@ class Sharding(ABC):
 
     @abstractmethod
     def _beside(self) -> AbstractContextManager[Any]:
-        """Return a block for forwards and backwards outside the training, which restores the framework's state."""
+        """Return a block for forwards and backwards outside the training; it restores the framework."""
 
     @abstractmethod
     def _together(self) -> AbstractContextManager[Any]:
-        """Return a block for forwards without backward, after all ranks have met to unshard together."""
+        """Return a block for forwards without backward, in which all ranks unshard together."""
 
     # --- shards -----------------------------------------------------------------------------------------------------
 

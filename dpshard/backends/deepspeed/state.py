@@ -101,7 +101,6 @@ class ZeroState:
         return {canonical_name(n): self._own(value) for n, value in self.core.state_dict(keep_vars=True).items()}
 
     def _own(self, value: Any) -> Any:
-        """Return this rank's part of an item of the model's state."""
         if not isinstance(value, Tensor):
             return value
         if value in self.names:

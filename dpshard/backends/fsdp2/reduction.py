@@ -143,7 +143,6 @@ class UnitReduction:
         _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._sharding.rows(name))
 
     def _reduce_scatter(self, reduction: _Pass) -> tuple[Unit, Tensor, Tensor, dist.Work]:
-        """Start the reduce-scatter of the next unit's bucket."""
         unit, bucket = reduction.waiting[0], self._bucket(reduction)
         reduction.bucket = None
         for name, columns in self._columns(unit):

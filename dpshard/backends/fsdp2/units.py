@@ -41,7 +41,6 @@ class Unit:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's parameter groups of `module`."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
