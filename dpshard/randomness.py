@@ -111,20 +111,20 @@ def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[
 
 
 UNIT = 2**14
-"""Normals from one stretch of the stream. Part of the meaning of a key; shorter rows make loops slower."""
+"""Normals per stretch of the stream; a change would change all draws. Shorter rows make loops slower."""
 _UNITS = 2**4
-"""Units per call: fewer need more calls; more do not fit the cache."""
+"""Units per call: fewer need more calls, more do not fit the cache."""
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
 """32-bit words for a pair of normals."""
 
 _FREE_SCRATCH: list[NDArray[np.uint8]] = []
-"""Free scratch memory: allocating for each of many small tensors would take longer than drawing."""
+"""Free scratch memory: allocation for many small tensors would take longer than drawing."""
 
 
 @contextmanager
 def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Yield scratch memory for `n` normals, their words, and the bytes of `buffers` streams."""
+    """Yield memory for `n` normals, their words, and the bytes of `buffers` streams."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
     cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + buffers * _CIPHER_PADDING)))
     try:

@@ -44,16 +44,16 @@ class Release:
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
     sampling_probability: float
-    """Probability with which each sample is in the batch, in (0, 1]."""
+    """Probability of each sample to be in the batch, in (0, 1]."""
     sample_size: int
     """Number of samples of the data set."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    """Cap of a truncated Poisson batch, or None."""
     quantile_counts: int = 0
-    """Number of groups that release a count of unclipped samples, for adaptive thresholds. Sum and counts form one
-    Gaussian mechanism of this noise multiplier: the counts use part of its budget, and cost nothing more."""
+    """Groups that release a count of unclipped samples, for adaptive thresholds. Sum and counts form one Gaussian
+    mechanism of this noise multiplier: the counts use part of its budget, and cost nothing more."""
     discretized_elements: int | None = None
-    """Elements of the sum rounded to the grid of discrete Gaussian noise; None if the noise is Gaussian."""
+    """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -89,7 +89,7 @@ class Release:
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:
-    """Return the relation under which `releases` compose; one capped release decides."""
+    """Return the relation under which `releases` compose; one capped release decides it."""
     capped = any(release.max_batch_size is not None for release in releases)
     return "replace-special" if capped else "add-or-remove-one"
 
@@ -97,7 +97,7 @@ def relation_of(releases: Iterable[Release]) -> Relation:
 def rounded_up(value: float, digits: int = 4) -> str:
     """Return `value` rounded up, so a printed epsilon or sigma never promises too much.
 
-    Rounds to `digits` decimals, or to `digits` significant figures if `value` is small: 3e-11 is "3.000e-11".
+    Rounds to `digits` decimals; a small value to `digits` figures: 3e-11 is "3.000e-11".
     """
     if not math.isfinite(value):
         return "infinity (not private)"

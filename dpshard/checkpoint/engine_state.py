@@ -12,7 +12,7 @@ from dpshard.errors import CheckpointError
 
 FORMAT = 2
 SECURE_NOISE = "sums of 4 normals"
-"""Kind of secure noise; a resumed run with another kind would repeat its steps with other noise."""
+"""Kind of secure noise; with another kind, repeated steps would have other noise."""
 
 
 class Unpacked(NamedTuple):
@@ -36,7 +36,7 @@ def pack(
     facts: dict[str, Any] | None = None,
     thresholds: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return all fields of `Unpacked` as plain JSON, with the run secret in hex and a digest over everything."""
+    """Return `Unpacked` and the mechanism as plain JSON, with the secret in hex and a digest over everything."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
@@ -44,7 +44,7 @@ def pack(
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
-    """Return the content of a packed state. Raises CheckpointError if it is damaged or of another mechanism."""
+    """Return the content of a state; CheckpointError if it is damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:

@@ -48,7 +48,7 @@ class Facts:
         }
 
     def load_state_dict(self, saved: dict[str, Any], step: int) -> None:
-        """Store the facts of a state loaded at `step`; warn if they differ."""
+        """Store the facts of a loaded state; warn if they differ."""
         self._saved, self._of_batches = saved, {}
         self._compare(step)
 
@@ -57,7 +57,7 @@ class Facts:
         self._saved = {}
 
     def begin_batches(self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int) -> None:
-        """Set the facts of the batches from `step` on; warn if they differ from the loaded state."""
+        """Set the facts of the batches; warn if they differ from the loaded state."""
         self._of_batches = {"micro_batch_size": micro_batch_size or "all", "data": of_rows(dataset, secret)}
         self._compare(step)
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: folders with a digest of every file, which count only when complete.
+"""Checkpoints on disk, with a digest of every file.
 
 [Note: Complete or not there]
 A checkpoint is written into `.step-N.partial`. When every rank has flushed its files, rank 0 adds `manifest.json`
@@ -43,7 +43,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder with access for its owner only; remove remains of killed saves."""
+        """Make an empty folder for its owner only; remove remains of killed saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
@@ -52,7 +52,7 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int, digests: Digests, facts: dict[str, Any], *, keep: int) -> None:
-        """Complete the partial checkpoint of `step`, then remove all but the newest `keep` up to it."""
+        """Complete the checkpoint of `step`; remove all but the newest `keep` up to it."""
         partial, place = self._partial(step), self.of(step)
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
         descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -75,7 +75,7 @@ class CheckpointFolder:
             shutil.rmtree(self._partial(old))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a complete checkpoint. Raises CheckpointError if it is damaged."""
+        """Return the manifest of a complete checkpoint; CheckpointError if it is damaged."""
         path = self.of(step) / MANIFEST
         try:
             manifest = json.loads(path.read_text("utf-8"))
@@ -116,7 +116,7 @@ def _manifest_digest(body: dict[str, Any]) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush the folder's directory entries to the disk."""
+    """Flush the folder's directory entries."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The journal of a run: every release, written before it is used, so that a resumed run counts all of them.
+"""The journal of a run: every release, written before it is used.
 
 [Note: What a crash forgets]
 A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release

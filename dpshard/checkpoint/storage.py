@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def pack(value: Any) -> bytes:
-    """Return plain values and ordinary tensors as bytes. Raises CheckpointError for values unsafe to read back."""
+    """Return plain values and ordinary tensors as bytes; CheckpointError for values unsafe to read back."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream.getvalue())
@@ -65,7 +65,7 @@ def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
 
 
 def finished(future: Future[Any], folder: Path) -> None:
-    """Wait until a checkpoint is written. Raises CheckpointError if it could not be."""
+    """Wait until a checkpoint is written; CheckpointError if that failed."""
     with _explained(folder, "written"):
         future.result()
 
@@ -112,7 +112,7 @@ class _TableOfContents(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that a table of contents may contain; raise CheckpointError for others."""
+        """Return an allowed class; CheckpointError for others."""
         found = super().find_class(module, name)
         dtype = module == "torch" and isinstance(found, torch.dtype)
         described = module == "torch.distributed.checkpoint.metadata" and isinstance(found, type)

@@ -31,8 +31,8 @@ class ZeroState:
     """A TrainingState of the partitions of a ZeRO optimizer.
 
     `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine, `parameters` its
-    trainable ones, and `rank` counts within the group that shares the partitions. Raises ConfigurationError if
-    DeepSpeed offloads only a part of the optimizer.
+    trainable ones, `rank` that among the partitions. Raises ConfigurationError if DeepSpeed offloads only a part of the
+    optimizer.
     """
 
     def __init__(
