@@ -1,4 +1,4 @@
-"""Settings that are parsed once: the schedule of batch sizes, the execution of clipping, and their checks."""
+"""Settings that are parsed once, and their checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BatchSchedule:
     @overload
     def __getitem__(self, step: slice) -> tuple[int, ...]: ...
     def __getitem__(self, step: int | slice) -> int | tuple[int, ...]:
-        """Return the expected batch size of `step`; past the end of the run, that of the last step. Slices are cut."""
+        """Return the size at `step`; past the end, the last one. Slices stop at the end."""
         if isinstance(step, slice):
             return self.sizes[step]
         return self.sizes[min(step, len(self.sizes) - 1)]
@@ -56,9 +56,9 @@ class BatchSchedule:
         epochs: float | None = None,
         steps: int | None = None,
     ) -> BatchSchedule:
-        """Resolve the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
+        """Return the schedule for the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
 
-        Under a schedule, `epochs` means steps until the expected number of drawn samples is reached.
+        If batch sizes vary, `epochs` adds steps until the expected number of drawn samples is reached.
         Raises ConfigurationError for empty runs, and for batches larger than the data set.
         """
         if isinstance(sample_size, bool) or not isinstance(sample_size, int):
@@ -130,16 +130,16 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How the clipped sum is computed: it decides time and memory, never the result."""
+    """How to compute the clipped sum: time and memory, never the result."""
 
     norm: NormMethod
-    """The way to compute the per-sample norm of a weight."""
+    """How to compute the per-sample norm of a weight."""
     backward_passes: int
-    """1 keeps the records of all layers until the norms are known (book-keeping); 2 repeats backward instead."""
+    """1 keeps all records until the norms are known (book-keeping); 2 repeats backward instead."""
     keep_per_sample: bool
-    """True if the clipped sum reuses a per-sample gradient that was computed for its norm."""
+    """True to reuse the per-sample gradient of a norm in the clipped sum."""
     offload_records: bool = False
-    """True if records wait in host memory until the norms are known."""
+    """True to keep records in host memory until the norms are known."""
 
 
 class NormMethod(Enum):
@@ -165,7 +165,7 @@ CLIPPING_MODES: dict[str, Execution] = {
 
 
 def parse_clipping_mode(mode: str, *, offload_records: bool = False) -> Execution:
-    """Return the execution named `mode`. Raises ConfigurationError for an unknown name, or one without records."""
+    """Return the execution named `mode`; ConfigurationError if it is unknown, or has no records to offload."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]
@@ -206,7 +206,7 @@ def check_rows_per_unit(rows: object) -> None:
 
 
 def refuse_units(settings: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigurationError if engine settings ask for units of several rows, which `where` does not know."""
+    """Raise ConfigurationError if `settings` ask for units of several rows, which `where` does not support."""
     if settings.get("rows_per_unit", 1) != 1:
         raise ConfigurationError(
             f"{where} does not know units of rows_per_unit={settings['rows_per_unit']!r} rows yet: leave it out, or "
@@ -221,7 +221,7 @@ def check_probability(name: str, value: float) -> None:
 
 
 def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
-    """Warn if most logical batches reach the cap: accounting is right, but such a cap is rarely intended."""
+    """Warn if most logical batches reach the cap: accounting stays right, but updates shrink."""
     if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
         warnings.warn(
             f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches "

@@ -62,46 +62,44 @@ if TYPE_CHECKING:
 class PrivacyEngine:
     """Makes the training of `model` differentially private: clips every sample's gradient, adds noise, keeps account.
 
-    Between two optimizer steps lies one logical batch. The optimizer, any, sees the gradient
-    (sum_i C_i g_i + noise) / batch_size, where g_i is the gradient of sample i's own loss, C_i its clipping factor,
-    and the noise has standard deviation noise_multiplier * max_grad_norm.
+    Any optimizer gets the gradient (sum_i C_i g_i + noise) / batch_size of one logical batch per step: g_i is the
+    gradient of sample i's own loss, C_i its clipping factor, noise_multiplier * max_grad_norm the noise's std.
 
     Args:
-        model: The module to train. Wrap it (torch.compile, checkpointing) before; freeze parameters before, too.
+        model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
         batch_size: Expected logical batch size: an int, phases `[(batch_size, steps), ...]`, or a callable of the step.
         sample_size: Number of samples of the data set.
         epochs: Length of the run: round(epochs * sample_size / batch_size) steps. Or give `steps`.
         steps: Length of the run in optimizer steps.
-        target_epsilon: Budget: the noise is calibrated so that the whole run spends at most this. Or give
-            `noise_multiplier`.
+        target_epsilon: Budget of the whole run; calibrates the noise. Or give `noise_multiplier`.
         target_delta: Delta of the guarantee; well below 1 / sample_size.
         noise_multiplier: Standard deviation of the noise over the sensitivity; 0 means no privacy at all.
-        max_grad_norm: L2 norm that one sample contributes at most, over all parameters.
+        max_grad_norm: Largest L2 norm of one sample's contribution, over all parameters.
         clipping_fn: "automatic" C = R / (|g| + 0.01), "abadi" C = min(1, R / |g|), "global" C = 1 if |g| <= R else 0;
             or a ClippingFunction.
         clipping_style: Which parameters share a norm: "all-layer", "layer-wise", "block-wise", "param-wise", or lists
             of parameter names. M groups have the threshold max_grad_norm / sqrt(M) each.
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
-        loss_reduction: What the loss does over the rows of the micro-batch: "mean" or "sum".
-        rows_per_unit: Rows K of a sample, where that is a unit of several: a patient, a user, a pair. Batch, sample and
-            micro-batch sizes then count units; models get the rows of a unit side by side. A unit's gradient is that
-            of the mean of its rows' losses. A loss may couple rows of a unit, never those of two.
-        adaptive_clipping: A `QuantileTracking`, by which the thresholds of the groups follow the gradient norms, from
-            `max_grad_norm` on, and the noise follows them. Needs `engine.batches`.
+        loss_reduction: How the loss reduces the rows of the micro-batch: "mean" or "sum".
+        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), side by side in the model's input.
+            All sizes count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of
+            one unit, never of two.
+        adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
+            norms, starting at `max_grad_norm`. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
-        offload_records: Keep records in the memory of the host until the norms are known, for models whose records do
-            not fit on the GPU. Needs a mode with one backward pass; copying costs time.
-        secure_mode: Draw the noise on the CPU for every device, as sums of four normals in float64, so that its last
-            bits tell nothing; else the device's generator draws it.
-        noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded, for which
-            accountant="rdp", without caps and adaptive thresholds. See docs/threat-model.md.
-        verify: Compare a few samples with plain autograd before training on the first micro-batch, on those of steps
-            1, 2, 4, ..., and after changes of the model.
-        on_budget: "raise" BudgetExceededError before a step that would pass target_epsilon, or "continue" with a
+        offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. Needs a mode
+            with one backward pass.
+        secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that its last bits reveal nothing;
+            else the device's generator draws it.
+        noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
+            accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
+        verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
+            changes of the model.
+        on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
-        model_parallel_group: The ranks that hold parts of this model. Only a group of this rank is supported: it says
-            that the ranks that do not share this data train models of their own.
+        model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported; ranks
+            outside the data-parallel group then train other models.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -175,7 +173,7 @@ class PrivacyEngine:
         optimizer_hook.register(self)
 
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
-        """Set what a run begins with: its budget, its secret, shared by all ranks, and nothing released."""
+        """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend)
         self._require_agreement(clipping_mode)
@@ -186,11 +184,11 @@ class PrivacyEngine:
         self._gradient_noise_std = 0.0
 
     def _watch(self, collector: Collector, adaptive: QuantileTracking | None, undo: ExitStack, *, mean: bool) -> None:
-        """Put thresholds, verification, and interception of the forwards around the collector."""
+        """Attach thresholds, verification and interception to the collector."""
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
-        """What the optimizer hook, Checkpointer and audits ask; not for scripts."""
+        """Internal interface of the optimizer hook, Checkpointer and audits."""
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
         self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
@@ -202,7 +200,7 @@ class PrivacyEngine:
         self._interception.install()
 
     def _require_agreement(self, clipping_mode: str) -> None:
-        """Raise ConfigurationError if ranks disagree: they would draw other batches, or shards of other noise."""
+        """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
         sharding = self._backend.sharding
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         facts |= {
@@ -227,7 +225,7 @@ class PrivacyEngine:
 
     @property
     def gradient_noise_std(self) -> float:
-        """Standard deviation of the noise in the private gradient of the last release; 0 before the first one."""
+        """Standard deviation of the noise in the last private gradient; 0 before the first one."""
         return self._gradient_noise_std
 
     @property
@@ -237,19 +235,19 @@ class PrivacyEngine:
 
     @property
     def step(self) -> int:
-        """The next step: number of steps released on the way here."""
+        """Index of the next step: the number of steps released before it."""
         return self._budget.ledger.steps
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The threshold R_m of each clipping group, by its label; adaptive ones are those of the next step.
+        """The threshold R_m of each clipping group, by label; adaptive ones are those of the next step.
 
-        Epsilon covers them: they are computed from counts that were noised, and charged.
+        Epsilon covers them: they are computed from noisy counts that the ledger charges.
         """
         return {group.label: group.threshold for group in self._clipper.groups}
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Return epsilon spent so far, at `delta` (default: target_delta); pure, and cached."""
+        """Return epsilon spent so far, at `delta` (default: target_delta)."""
         return self._budget.ledger.epsilon(self.mechanism.target_delta if delta is None else delta)
 
     def statement(self) -> str:
@@ -267,9 +265,9 @@ class PrivacyEngine:
         return self._metrics.summary()
 
     def record_loss(self, loss: Tensor) -> None:
-        """Note the loss of a micro-batch for `metrics()`.
+        """Record the loss of a micro-batch for `metrics()`.
 
-        `loss` is one value a row, or a unit of several, [B], of which padding is left out; or a mean over all rows, [].
+        `loss` is [B], one value per row or unit, without padding's influence; or [], a mean over all rows.
         """
         plan = self._collector.plan
         is_padding_B = None if plan is None else plan.rows_are_padding
@@ -290,14 +288,13 @@ class PrivacyEngine:
         worker_init_fn: Callable[[int], None] | None = None,
         pad: bool = True,
     ) -> Iterator[LogicalBatch]:
-        """Yield the logical batches of the rest of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
+        """Yield the remaining logical batches of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
-        Each is an iterable of micro-batches of exactly `micro_batch_size` samples; those that pad the last ones
-        contribute exactly nothing. With None, each is one micro-batch of all that were drawn. With `pad=False`
-        the last ones hold as many as were drawn (one that counts nothing, where there is none): for loops that sort,
-        shuffle or augment rows, which are refused where there is padding. Call `optimizer.step()` after each logical
-        batch, also after an empty one.
-        `steps` asks for so many logical batches instead: a part of the run, or more than was planned, for which
+        Each is an iterable of micro-batches of `micro_batch_size` samples; padding contributes exactly 0. With None,
+        each is one micro-batch. `pad=False` returns smaller last micro-batches instead (one padding row if none was
+        drawn): for loops that sort, shuffle or augment rows, which are refused beside padding. Call `optimizer.step()`
+        after each logical batch, also after an empty one.
+        `steps` requests another number of logical batches: part of the run, or steps beyond the plan, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
@@ -327,8 +324,7 @@ class PrivacyEngine:
     def _plans(
         self, dataset: Any, micro_batch_size: int | None, steps: int | None, *, pad: bool
     ) -> Iterator[MicroBatchPlan]:
-        # A generator: nothing is read from the engine before the first batch is asked for, and load_state_dict() may
-        # come in between.
+        # A generator reads the engine only at the first batch: load_state_dict() may come before.
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
         end = self.steps if steps is None else self.step + steps
         ranks = self._backend.communicator
@@ -346,10 +342,9 @@ class PrivacyEngine:
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
 
-        `optimizer.step()` does it by itself; call it for a trainer that looks at gradients before. Does nothing if the
-        gradients are private already.
-        Raises LogicalBatchError on a half-finished logical batch, or one whose release failed halfway before;
-        BudgetExceededError if the budget is spent.
+        `optimizer.step()` calls it; call it first to read private gradients. Does nothing if they are private already.
+        Raises LogicalBatchError on a half-finished logical batch, or after a release that failed; BudgetExceededError
+        if the budget is spent.
         """
         collector, backend = self._collector, self._backend
         if not collector.begin_release(self.step):
@@ -361,9 +356,9 @@ class PrivacyEngine:
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         std = self._thresholds.gradient_noise(sigma)
-        # All that has noise added, and how much: see [Note: Equal sums, equal noise].
+        # Everything that gets noise, and how much: see [Note: Equal sums, equal noise].
         sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex(), *self._thresholds.counts(collector))
-        # Counted first: an error in between may only over-state what was spent.
+        # Counted first: an error after this line can only over-state what was spent.
         on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
         kind = KeyedGaussian if mechanism.discretized_elements is None else KeyedDiscreteGaussian
         noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
@@ -380,7 +375,7 @@ class PrivacyEngine:
             wait()
 
     def _spend(self, identity: bytes) -> list[Callable[[], object]]:
-        """Count and note the next release; return what waits until the notes are on the disk."""
+        """Count and record the next release; return functions that wait for the disk."""
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return self.internals.note(step, identity) if counts else []
@@ -397,12 +392,11 @@ class PrivacyEngine:
         targets: Any = (),
         **model_kwargs: Any,
     ) -> None:
-        """Check, on a few rows of `model_inputs`, that every sample has a gradient of its own, and that it is found.
+        """Check, on a few rows of `model_inputs`, that every sample has its own gradient, and that it is correct.
 
-        `loss_fn(output, *targets)` is differentiated if given (targets are tensors with a row per sample), else a
-        loss that the model returns, else a random direction of the output. RNG state, buffers and gradients stay as
-        they were. On several ranks, all of them call it. Raises VerificationError that names a parameter and likely
-        causes.
+        Differentiates `loss_fn(output, *targets)` (targets are tensors with a row per sample), else the model's loss,
+        else a random direction of its output. Restores RNG state, buffers and gradients. All ranks call it. Raises
+        VerificationError that names a parameter and likely causes.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         with self._backend.sharding.guard_disabled():
@@ -412,14 +406,14 @@ class PrivacyEngine:
             self._verifier.verify(self._interception.replay, run, loss, thorough=True)
 
     def detach(self) -> None:
-        """Give the model back as an ordinary one; clipped sums that were not privatized are dropped."""
+        """Restore the ordinary model; drop clipped sums that were not privatized."""
         self._collector.close()
         self._interception.patcher.uninstall()
         self._backend.detach()
         optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ledger, step, run secret and mechanism, as plain values. Keep them as secret as the data."""
+        """Return ledger, step, run secret and mechanism, as plain values. They are as secret as the data."""
         return checkpoint.pack(
             self.mechanism,
             self._secret,
@@ -431,18 +425,18 @@ class PrivacyEngine:
     def load_state_dict(
         self, state: dict[str, Any], *, released: int | Sequence[tuple[int, bytes]] | None = None
     ) -> None:
-        """Continue the run that `state` was saved from: same batches, nothing forgotten.
+        """Continue the run that saved `state`, with the same batches.
 
-        A step that is taken again with the same sums has the same noise, and costs nothing. With other sums it has
-        independent noise, and counts as a second release. What this engine has released stays counted.
+        A repeated step with the same sums has the same noise and costs nothing; with other sums it counts again. The
+        releases of this engine stay counted.
 
         Args:
-            state: What `state_dict()` gave; of several ranks, all load the same.
-            released: How many steps were released in all before the crash, if more than the state knows: each of these
-                counts, and so does every one that is taken again. (A Checkpointer hands over its journal instead.)
+            state: A `state_dict()`, the same on all ranks.
+            released: Total number of steps released before the crash, if larger than in the state. These steps count,
+                and each of them that is repeated counts again. (A Checkpointer passes its journal instead.)
 
-        Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or not that of the
-        other ranks; LogicalBatchError in the middle of a logical batch.
+        Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or differs between
+        ranks; LogicalBatchError in the middle of a logical batch.
         """
         self._collector.require_rest()
         secret, account, saved_facts, thresholds = checkpoint.unpack(state, self.mechanism)
@@ -484,7 +478,7 @@ class PrivacyEngine:
             "(the copy is an ordinary one) and make an engine for it, or save and load state_dict()."
         )
 
-    # --- what interception and verification ask ------------------------------------------------------------------
+    # --- callbacks of interception and verification --------------------------------------------------------------
 
     def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:
@@ -527,7 +521,7 @@ def _check_thresholds(max_grad_norm: float, adaptive_clipping: Any, noise: Noise
 
 
 def _check_trainable(sharding: Sharding, execution: Execution, clipping_mode: str) -> None:
-    """Raise ConfigurationError if no parameter can be trained, or not in this clipping mode."""
+    """Raise ConfigurationError if no parameter is trainable, or the sharding cannot run this clipping mode."""
     if not sharding.parameters:
         raise ConfigurationError(
             f"{type(sharding.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "

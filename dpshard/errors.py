@@ -2,7 +2,7 @@
 
 
 class DpshardError(Exception):
-    """Base class: `except DpshardError` catches every error of the package, and nothing else."""
+    """Base class of every error of the package."""
 
 
 class ConfigurationError(DpshardError, ValueError):
@@ -18,7 +18,7 @@ class BatchLayoutError(DpshardError, RuntimeError):
 
 
 class VerificationError(DpshardError, RuntimeError):
-    """The gradient of a sample depends on other samples, or differs from that of plain autograd."""
+    """The gradient of a sample depends on other samples, or differs from plain autograd."""
 
 
 class LogicalBatchError(DpshardError, RuntimeError):
@@ -26,11 +26,11 @@ class LogicalBatchError(DpshardError, RuntimeError):
 
 
 class UnknownLengthError(LogicalBatchError, TypeError):
-    """The length of a logical batch is private data. A TypeError, so that list() and tqdm continue without it."""
+    """The length of a logical batch is private data. It is a TypeError so that list() and tqdm continue without it."""
 
 
 class UnsupportedOptimizerError(DpshardError, RuntimeError):
-    """The optimizer (or a scaler around it) would see gradients other than the accounted ones."""
+    """The optimizer (or a scaler around it) would use gradients other than the accounted ones."""
 
 
 class EngineInUseError(DpshardError, RuntimeError):

@@ -25,9 +25,9 @@ def sample_losses(
     not divide. `F.cross_entropy` divides by the tokens of the micro-batch: a sample's gradient then
     depends on the length of other samples before clipping, and the noise does not cover that.
 
-    A causal language model predicts the next token: pass `logits[:, :-1]` and `ids[:, 1:]`. Call
-    backward() on the mean over the samples, or on the sum with
-    `PrivacyEngine(loss_reduction="sum")`. Raises ConfigurationError for other shapes.
+    For a causal language model, pass `logits[:, :-1]` and `ids[:, 1:]`. Call backward() on the mean
+    over the samples, or on the sum with `PrivacyEngine(loss_reduction="sum")`. Raises
+    ConfigurationError for other shapes.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ConfigurationError(

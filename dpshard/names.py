@@ -8,7 +8,7 @@ from torch import nn
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 WRAPPERS = ", ".join(_WRAPPERS)
-"""Wrappers of torch.compile, checkpointing and sharding, for messages."""
+"""Wrappers of torch.compile, checkpointing and sharding, for error messages."""
 
 
 def canonical_name(name: str) -> str:
@@ -18,6 +18,6 @@ def canonical_name(name: str) -> str:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return True if torch.compile returned `module`."""
-    # torch._dynamo takes longer to import than torch. A wrapper exists only if it was imported.
+    # Importing torch._dynamo takes longer than importing torch; a wrapper exists only after that import.
     compiler = sys.modules.get("torch._dynamo")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)

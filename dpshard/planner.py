@@ -1,4 +1,4 @@
-"""Re-export the public names of `applications/planner/`: the cost of a private step on many ranks."""
+"""Public names of `applications/planner/`: the cost of a private step on many ranks."""
 
 from dpshard.applications.planner import *  # noqa: F403
 from dpshard.applications.planner import __all__ as __all__

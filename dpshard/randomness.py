@@ -1,19 +1,17 @@
 """Keyed randomness: every draw is a function of the run secret and its purpose, never of global seeds.
 
 [Note: Keyed draws]
-A run owns one secret of 32 bytes from the operating system. A draw for a purpose (the noise of block 3 of parameter
-"head.weight" at step 7; the batch of step 7) uses a key derived from both. So draws for different purposes are
-independent, a repeated step draws the same batch on any number of ranks, and `torch.manual_seed` neither predicts nor
-changes them.
+A run owns one secret of 32 bytes from the operating system. Each purpose (the noise of block 3 of parameter
+"head.weight" at step 7; the batch of step 7) has a key derived from it. So draws for different purposes are
+independent, a repeated step draws the same batch on any number of ranks, and `torch.manual_seed` has no influence.
 
 [Note: Strength]
-Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source turns a key into the
-stream of AES-256 in counter mode, which cannot be told from random bits; processors compute it faster than memory
-takes it. (It is the stream of GCM, NIST SP 800-38D: OpenSSL's code for it is 2.5 times as fast. The tag at its end is
-never computed. Beyond 2^36 bytes of one key the cipher raises.) Box and Muller's method turns the stream into
-normals, with 62 bits for the radius, so that the tails reach 9.3 standard deviations. [Note: Secure noise] in
-noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too weak: its mt19937 has a
-seed of 32 bits, few enough to try them all.)
+Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source expands its key by
+AES-256 in counter mode, indistinguishable from random bits and faster than memory. (The code uses GCM, NIST SP 800-38D,
+which OpenSSL runs 2.5 times as fast, and never computes the tag. Beyond 2^36 bytes per key the cipher raises.)
+Box-Muller turns the stream into normals, with 62 bits for the radius, so the tails reach 9.3 standard deviations.
+[Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too
+weak: an attacker can enumerate the 32-bit seeds of its mt19937.)
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ SECRET_BYTES = 32
 
 
 def new_run_secret() -> bytes:
-    """Return a fresh secret of 32 bytes from the operating system; with it, anybody can subtract the noise."""
+    """Return a fresh secret of 32 bytes from the operating system; with it, an attacker can subtract the noise."""
     return os.urandom(SECRET_BYTES)
 
 
 def derive_key(secret: bytes, *context: str | int) -> bytes:
     """Return the key of 32 bytes for the purpose `context`: HMAC-SHA-256 under `secret`.
 
-    Each part is encoded with its type and length, so different contexts have different encodings: ("a", "b") is not
-    ("ab",), and 1 is not "1". Raises ConfigurationError for a secret of the wrong length.
+    Parts are encoded with type and length, so the encoding is unique: ("a", "b") differs from ("ab",), 1 from "1".
+    Raises ConfigurationError for a secret of the wrong length.
     """
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(
@@ -76,11 +74,11 @@ class RandomSource:
         return self._fill(np.empty(8 * n + _CIPHER_PADDING, np.uint8)).view("<u8")
 
     def uniform(self, n: int) -> NDArray[np.float64]:
-        """Return `n` uniforms in (0, 1], multiples of 2**-53: their logarithm is finite."""
+        """Return `n` uniforms in (0, 1], multiples of 2**-53; their logarithms are finite."""
         return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-        """Yield `n` standard normals of `dtype`, in pieces that fit into the cache; each overwrites the one before."""
+        """Yield `n` standard normals of `dtype`, in pieces that fit the cache; each overwrites the one before."""
         rows, drawn = _WORDS[dtype], 0
         with _scratch(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, raw):
             while drawn < n:
@@ -101,7 +99,7 @@ class RandomSource:
 
 
 def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-    """Yield `n` standard normals under each of `keys`, each in a unit of its own; `n` is even."""
+    """Yield `n` standard normals under each of `keys`; `n` is even."""
     rows, count = _WORDS[dtype], len(keys)
     with _scratch(count * n, dtype, buffers=count) as (normals, words, raw):
         buffers = raw.reshape(count, -1)
@@ -113,20 +111,20 @@ def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[
 
 
 UNIT = 2**14
-"""Normals from one stretch of the stream; loops over shorter rows are slower. Part of the meaning of a key."""
+"""Normals per stretch of the stream; a change would change all draws. Shorter rows make loops slower."""
 _UNITS = 2**4
-"""Units made at once: fewer take more calls; more leave the cache."""
+"""Units per call: fewer need more calls, more do not fit the cache."""
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
-"""Words of 32 bits for a pair of normals."""
+"""32-bit words for a pair of normals."""
 
 _FREE_SCRATCH: list[NDArray[np.uint8]] = []
-"""Free scratch memory: to allocate for each of many small tensors would take longer than to draw."""
+"""Free scratch memory: allocation for many small tensors would take longer than drawing."""
 
 
 @contextmanager
 def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Yield scratch memory for `n` normals, their words, and the bytes of `buffers` streams."""
+    """Yield memory for `n` normals, their words, and the bytes of `buffers` streams."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
     cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + buffers * _CIPHER_PADDING)))
     try:
@@ -144,4 +142,4 @@ def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any
 _COUNTER_MODE = modes.GCM(bytes(12))
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _CIPHER_PADDING = 16
-"""Room for the bytes that a block cipher may write beyond its message; it keeps rows aligned."""
+"""Bytes that a block cipher may write beyond its message; it keeps rows aligned."""

@@ -20,11 +20,11 @@ def replace_unsupported(model: nn.Module) -> dict[str, str]:
 
     - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of at least two channels.
       BatchNorm1d becomes one group, because its input may be [B, C]. GroupNorm takes over eps and
-      the same parameter objects, so an optimizer keeps them. It does not take over the running
-      statistics: a trained model needs further training.
+      the parameter objects, so an optimizer keeps them. It drops the running statistics: a trained
+      model needs further training.
     - InstanceNorm stops tracking running statistics; in training mode its output stays the same.
-    - Embedding and EmbeddingBag with sparse gradients get equal dense ones, because noise reaches
-      every row.
+    - Embedding and EmbeddingBag with sparse gradients get dense ones, because noise reaches every
+      row.
 
     Returns the changes by name of the layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}.
     Raises UnsupportedParameterError for a subclass of BatchNorm, which may do more than normalise,

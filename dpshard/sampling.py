@@ -1,11 +1,10 @@
-"""Poisson sampling of logical batches, and their division into micro-batches of one size on every rank.
+"""Draw Poisson-sampled logical batches, and divide them into micro-batches of one size on every rank.
 
 [Note: From a step to micro-batches]
-One keyed draw over the whole data set decides who is in the logical batch of a step: sample i is in with probability
-q = (expected batch size) / N, independently of all others. That, and only that, is what the accountant is told. Every
-rank makes the same draw and takes its slice. All ranks agree on K micro-batches of B rows, so that none waits for
-another in a collective; the last rows are padding, marked by a mask, and contribute exactly 0. An empty logical
-batch is a release like any other (its noise counts), hence K is at least 1.
+Sample i is in the logical batch of a step with probability q = (expected batch size) / N, independently of all others.
+The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice. All ranks agree on K
+micro-batches of B rows, so no rank waits for another in a collective. A mask marks the padding rows, which contribute
+exactly 0. An empty logical batch is a release like any other, because its noise counts; hence K is at least 1.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from dpshard.units import CollatedRows, DrawnUnits, UnitDataset, UnitTensors
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """The logical batch of every step; a function of the secret and the step, so a replayed step has the same batch."""
+    """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
     """Number of samples N of the data set."""
     schedule: BatchSchedule
-    """Expected batch size of every step; its quotient by N is the sampling probability."""
+    """Expected batch size of every step; divided by N, the sampling probability."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling; they are accounted differently."""
+    """Cap of a truncated Poisson batch, or None."""
 
     def __post_init__(self) -> None:
         if self.sample_size < max(self.schedule.sizes):
@@ -52,13 +51,13 @@ class PoissonSampler:
             raise ConfigurationError(f"max_batch_size={self.max_batch_size}: a cap is at least 1, or None.")
 
     def probability(self, step: int) -> float:
-        """Return the probability with which each sample is in the batch of `step` (before the cap)."""
+        """Return the probability of each sample in `step`, before the cap."""
         return self.schedule[step] / self.sample_size
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Return sorted distinct indices [n] of the logical batch of `step`; time and memory O(q N), never O(N).
 
-        With a cap, of more than `max_batch_size` drawn samples a uniformly random subset of that size is kept.
+        If more than `max_batch_size` samples are drawn, keep a uniformly random subset of that size.
         """
         source = RandomSource(derive_key(self.secret, "sample", step))
         indices = _bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
@@ -71,10 +70,7 @@ class PoissonSampler:
 
 
 def default_cap(batch_size: int) -> int:
-    """Return the cap ceil(B + 6 sqrt(B)) for expected batch size B.
-
-    At least six standard deviations above the mean, so it is almost never reached and adds little to epsilon.
-    """
+    """Return the cap ceil(B + 6 sqrt(B)): at least six standard deviations above the mean, so epsilon grows little."""
     return math.ceil(batch_size + 6 * math.sqrt(batch_size))
 
 
@@ -89,7 +85,7 @@ def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.flo
     runs, last = [], -1
     while last < n:
         jumps = np.floor(np.log(uniform(int(expected + 6 * math.sqrt(expected)) + 16)) / math.log1p(-q))
-        # One jump past the end is as good as a longer one, and fits into an integer.
+        # Any jump past the end has the same effect; n fits into an integer.
         runs.append(last + np.cumsum(np.minimum(jumps, n).astype(np.int64) + 1))
         last = int(runs[-1][-1])
     indices = np.concatenate(runs)
@@ -98,24 +94,24 @@ def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.flo
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
-    """Which samples one rank takes in one micro-batch."""
+    """The samples of one rank in one micro-batch."""
 
     step: int
-    """Step of the logical batch that the micro-batch belongs to."""
+    """Step of the logical batch."""
     position: int
-    """Number of the micro-batch in its logical batch, from 0 to count - 1."""
+    """Index in the logical batch, 0 to count - 1."""
     count: int
-    """Number of micro-batches K of the logical batch, equal on all ranks."""
+    """Number of micro-batches K, equal on all ranks."""
     indices: list[int]
-    """Index of each of the B samples; padding repeats a sample of the batch for its shape."""
+    """Indices of the B samples; padding repeats a sample of the batch."""
     is_padding: Tensor
-    """Bool [B]: the samples that must contribute exactly 0, behind the others."""
+    """Bool [B]: samples that must contribute exactly 0, at the end."""
     samples_everywhere: int
-    """Samples on every rank, at least: all ranks know the same number."""
+    """Least number of samples on any rank; equal on all ranks."""
     rows_key: bytes = field(default=b"", repr=False)
-    """Key of the step for the rows that a sample of several shows."""
+    """Key that draws the rows of a unit."""
     rows_per_unit: int = 1
-    """Rows of a sample, side by side: the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
+    """Consecutive rows per sample; the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
 
     @cached_property
     def samples(self) -> int:
@@ -124,7 +120,7 @@ class MicroBatchPlan:
 
     @cached_property
     def rows_are_padding(self) -> Tensor:
-        """Bool [B * rows_per_unit]: the rows of padding."""
+        """Bool [B * rows_per_unit]: rows that are padding."""
         return self.is_padding if self.rows_per_unit == 1 else self.is_padding.repeat_interleave(self.rows_per_unit)
 
 
@@ -142,8 +138,8 @@ def plan_micro_batches(
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
     K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
-    and the shares of two ranks differ by at most one. Without `pad`, rows are samples, except for the one row of a
-    micro-batch that has none. Raises ConfigurationError for impossible sizes.
+    and ranks differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row. Raises
+    ConfigurationError for impossible sizes.
     """
     check_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:
@@ -151,7 +147,7 @@ def plan_micro_batches(
     drawn = np.asarray(indices, dtype=np.int64)
     count = max(1, math.ceil(len(drawn) / (micro_batch_size * world_size)))
     own = drawn[rank::world_size]
-    # A rank's own last sample has just been read; a rank without one takes another's, and an empty batch sample 0.
+    # Prefer the rank's own last sample, which was just read.
     filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
     rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
     rows_KB.reshape(-1)[: len(own)] = own
@@ -167,7 +163,7 @@ def plan_micro_batches(
 
 
 class Sampled(Protocol):
-    """The facts of a mechanism that decide who is in a logical batch."""
+    """The facts of a mechanism that determine sampling."""
 
     @property
     def sample_size(self) -> int:
@@ -196,10 +192,7 @@ def poisson_plans(
     pad: bool = True,
     rows_per_unit: int = 1,
 ) -> Iterator[MicroBatchPlan]:
-    """Yield the micro-batches that `rank` runs in each of `steps`, drawn by a PoissonSampler.
-
-    With `micro_batch_size` None, each logical batch is one micro-batch of as many rows as were drawn.
-    """
+    """Yield the micro-batches of `rank` in `steps`; with `micro_batch_size` None, one per logical batch."""
     sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
     for step in steps:
         drawn = sampler.draw(step)
@@ -228,9 +221,9 @@ def load(
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
     """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
-    `plans` is consumed lazily, a few plans ahead of the data, so it may describe a run of any length. An item of the
-    data set is a sample, or a unit of `rows_per_unit` rows. The other arguments are those of
-    `torch.utils.data.DataLoader`. Raises DataError, at once, as `check_dataset` does.
+    `plans` is consumed lazily, so it may describe a run of any length. An item of the data set is a sample, or a unit
+    of `rows_per_unit` rows. The other arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once,
+    as `check_dataset` does.
     """
     check_dataset(dataset, sample_size)
     if type(dataset) is TensorDataset and collate_fn is None:
@@ -254,7 +247,7 @@ def load(
         prefetch_factor=prefetch_factor,
         worker_init_fn=worker_init_fn,
     )
-    # The loader returns batches in the order in which their indices were asked for.
+    # The loader returns batches in the order of their indices.
     return ((plan, _padded(data, plan)) for data in loader for plan in [ahead.popleft()])
 
 
@@ -286,10 +279,7 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A batch sampler over plans that notes each plan it has handed to the loader.
-
-    `keyed`: samples are asked for with the key of the step.
-    """
+    """A batch sampler that appends each plan to `ahead`; if `keyed`, each index comes with the step's key."""
 
     plans: Iterable[MicroBatchPlan]
     ahead: deque[MicroBatchPlan]
@@ -298,16 +288,16 @@ class _Announced:
     def __iter__(self) -> Iterator[list[Any]]:
         for plan in self.plans:
             self.ahead.append(plan)
-            # Padding is added behind what was collated: a collate_fn that sorts its rows must not move it.
+            # Padding follows collation: a collate_fn that sorts its rows must not move it.
             indices = plan.indices[: max(1, plan.samples)]
             yield [(i, plan.rows_key) for i in indices] if self.keyed else indices
 
 
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
-    """Return collated data of the samples of `plan`, filled up to B of them with copies of the last one.
+    """Return collated data of the samples of `plan`, filled up to B samples with copies of the last one.
 
-    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also within tuples, lists
-    and dicts. Raises DataError if no part of `data` has a row per sample.
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, in nested tuples, lists
+    and dicts too. Raises DataError if no part of `data` has a row per sample.
     """
     K = plan.rows_per_unit
     rows, B = max(1, plan.samples) * K, len(plan.indices) * K
@@ -348,7 +338,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
 
 
 class _TensorRows(Dataset):
-    """A TensorDataset read by whole micro-batches: equal to collating its rows one by one, and many times faster."""
+    """A TensorDataset read by whole micro-batches, much faster than single rows."""
 
     def __init__(self, dataset: TensorDataset):
         self.tensors = dataset.tensors
@@ -359,7 +349,7 @@ class _TensorRows(Dataset):
 
 
 class _OneByOne(Dataset):
-    """A data set that is asked for one sample at a time, so that its transforms never see two together."""
+    """A data set read one sample at a time, so its transforms never see two samples."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

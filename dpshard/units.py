@@ -1,13 +1,11 @@
-"""Units of several rows: what a data set hands out as one sample, and how it becomes rows of a micro-batch.
-
-A `collate_fn` gets rows, as it does without units: K of each unit, side by side.
+"""Units of several rows: reading and collating them.
 
 [Note: Units of unequal size]
-A micro-batch has K rows of every unit, so that no shape depends on who was drawn. A unit with fewer rows is filled with
-copies of its last one, and every row comes with a weight: K / n for each of n < K rows, 0 for a copy, 1 in all other
-units. The mean of weight times loss over K rows is then the mean over the real ones. The weights are for the model's
-sake: a loop without them counts copies, and each unit is still clipped as one. Of more than K rows, the run's key draws
-K in every step. Which rows a unit shows may depend on the unit in any way; so epsilon does not depend on this draw.
+A micro-batch has K rows of every unit, so shapes do not depend on the draw. A unit with n < K rows is filled with
+copies of its last row. Its real rows have weight K / n, copies 0, rows of all other units 1: the mean of weight times
+loss over K rows is the mean over the real rows. The weights serve the model only: without them copies count, but each
+unit is still clipped as one. From a unit with more than K rows, the run's key draws K in every step. The rows of a unit
+may depend on that unit in any way, so this draw does not change epsilon.
 """
 
 from __future__ import annotations
@@ -27,28 +25,27 @@ from dpshard.errors import DataError
 from dpshard.randomness import SECRET_BYTES, RandomSource, derive_key
 
 WEIGHT = "row_weight"
-"""Key of the weight in rows that are dicts."""
+"""Key of the weight in a row that is a dict."""
 
 
 class UnitRows(list[Any]):
-    """The K rows of one unit, each as the data set has it, with its weight."""
+    """The K rows of one unit with their weights."""
 
 
 class UnitDataset(Dataset):
-    """The units of a data set: user, patient, document. Item i is unit i, of `rows_per_unit` rows.
+    """A data set of units (users, patients, documents): item i is unit i, of `rows_per_unit` rows.
 
-    A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", another row x becomes (x, weight). Multiply
-    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes time and memory O(N), a step
-    only what it draws.
+    A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", any other row x becomes (x, weight). Multiply
+    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes time and memory O(N).
 
     Args:
         dataset: A map-style data set of rows.
-        unit_ids: The unit of every row: numbers or strings, as long as the data set.
-        rows_per_unit: Rows K that a unit shows in a step; that of the engine.
+        unit_ids: The unit of every row: numbers or strings, as many as rows.
+        rows_per_unit: Rows K of a unit in a step; equal to the engine's.
 
     Raises:
-        DataError: if there are no rows, or not as many ids, or an id is missing.
-        ConfigurationError: if rows_per_unit is no positive int.
+        DataError: if there are no rows, the number of ids differs, or an id is missing.
+        ConfigurationError: if rows_per_unit is not a positive int.
     """
 
     def __init__(self, dataset: Any, unit_ids: Sequence[Any] | NDArray[Any] | Tensor, rows_per_unit: int) -> None:
@@ -65,11 +62,11 @@ class UnitDataset(Dataset):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> UnitRows:
-        """Return a unit; of more than K rows always the same."""
+        """Return a unit; if it has more than K rows, always the same ones."""
         return self.draw(index, bytes(SECRET_BYTES))
 
     def draw(self, index: int, key: bytes) -> UnitRows:
-        """Return a unit; of more than K rows, those that `key` draws."""
+        """Return a unit; if it has more than K rows, those drawn by `key`."""
         if not 0 <= index < len(self):
             raise IndexError(f"unit {index} of {len(self)}")
         K, end = self.rows_per_unit, int(self._ends[index])
@@ -114,30 +111,30 @@ def _weighted(row: Any, weight: float) -> Any:
 
 
 class DrawnUnits(Dataset):
-    """A UnitDataset that is asked for a unit and the key of the step."""
+    """A UnitDataset indexed by (unit, key of the step)."""
 
     def __init__(self, dataset: UnitDataset) -> None:
         self._dataset = dataset
 
     def __getitem__(self, drawn: tuple[int, bytes]) -> UnitRows:
-        """Return the rows of a unit in this step."""
+        """Return the unit's rows of this step."""
         return self._dataset.draw(*drawn)
 
 
 @dataclass(frozen=True)
 class CollatedRows:
-    """Hands the rows of units [K, ...] to a `collate_fn` of rows."""
+    """Passes the rows of units [K, ...] to a `collate_fn` of rows."""
 
     collate_fn: Callable[[list[Any]], Any]
     rows_per_unit: int
 
     def __call__(self, units: list[Any]) -> Any:
-        """Return the collated rows. Raises DataError for a unit that has not K of them."""
+        """Return the collated rows. Raises DataError for a unit without exactly K rows."""
         return self.collate_fn([row for unit in units for row in rows_of(unit, self.rows_per_unit)])
 
 
 def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
-    """Return the K rows of an item: of each tensor, array or list of numbers and strings within it."""
+    """Return the K rows of an item: of its tensors, arrays, and lists of numbers or strings."""
     if isinstance(unit, UnitRows):
         if len(unit) != rows_per_unit:
             raise not_units(f"a unit of {len(unit)} rows", rows_per_unit)
@@ -168,7 +165,7 @@ def _described(x: Any) -> str:
 
 
 def not_units(found: str, rows_per_unit: int) -> DataError:
-    """Return the error for an item that is no unit of K rows."""
+    """Return the error for an item without K rows."""
     return DataError(
         f"An item of the data set holds {found}, which is no unit of rows_per_unit={rows_per_unit} rows: every tensor "
         f"of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
@@ -177,7 +174,7 @@ def not_units(found: str, rows_per_unit: int) -> DataError:
 
 
 class UnitTensors(Dataset):
-    """A TensorDataset of units [N, K, ...], read by whole micro-batches as rows."""
+    """A TensorDataset of units [N, K, ...], read as rows."""
 
     def __init__(self, dataset: TensorDataset, rows_per_unit: int):
         self.tensors = dataset.tensors

@@ -1,4 +1,4 @@
-"""Epsilon of releases: the limits of each accountant, and the figures that `composition` computes."""
+"""Limits of each accountant, and cached epsilons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.errors import AccountingError, ConfigurationError
 
 
 def check_accountant(name: str) -> None:
-    """Raise ConfigurationError for an unknown accountant; warn once of "gdp"."""
+    """Raise ConfigurationError for an unknown accountant; warn once about "gdp"."""
     check_choice("accountant", name, get_args(AccountantName))
     if name == "gdp":
         _warn_of_gdp()
@@ -53,7 +53,7 @@ def _check_discrete(release: Release, accountant: str) -> None:
 
 
 def check_search(accountant: str) -> None:
-    """Raise AccountingError unless `accountant` can analyse the choice of the best of many runs."""
+    """Raise AccountingError unless `accountant` can analyse a search over runs."""
     if accountant != "rdp":
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse a search over runs: its theorem is on Renyi divergences. "
@@ -71,11 +71,11 @@ def _warn_of_gdp() -> None:
 
 
 class Bound(NamedTuple):
-    """An epsilon, and the accountant that found it."""
+    """An epsilon and its accountant."""
 
     epsilon: float
     accountant: str
-    """The requested accountant, or "rdp" where that bounds more tightly than "pld"."""
+    """The requested accountant, or "rdp" if tighter than "pld"."""
 
 
 def compute_epsilon(
@@ -90,8 +90,8 @@ def compute_bound(
 ) -> Bound:
     """Return epsilon at `target_delta` of the `releases` of a run; inf without noise.
 
-    With "pld", the figure is that of "rdp" where it is smaller. With `search`, it is epsilon of the outcome of a
-    search over such runs (accountant "rdp" only). Warns of a delta that is too large.
+    "pld" takes the figure of "rdp" where it is smaller. With `search`, the figure is that of the search's outcome
+    (accountant "rdp" only). Warns of a delta that is too large.
     """
     check_accountant(accountant)
     check_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
@@ -105,11 +105,11 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
 
 @lru_cache(maxsize=512)
 def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
-    """Return epsilon at `delta` of all `counts` together: 0 of no release, inf without noise.
+    """Return epsilon at `delta` of all `counts` together: 0 for no release, inf without noise.
 
-    Results are cached. `accountant` is an AccountantName or a value of DRAFTS. With `search`, `counts` are those of
-    one of its runs, and epsilon is that of its outcome. Raises ConfigurationError for an impossible delta,
-    AccountingError for a release or a search that the accountant cannot analyse.
+    `accountant` is an AccountantName or a value of DRAFTS. With `search`, `counts` are one run's, and epsilon is that
+    of the outcome. Raises ConfigurationError for an impossible delta, AccountingError for a release or a search that
+    the accountant cannot analyse.
     """
     check_probability("delta", delta)
     if not isinstance(search, Search | None):
@@ -129,7 +129,7 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
 
 
 def _mathematics() -> ModuleType:
-    # Late: dp-accounting and scipy take longer to import than dpshard.
+    # Late: dp-accounting and scipy import slowly.
     from dpshard.accounting import composition
 
     return composition

@@ -1,4 +1,4 @@
-"""The budget of a run: the noise it requires, and the check of every step against it."""
+"""The budget of a run: its noise, and the check before every step."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
 class Budget:
-    """The releases of a planned run, and the permission for the next one."""
+    """Ledger, history and budget check of a planned run."""
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool) -> None:
         self.mechanism = mechanism
         self.ledger = PrivacyLedger(mechanism.accountant)
         self._history = History()
         self.allow_overspend = allow_overspend
-        """True if a step over the budget gets a warning instead of an error."""
+        """True to warn about a step over the budget instead of raising."""
         self._warned = False
         self._warned_of_repeats = False
         self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
-        """Return the guarantee reached so far, in one sentence; `generator` names the source of the noise."""
+        """Return the guarantee reached so far; `generator` names the source of the noise."""
         mechanism = self.mechanism
         return self.ledger.statement(
             mechanism.target_delta, plan=self._plan, generator=generator, rows_per_unit=mechanism.rows_per_unit
         )
 
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
-        """Count the release of the next step, with this identity; return False if it was counted before.
+        """Count the next step's release; return False if it was counted before.
 
-        See [Note: What a step that is taken again costs]. If it would exceed target_epsilon, raise
-        BudgetExceededError, or warn.
+        See [Note: What a step that is taken again costs]. Over budget, raises BudgetExceededError, or warns.
         """
         step = self.ledger.steps
         if self._history.contains(step, identity):
@@ -72,8 +71,8 @@ class Budget:
     def load_state_dict(self, state: Mapping[str, Any], *, same_run: bool) -> bool:
         """Go to the place of a `state_dict()`; return True if this process has been there.
 
-        Releases of this process stay counted. `same_run`: the state has the run secret of the releases so far. Raises
-        CheckpointError, without any change, for a damaged state.
+        Releases of this process stay counted. `same_run`: they have the state's run secret. Raises CheckpointError,
+        without any change, for a damaged state.
         """
         ledger, history = PrivacyLedger(self.mechanism.accountant), self._history if same_run else History()
         ledger.load_state_dict(state["ledger"])
@@ -83,9 +82,9 @@ class Budget:
         return visited
 
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
-        """Count the releases since the loaded state; return the number of new ones.
+        """Count the releases after the loaded state; return the number of new ones.
 
-        `releases`: the number of steps released in all; or step and identity of each that may be missing.
+        `releases`: the total number of released steps; or step and identity of each release that may be missing.
         """
         before = self.ledger.releases
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
@@ -96,7 +95,7 @@ class Budget:
         return self.ledger.releases - before
 
     def _affordable(self, step: int) -> Release:
-        """Return the release of a step. If it would exceed target_epsilon, raise BudgetExceededError, or warn."""
+        """Return the release of `step`; over budget, raise or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(release, target_epsilon=target, target_delta=delta, plan=self._plan):
@@ -115,7 +114,7 @@ class Budget:
 
 
 def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanism:
-    """Return `mechanism` with this noise, or with the least noise that keeps the run within its target_epsilon.
+    """Return `mechanism` with this noise, or with the least noise for its target_epsilon.
 
     Raises ConfigurationError unless exactly one of the two is given and valid.
     """

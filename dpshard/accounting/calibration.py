@@ -1,4 +1,4 @@
-"""Before a run: the noise that keeps it within its budget, and the steps that fit a budget."""
+"""Before a run: the noise for a budget, and the number of steps that fit it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dpshard.errors import AccountingError
 M = TypeVar("M", bound=SampledMechanism | CorrelatedMechanism)
 
 DRAFTS: dict[str, str] = {"pld": "pld-draft"}
-"""For an accountant, a quicker and looser one that begins the calibration."""
+"""Quicker, looser accountants for a first phase of calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Noise multipliers searched by calibration; below, epsilon of one step is in the hundreds."""
+"""Range of calibration; below, epsilon of one step is in the hundreds."""
 SIGMA_TOLERANCE = 1e-5
-"""Relative distance between a calibrated noise multiplier and the smallest sufficient one."""
+"""Relative tolerance of a calibrated noise multiplier; it is never too small."""
 MAX_STEPS = 2**24
-"""Steps up to which `steps_for_epsilon` searches."""
+"""Largest result of `steps_for_epsilon`."""
 
 
 def _check_bounds(accountant: str) -> None:
-    """Raise AccountingError for an accountant that may not plan a budget."""
+    """Raise AccountingError for an accountant that is not an upper bound."""
     if accountant == "gdp":
         raise AccountingError(
             "accountant='gdp' may under-state epsilon (0.85 where 'pld' finds 3.24, for example), so it plans no "
@@ -46,16 +46,15 @@ def calibrate(
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> M:
-    """Return `mechanism` with the smallest noise multiplier, to SIGMA_TOLERANCE, that stays within the budget.
+    """Return `mechanism` with the smallest noise multiplier within the budget, to SIGMA_TOLERANCE.
 
-    With `search`, the search over such runs stays within it (accountant "rdp" only). Conservative: epsilon of the
-    returned mechanism was computed and does not exceed `target_epsilon`. At least MIN_SIGMA. Raises AccountingError
-    if no amount of noise is enough, and for "gdp", which is not a bound.
+    With `search`, the budget is that of the search (accountant "rdp" only). The computed epsilon never exceeds
+    `target_epsilon`; the result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
     """
     check_accountant(accountant)
     check_positive("target_epsilon", target_epsilon)
     check_delta(target_delta, mechanism.sample_size)
-    # The central limit gives a first guess: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and mu^2 = v
+    # First guess by the central limit: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and mu^2 = v
     # (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
     plan = replace(mechanism, noise_multiplier=1.0).releases()
     for release, _ in plan:
@@ -75,8 +74,8 @@ def calibrate(
 
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
-    """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, to SIGMA_TOLERANCE; never a smaller one."""
-    from scipy import optimize  # late: it takes as long to import as dpshard
+    """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, or up to SIGMA_TOLERANCE more."""
+    from scipy import optimize  # late: slow to import
 
     @cache
     def excess(log_sigma: float) -> float:
@@ -86,7 +85,7 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
     least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
     lo = hi = min(max(math.log(guess), least), most)
     stride = 10 * SIGMA_TOLERANCE
-    # Epsilon falls at least like 1 / sigma, so a stride as long as the excess should reach the other side.
+    # Epsilon falls at least like 1 / sigma, so a stride of the excess should cross the root.
     while excess(hi) > 0:
         if hi >= most:
             raise AccountingError(
@@ -101,7 +100,7 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
         stride = max(2 * stride, -excess(lo))
         lo, hi = max(lo - stride, least), lo
     root = cast(float, optimize.brentq(excess, lo, hi, xtol=SIGMA_TOLERANCE))
-    while excess(root) > 0:  # a root may be a little too small
+    while excess(root) > 0:  # brentq may return a root that is slightly too small
         root = min(root + SIGMA_TOLERANCE, hi)
     return math.exp(root)
 
@@ -114,10 +113,10 @@ def steps_for_epsilon(
     accountant: AccountantName = "pld",
     search: Search | None = None,
 ) -> int:
-    """Return the largest number of steps of this `release` within the budget; 0 if one step exceeds it.
+    """Return the largest number of steps of `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, the number of steps of each of its runs (accountant "rdp" only). Raises AccountingError if more
-    than MAX_STEPS fit, and for "gdp", which is not a bound.
+    With `search`, the steps of each of its runs (accountant "rdp" only). Raises AccountingError if more than MAX_STEPS
+    fit, and for "gdp", which is not a bound.
     """
     check_accountant(accountant)
     _check_bounds(accountant)
@@ -139,7 +138,7 @@ def steps_for_epsilon(
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n in [0, limit] with fits(n); fits is true up to some n and false after. 0 always fits."""
+    """Return the largest n in [0, limit] with fits(n), for monotone `fits`; 0 always fits."""
     if fits(limit):
         return limit
     few, many = 0, limit

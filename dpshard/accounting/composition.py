@@ -1,36 +1,34 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` does the mathematics: privacy loss distributions ("pld": tight) or Renyi divergences ("rdp": quick,
-looser). The central limit approximation ("gdp") is computed here, and is not an upper bound.
+`dp-accounting` computes privacy loss distributions ("pld": tight) and Renyi divergences ("rdp": quick, looser). The
+central limit approximation ("gdp") is computed here; it is not an upper bound.
 
 [Note: The rounding of a composition]
-dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, which errs
-either way. The transform of T steps is the T-th power of one step. This multiplies the rounding of one step, about u
-= 2^-53 of it, by T. So deltas err by a multiple of T u. Against the same composition in long doubles, the error was
-at most 1.9 T u, over 21 settings of sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (An error at epsilon is a mean
-of errors of tails of the loss, so the largest of these was taken.) "pld" therefore computes epsilon at delta - 4 T u.
-It takes the epsilon of "rdp" where that is smaller: both are bounds. At delta = 4 T u and below (4.4e-11 for 100,000
-steps), only "rdp" is left. A capped batch has no "rdp" bound, and its epsilon is infinite there.
+dp-accounting rounds losses pessimistically, but composes them by a fast Fourier transform in doubles, with errors of
+either sign. The transform of T steps is the T-th power of one step, which multiplies the relative rounding of one step,
+about u = 2^-53, by T. So delta errs by a multiple of T u: at most 1.9 T u against long doubles, over 21 settings of
+sigma 0.6 to 1000, q 1e-5 to 1 and T 3 to 100,000. (The largest error of tails of the loss; the error at epsilon is a
+mean of these.) "pld" therefore computes epsilon at delta - 4 T u, and takes the epsilon of "rdp" where that is smaller:
+both are bounds. At delta <= 4 T u (4.4e-11 for 100,000 steps) only "rdp" is left. A capped batch has no "rdp" bound, so
+its epsilon is infinite there.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d, and P the noise shifted by a vector v of whole numbers, of length at most 1 / sigma
-standard deviations. A step that draws a sample with probability q releases M = (1 - q) Q + q P with the sample among
-the data, and Q without it. (Both are shifted by the sum of the other samples, and mixed over the drawn ones, on which
-v may depend; mixing increases no Renyi divergence.) Then, at every whole order a,
+Let Q be the noise on Z^d with standard deviation s, and P the noise shifted by v in Z^d, |v| <= s / sigma. A step that
+draws a sample with probability q releases M = (1 - q) Q + q P if the data contain it, else Q. (Both are shifted by the
+sum of the other samples and mixed over their draw, on which v may depend; mixing increases no Renyi divergence.) At
+every whole order a:
 - E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l], where E_Q[(P/Q)^l] is exp(l (l - 1)
   |v|^2 / (2 s^2)), exactly as for Gaussian noise: the remaining factor is the sum of exp(-|y - l v|^2 / (2 s^2)) over
   Z^d, and l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
-- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, prove it for densities. The
-  map y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs: with u = 1 - q + q r and w = 1 - q + q
-  / r, the claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x
-  y)^((1 - b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r), for two intervals of one length D = u -
-  1 = r - r w. The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t), which does not fall
-  with t, as b >= 1; and t is larger for the lower interval.
-So at whole orders its Renyi divergences are at most those of the sampled Gaussian, which dp-accounting has. Nothing
-is claimed of other orders ((a - 1) D_a is convex in a, but the chords between whole orders never give a lower
-epsilon), nor of privacy loss distributions: discrete noise looks different in every direction. (Zhu and Wang 2019,
-"Poisson subsampled Renyi differential privacy", Thm. 5, bounds any mechanism in this way, but with the terms of l >=
-3 three times.)
+- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, prove for densities. The map
+  y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs: with u = 1 - q + q r and w = 1 - q + q / r,
+  the claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 -
+  b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r), for two intervals of one length D = u - 1 = r - r
+  w. The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t), which does not fall with t, as
+  b >= 1; and t is larger for the lower interval.
+So at whole orders the Renyi divergences are at most those of the sampled Gaussian, which dp-accounting computes.
+Nothing is claimed of other orders ((a - 1) D_a is convex in a, but chords between whole orders never give a lower
+epsilon), nor of privacy loss distributions: discrete noise differs between directions.
 """
 
 from __future__ import annotations
@@ -61,22 +59,22 @@ from dpshard.config import check_probability
 from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
-"""Distinct sampling probabilities that are analysed one by one; beyond, neighbours are merged."""
+"""Sampling probabilities analysed one by one; if there are more, neighbours are merged."""
 MERGE_RATIO = 1.05
-"""Ratio of neighbouring probabilities on the grid of merged ones."""
+"""Ratio of neighbouring points of the grid of merged probabilities."""
 GRID_POINTS = 2_000_000
-"""Length of the longest grid of privacy losses, roughly: its composition takes seconds and some 100 MB."""
+"""Rough length of the longest grid of privacy losses: its composition takes seconds and some 100 MB."""
 LARGEST_LOSS = 2000.0
-"""Epsilon by "pld", and mu by "gdp", above which epsilon is reported as infinite: still an upper bound."""
+"""Epsilon by "pld", or mu by "gdp", above which epsilon is reported as infinite, still an upper bound."""
 PLD_ERROR = 2.0**-51
-"""Bound on the error of delta by "pld" for each composed step; see [Note: The rounding of a composition]."""
+"""Error bound of delta by "pld" per composed step; see [Note: The rounding of a composition]."""
 
 ROOT_ERROR = 1e-11
-"""Bound on the error of a root of `gdp_epsilon`; it is found to 2e-12."""
+"""Error bound of a root of `gdp_epsilon`; the solver reaches 2e-12."""
 
 
 def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
-    """Return epsilon at `delta` of `counts`, which have noise, and the accountant that found it.
+    """Return epsilon at `delta` of noisy `counts`, and the accountant that found it.
 
     `method` is an AccountantName, or "pld-draft", which is quicker than "pld" and looser.
     """
@@ -101,7 +99,7 @@ def _feature(module: Any, name: str) -> Any:
 
 
 def event(release: Release) -> dp_accounting.DpEvent:
-    """Return `release` as an event of dp-accounting; discrete noise equals it only at whole Renyi orders."""
+    """Return `release` as an event of dp-accounting; for discrete noise, valid only at whole Renyi orders."""
     if release.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     if release.max_batch_size is None:
@@ -111,7 +109,6 @@ def event(release: Release) -> dp_accounting.DpEvent:
 
 
 def _truncated(release: Release) -> dict[str, Any]:
-    """Return dp-accounting's arguments for a capped release."""
     return {
         "dataset_size": release.sample_size,
         "sampling_probability": release.sampling_probability,
@@ -139,7 +136,7 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     check_probability("delta", delta)
     if gdp_delta(mu, 0.0) <= delta:
         return 0.0
-    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # from the tail of a normal: a bit too large
+    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # upper bound from the tail of a normal
     return cast(float, optimize.brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, most))
 
 
@@ -154,12 +151,11 @@ def _rdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
-    """Return Renyi divergences of all `counts` together at `orders`."""
     return sum(count * _rdp_curve(release, orders) for release, count in _merged(counts))
 
 
 def searched(counts: Counts, delta: float, search: Search) -> float:
-    """Return epsilon of the outcome of `search`; a run releases `counts`, or any of `search.others`."""
+    """Return epsilon of the outcome of `search`; a run releases `counts`, or one of `search.others`."""
     candidates = (counts, *search.others)
     orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
     worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)
@@ -167,7 +163,7 @@ def searched(counts: Counts, delta: float, search: Search) -> float:
 
 
 def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Renyi divergences of the outcome at rising `orders` above 1; `run` are those of one run.
+    """Return Renyi divergences of the outcome at rising `orders` above 1, given those of one `run`.
 
     Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
     """
@@ -189,7 +185,7 @@ def _logarithmic_stop(mean: float) -> float:
 
 
 def _orders(counts: Counts) -> tuple[float, ...]:
-    """Return the default orders of dp-accounting; with discrete noise, only whole numbers."""
+    """Return the default orders of dp-accounting; for discrete noise, only whole numbers."""
     orders: Any = RdpAccountant().orders
     discrete = any(release.discretized_elements is not None for release, _ in counts)
     return tuple(order for order in orders if order == int(order) or not discrete)
@@ -203,7 +199,7 @@ def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
 
 @contextmanager
 def _quiet_about_orders() -> Iterator[None]:
-    # dp-accounting warns of every order that it leaves out. To leave one out is sound.
+    # dp-accounting warns about every order that it omits; omitting orders is sound.
     logger, drop = logging.getLogger("absl"), _DropWarnings()
     logger.addFilter(drop)
     try:
@@ -232,21 +228,21 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
 
 
 def _exact_epsilon(counts: Counts, delta: float) -> float | None:
-    """Return epsilon of a single release of all samples, a Gaussian mechanism, in closed form; None for others."""
+    """Return epsilon of a single release of all samples (a Gaussian mechanism) in closed form; else None."""
     (release, count), *others = counts
     if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
         return None
     if 1 / release.noise_multiplier > LARGEST_LOSS or delta <= PLD_ERROR:
         return math.inf
-    # Delta is a difference of tails, which errs by less than PLD_ERROR; the root by less than ROOT_ERROR.
+    # Delta is a difference of tails with error below PLD_ERROR; the root has error below ROOT_ERROR.
     return gdp_epsilon(1 / release.noise_multiplier, delta - PLD_ERROR) + ROOT_ERROR
 
 
 def _merged(counts: Counts) -> Counts:
-    """Return `counts`, or for more than MAX_DISTINCT plain releases, their probabilities rounded up to a grid.
+    """Return `counts`; if more than MAX_DISTINCT are plain, with their probabilities rounded up to a grid.
 
-    This over-states epsilon a little and never under-states it: sampling at q is sampling at q' > q with a part of
-    the batch dropped, so by joint convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
+    This never under-states epsilon: sampling at q is sampling at q' > q with part of the batch dropped, so by joint
+    convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
     """
     if sum(release.max_batch_size is None for release, _ in counts) <= MAX_DISTINCT:
         return counts
@@ -260,10 +256,10 @@ def _merged(counts: Counts) -> Counts:
 
 
 def _interval(counts: Counts, delta: float) -> float | None:
-    """Return the grid of the privacy losses; None where epsilon is beyond LARGEST_LOSS.
+    """Return the grid interval of the privacy losses; None if epsilon is beyond LARGEST_LOSS.
 
-    Any grid gives an upper bound; measured against a ten times finer one, epsilon is within 1% if the interval is at
-    most a fifth of the deviation of the loss of one step. Below 1e-5 the rounding of floats undoes the gain.
+    Any grid gives an upper bound. Measured against a ten times finer grid, epsilon is within 1% if the interval is at
+    most a fifth of the standard deviation of one step's loss. Below 1e-5, float rounding outweighs the gain.
     """
     extent = _rdp_epsilon(counts, delta)
     for release, _ in counts:
@@ -275,7 +271,7 @@ def _interval(counts: Counts, delta: float) -> float | None:
     return max(finest, 10.0 ** math.ceil(math.log10(extent / GRID_POINTS)))
 
 
-# Only the last entry grows during a run, so the cache holds the composition of the others.
+# During a run only the last entry grows; the cache holds the composition of the others.
 @lru_cache(maxsize=8)
 def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLossDistribution:
     *before, (release, count) = counts
@@ -299,7 +295,7 @@ def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistributi
     chunk = 100_000
     if count <= chunk:
         return single.self_compose(count)
-    # In two stages: dp-accounting tests sparsity by size**count, an integer that takes minutes for ten million steps.
+    # In two stages: dp-accounting tests sparsity by size**count, which takes minutes for ten million steps.
     chunks, rest = divmod(count, chunk)
     power = single.self_compose(chunk, 1e-15 / chunks).self_compose(chunks)
     return power.compose(single.self_compose(rest)) if rest else power

@@ -1,17 +1,17 @@
-"""Runs whose noise is correlated over steps: their releases, as accounting takes them, and their error.
+"""Runs with noise correlated over steps: their releases for accounting, and their error.
 
 [Note: Two ways to sample under correlated noise]
 The releases of a run are W (C S + Z), where C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian
 mechanism] in noise/correlation.py). Neighbours are zero-out: a sample that contributes nothing keeps its place in the
-order. (Without it, all samples behind would move.)
-- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. Such orders are those that every
-  epoch repeats, with or without its last, smaller batch, and those that go round. No sampling amplifies. The run is one
-  Gaussian release, of the sensitivity of C under that separation.
+order, else all later samples would move.
+- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps, as in an order repeated every
+  epoch, with or without the last, smaller batch, or a cyclic one. Without amplification by sampling, the run is one
+  Gaussian release with the sensitivity of C under that separation.
 - "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
-  probability b B / N. Columns of C at a distance of b have no row in common. So the rows of C S + Z fall into windows
-  of b steps, one for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with
-  probability b B / N, independently of all others, along one column, of norm at most |c|. So a window is a
-  Poisson-sampled Gaussian, and the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
+  probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps, one
+  for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with probability b B /
+  N, independently of all others, along one column of norm at most |c|. So a window is a Poisson-sampled Gaussian, and
+  the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF, prefix_error, sensitivity
 
 CorrelatedSampling = Literal["fixed-order", "cyclic-poisson"]
-"""The ways to sample; see [Note: Two ways to sample under correlated noise]."""
+"""See [Note: Two ways to sample under correlated noise]."""
 
 INDEPENDENT = BandedInverse(bands=1)
-"""Noise without correlation."""
+"""Uncorrelated noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrelatedMechanism:
-    """Noisy sums whose noise is correlated over the steps of the planned run."""
+    """Noisy sums of a planned run, with noise correlated over its steps."""
 
     noise_multiplier: float = math.nan
-    """Standard deviation of z over max_grad_norm times `sensitivity`, >= 0. NaN before `calibrate` finds it."""
+    """Standard deviation of z over max_grad_norm times `sensitivity`, >= 0. NaN before calibration."""
     schedule: BatchSchedule
-    """Logical batch sizes, expected or exact: one size in all steps."""
+    """Logical batch sizes, expected or exact; all equal."""
     sample_size: int
     """Number of samples of the data set; public."""
     sampling: CorrelatedSampling
-    """How the samples of a step are found."""
     correlation: BandedInverse | BandMF = INDEPENDENT
-    """The correlation of the noise; by default there is none."""
 
     def __post_init__(self) -> None:
         check_choice("sampling", self.sampling, get_args(CorrelatedSampling))
@@ -72,21 +70,21 @@ class CorrelatedMechanism:
 
     @property
     def sensitivity(self) -> float:
-        """How far one sample of contributions of norm 1 moves C S: in the whole run, or in one turn of its group."""
+        """Largest change of C S by one sample of contributions of norm 1: in the run, or in one turn of its group."""
         return self._sensitivity(self.schedule.steps)
 
     @property
     def error(self) -> float:
-        """Root mean square noise in the sums of all releases so far, over the steps, in units of max_grad_norm."""
+        """Root mean square noise in the prefix sums of the releases, in units of max_grad_norm."""
         return self.noise_multiplier * self.sensitivity * prefix_error(self.correlation.noising(self.schedule.steps))
 
     def releases(self, steps: int | None = None) -> Counts:
-        """Return what the first `steps` steps, or the whole run, are for accounting."""
+        """Return the releases of the first `steps` steps, or of the whole run."""
         steps = self.schedule.steps if steps is None else min(steps, self.schedule.steps)
         if steps < 1:
             raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
         if self.sampling == "fixed-order":
-            # The first steps move less than the whole run, under the same noise.
+            # A prefix of the run has a smaller sensitivity under the same noise.
             sigma = self.noise_multiplier * self.sensitivity / self._sensitivity(steps)
             return ((Release(sigma, 1.0, self.sample_size), 1),)
         probability = self.correlation.bands * self.schedule[0] / self.sample_size
@@ -100,5 +98,5 @@ class CorrelatedMechanism:
 
 
 def independent_error(noise_multiplier: float, steps: int) -> float:
-    """Return `CorrelatedMechanism.error` of independent noise of this multiplier in every step."""
+    """Return `CorrelatedMechanism.error` of independent noise with this multiplier."""
     return noise_multiplier * math.sqrt((steps + 1) / 2)

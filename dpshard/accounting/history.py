@@ -1,10 +1,9 @@
 """The sums released at each step, so that a repeated step is counted correctly.
 
 [Note: What a step that is taken again costs]
-Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). So a release has an
-identity, a keyed digest of both. A step repeated with the same identity publishes the same value: it costs nothing.
-With another identity it is a second release, with independent noise: it is counted. So is a step whose sums are not
-remembered. A history remembers the last MEMORY steps.
+Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). A keyed digest of both is the
+identity of a release. Repeating it publishes the same value, and costs nothing. A step with another or forgotten
+identity has independent noise, and counts as a further release. A history remembers the last MEMORY steps.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import Any
 from dpshard.errors import CheckpointError
 
 MEMORY = 2**16
-"""Remembered steps, some 20 MiB of them."""
+"""Remembered steps, about 20 MiB."""
 
 
 class History:
-    """The releases of a run that this process knows."""
+    """The known releases of a run."""
 
     def __init__(self) -> None:
         self.end = 0
-        """The first step that was never released."""
+        """The first step without any release."""
         self._known: dict[int, set[bytes]] = {}
-        self._place = b""  # digest of everything counted here, in order
-        self._visited: dict[bytes, None] = {b"": None}  # places with all their releases counted here
+        self._place = b""  # digest of all counted releases, in order
+        self._visited: dict[bytes, None] = {b"": None}  # former places
 
     def contains(self, step: int, identity: bytes) -> bool:
-        """Return True if the release was made before."""
+        """Return True if this release was made before."""
         return identity in self._known.get(step, ())
 
     def add(self, step: int, identity: bytes | None) -> None:
@@ -44,7 +43,7 @@ class History:
         self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return, as plain JSON, the place of a run before `step`, and the releases from there on."""
+        """Return the place before `step`, and the known releases from there on, as plain JSON."""
         ahead = {str(n): sorted(x.hex() for x in self._known.get(n, ())) for n in range(step, self.end)}
         return {"place": self._place.hex(), "ahead": ahead}
 
@@ -64,7 +63,7 @@ class History:
         if not (visited := place in self._visited):
             before = self._place
             self._go_to(place)
-            if before:  # this process counted more than the state knows
+            if before:  # this process counted releases that the state lacks
                 self._go_to(hashlib.sha256(before + place).digest())
         self.end = max(self.end, step)
         for n, known in ahead.items():

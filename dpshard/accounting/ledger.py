@@ -1,4 +1,4 @@
-"""The releases of a run so far, their epsilon, and whether one more release fits the budget."""
+"""The ledger of a run: its releases, their epsilon, and the check of a further release."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PrivacyLedger:
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
         self.steps = 0
-        """The next step of the run. A step may have several releases, or one may lie beyond: see `releases`."""
+        """Index of the next step; `releases` is larger after repeated steps."""
         self._counts: Counter[Release] = Counter()
-        self._unverified_sampling = 0  # releases of batches that the script drew itself
-        self._own: Counter[Release] = Counter()  # releases that were not loaded
+        self._unverified_sampling = 0  # releases of batches drawn by the script itself
+        self._own: Counter[Release] = Counter()  # releases recorded here, not loaded
         self._own_unverified_sampling = 0
-        # Per budget (epsilon, delta): further releases that fit it, all of them together.
+        # By budget (epsilon, delta): further releases that fit it all together.
         self._allowances: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
@@ -36,24 +36,24 @@ class PrivacyLedger:
 
     @property
     def relation(self) -> Relation:
-        """Name of the neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
+        """Neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
         return relation_of(self._counts)
 
     def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count the release of the next step; only the code that releases it calls this.
+        """Count the release of the next step; only the code that makes it calls this.
 
-        `unverified_sampling`: the script drew the batch, so the ledger cannot vouch for the sampling. Raises
-        AccountingError if the release cannot be analysed.
+        `unverified_sampling`: the script drew the batch itself. Raises AccountingError if the release cannot be
+        analysed.
         """
         self.charge(release, unverified_sampling=unverified_sampling)
         self.steps += 1
 
     def repeat(self) -> None:
-        """Take the next step; the very same release was counted already."""
+        """Take the next step without a count: the same release was counted already."""
         self.steps += 1
 
     def charge(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count a release of another step than the next; see `record`."""
+        """Count a release of any step; see `record`."""
         check_supported(release, self.accountant)
         self._counts[release] += 1
         self._own[release] += 1
@@ -65,16 +65,15 @@ class PrivacyLedger:
                 del self._allowances[budget]
 
     def epsilon(self, delta: float) -> float:
-        """Return epsilon at `delta` of all releases so far; pure, and cached."""
+        """Return epsilon at `delta` of all releases so far."""
         return epsilon_of(tuple(self._counts.items()), delta, self.accountant)
 
     def allows(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
-        """Return True if epsilon stays within `target_epsilon` after one more `release`; cheap at every step.
+        """Return True if epsilon stays within `target_epsilon` after one more `release`.
 
-        The remainder of `plan`, the releases of the whole run, is tried first: a run that follows an affordable plan
-        costs one evaluation of epsilon. Otherwise further releases of this kind are tried, twice as many each time,
-        and at the end the largest number that fits: some log2(steps) evaluations. If n further releases fit the
-        budget, any subset fits too. So later calls are a counter lookup until those n are used.
+        If n further releases fit the budget, any subset fits too: until then, calls look up a counter. The rest of
+        `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon. Otherwise bisection finds
+        how many such releases fit, in about log2(steps) evaluations.
         """
         check_supported(release, self.accountant)
         budget = (target_epsilon, target_delta)
@@ -95,7 +94,7 @@ class PrivacyLedger:
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
 
-        `generator` names the source of the noise. What is protected is a sample, or a unit of several rows.
+        `generator` names the source of the noise.
         """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
         bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
@@ -126,7 +125,7 @@ class PrivacyLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON, except the accountant, which changes no fact."""
+        """Return the content as plain JSON, without the accountant."""
         releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
         again = self.releases - self.steps
         return {
@@ -139,8 +138,8 @@ class PrivacyLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
         """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
 
-        Releases recorded here stay counted, beside those of the state. `visited`: this ledger was in that state
-        before, so the state holds nothing else.
+        Releases recorded here stay counted, in addition to those of the state. `visited`: this ledger was in that
+        state before, so all releases of the state are counted already.
         """
         try:
             counts: Counter[Release] = Counter()

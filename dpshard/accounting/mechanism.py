@@ -1,4 +1,4 @@
-"""The mechanism of a run: the facts that accounting reads and that a checkpoint must match."""
+"""The mechanism of a run: what determines epsilon, and must match in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledMechanism:
-    """Noisy sums over Poisson batches of a schedule: the six facts that determine epsilon."""
+    """Noisy sums over Poisson batches of a schedule: what determines epsilon."""
 
     noise_multiplier: float = math.nan
-    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before `calibrate` finds it."""
+    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration."""
     schedule: BatchSchedule
-    """Expected logical batch sizes; the sampling probability of a step is its size over sample_size."""
+    """Expected logical batch sizes; over sample_size, the sampling probabilities."""
     sample_size: int
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    """Cap of a truncated Poisson batch, or None."""
     quantile_counts: int = 0
-    """Number of groups with a count of unclipped samples in every release."""
+    """Groups that release a count of unclipped samples at every step."""
     discretized_elements: int | None = None
-    """Number of trainable elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in
-    noise/keyed.py); None if the noise is Gaussian."""
+    """Number of elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in noise/keyed.py);
+    None if the noise is Gaussian."""
 
     @property
     def noise(self) -> NoiseName:
-        """Name of the distribution of the noise."""
+        """Distribution of the noise."""
         return "gaussian" if self.discretized_elements is None else "discrete-gaussian"
 
     def release(self, step: int) -> Release:
-        """Return the release of `step`; past the end of the run, that of its last step."""
+        """Return the release of `step`; past the end, the last one."""
         return self._release(self.schedule[step])
 
     def releases(self, steps: int | None = None) -> Counts:
@@ -58,26 +58,26 @@ class SampledMechanism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism(SampledMechanism):
-    """Everything that determines the privacy guarantee and its report; equal mechanisms have equal epsilon."""
+    """Everything that determines the privacy guarantee and its report."""
 
     max_grad_norm: float
-    """L2 sensitivity of the sum of clipped gradients to one sample: sqrt(sum of R_m squared) over the groups; with
-    adaptive thresholds, at the first step."""
+    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups; with adaptive
+    thresholds, at the first step."""
     clipping_fn: str
-    """`repr` of the clipping function, settings included; each guarantees factor * norm <= threshold."""
+    """`repr` of the clipping function with its settings; it guarantees factor * norm <= threshold."""
     clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups; each begins with the threshold max_grad_norm / sqrt(M)."""
+    """Parameter names of the M clipping groups; each starts with the threshold max_grad_norm / sqrt(M)."""
     adaptive_clipping: str | None
-    """`repr` of the rule by which thresholds follow the gradients; None if they are fixed."""
+    """`repr` of the rule for adaptive thresholds, or None."""
     loss_reduction: LossReduction
-    """How the loss reduces the rows of a micro-batch; it fixes the unit of per-sample gradients."""
+    """How the loss reduces the rows of a micro-batch: the scale of per-sample gradients."""
     rows_per_unit: int = 1
-    """Rows of a sample, which is the unit of privacy; batch and sample sizes count samples."""
+    """Rows of a sample, the unit of privacy; batch and sample sizes count samples."""
     secure: bool
-    """True if the noise follows [Note: Secure noise] in noise/keyed.py; a replay must draw it likewise."""
+    """True for [Note: Secure noise] in noise/keyed.py; a replay must use the same."""
     accountant: AccountantName
-    """The accountant that turns the ledger into epsilon."""
+    """Accountant that computes epsilon."""
     target_delta: float
-    """The delta at which epsilon is reported."""
+    """Delta of the reported epsilon."""
     target_epsilon: float | None
-    """The budget at which a run stops, or None when noise_multiplier was given."""
+    """Budget at which the run stops, or None if noise_multiplier was given."""

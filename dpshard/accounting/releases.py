@@ -1,20 +1,19 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch. Composition ignores order, so a ledger is a multiset of releases.
-In the engine two data sets are neighbours if they have the same N samples, except for one that contributes zero in
-the other (zero-out at fixed N). The figures belong to two relations of dp-accounting.
-- Without a cap: add-or-remove-one, under which one data set has one sample more. At one q, a missing sample and one
-  that contributes zero release the same, so the figures agree. (The engine refuses a data set of another length.)
-- With a cap: replace-special. The sample that contributes zero keeps its slot, which moves the sum by R. If it leaves
-  its slot to another sample, as a removed one does, the sum moves by 2 R. The bound covers both.
+A step releases one noisy sum over a Poisson batch; a ledger is a multiset of releases, because composition ignores
+order. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one of
+them (zero-out at fixed N). Two relations of dp-accounting cover this.
+- Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
+  engine refuses a data set of another length.)
+- With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
+  gives its slot to another one, which moves the sum by 2 R. The bound covers both.
 
 [Note: The price of a grid]
-Discrete Gaussian noise has standard deviation s = 2^24 steps of its grid. The sums are rounded to the grid first,
-which moves two sums of d elements apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in
-noise/keyed.py). A step is sigma R / s long, so sums at a distance R are then at most s / sigma + ROUNDING sqrt(d)
-steps apart. The noise over that distance is the accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s).
-For sigma = 1 and a billion elements it is 0.2% below sigma.
+Discrete Gaussian noise has standard deviation s = 2^24 grid steps. Rounding two sums of d elements to the grid first
+moves them apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in noise/keyed.py). A step is sigma R / s
+long, so sums at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is the
+accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s), 0.2% below sigma = 1 for a billion elements.
 """
 
 from __future__ import annotations
@@ -32,30 +31,29 @@ from dpshard.noise import LOG2_STD
 Counts = tuple[tuple["Release", int], ...]
 """Distinct releases, each with its positive count."""
 Relation = Literal["add-or-remove-one", "replace-special"]
-"""The neighbouring relations; see [Note: Releases and relations]."""
+"""Neighbouring relations; see [Note: Releases and relations]."""
 
 ROUNDING = 1 + 2.0**-5
-"""Bound on the steps by which rounding to the grid moves one element of two sums apart; see [Note: Noise on a grid]."""
+"""Bound on the grid steps by which rounding moves one element of two sums apart; see [Note: Noise on a grid]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One noisy sum over one Poisson batch: all facts that determine its privacy."""
+    """One noisy sum over one Poisson batch."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
     sampling_probability: float
-    """Probability with which each sample is in the batch, in (0, 1]."""
+    """Probability of each sample to be in the batch, in (0, 1]."""
     sample_size: int
     """Number of samples of the data set."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None for plain Poisson sampling."""
+    """Cap of a truncated Poisson batch, or None."""
     quantile_counts: int = 0
-    """Groups that release their count of unclipped samples with the sum, for adaptive thresholds. Sum and counts
-    form one Gaussian mechanism of this noise multiplier, so the counts take a part of its budget and cost nothing
-    on top."""
+    """Groups that release a count of unclipped samples, for adaptive thresholds. Sum and counts form one Gaussian
+    mechanism of this noise multiplier: the counts use part of its budget, and cost nothing more."""
     discretized_elements: int | None = None
-    """Elements of the sum, each rounded to the grid of discrete Gaussian noise; None if the noise is Gaussian."""
+    """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -73,7 +71,7 @@ class Release:
 
     @property
     def accounted_noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the whole change by one sample; see [Note: The price of a grid]."""
+        """Standard deviation of the noise over the change by one sample with rounding; [Note: The price of a grid]."""
         if self.discretized_elements is None:
             return self.noise_multiplier
         moved = ROUNDING * math.sqrt(self.discretized_elements) / 2**LOG2_STD  # in standard deviations
@@ -91,21 +89,21 @@ class Release:
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:
-    """Return the relation under which `releases` compose: that of a capped release, if there is any."""
+    """Return the relation under which `releases` compose; one capped release decides it."""
     capped = any(release.max_batch_size is not None for release in releases)
     return "replace-special" if capped else "add-or-remove-one"
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """Return `value` rounded up, because a printed epsilon or sigma must not promise more than the real one.
+    """Return `value` rounded up, so a printed epsilon or sigma never promises too much.
 
-    To `digits` decimals, or to as many figures if it is too small for decimals: 3e-11 is "3.000e-11".
+    Rounds to `digits` decimals; a small value to `digits` figures: 3e-11 is "3.000e-11".
     """
     if not math.isfinite(value):
         return "infinity (not private)"
     if value <= 0:
         return f"{0:.{digits}f}"
-    # A few units in the last place are the error of the binary format: 1.1 stays 1.1.
+    # Ignore binary rounding error, a few units in the last place: 1.1 stays 1.1.
     exact = Decimal(value) - 4 * Decimal(math.ulp(value))
     if value < 10.0 ** (1 - digits):
         return f"{Context(prec=digits, rounding=ROUND_CEILING).plus(exact):.{digits - 1}e}"

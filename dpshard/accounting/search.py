@@ -1,12 +1,12 @@
 """Private choice among runs: a secret random number of runs, and only the best is published.
 
-To choose hyper-parameters by the results of many private runs costs privacy, even if the other runs are thrown away.
-If one of the distributions below gives the number of runs, and each run draws its settings at random, the outcome
-costs a few times one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
+Choosing hyper-parameters by the results of private runs costs privacy. If one of the distributions below gives the
+number of runs, and each run draws its settings at random, the outcome costs a few times one run, for any number of
+runs; Papernot & Steinke 2022, arXiv:2110.03620.
 
-Settings that change no release (a learning rate) cost nothing more. Where noise, batch size or steps differ, one run
-is a mixture over public settings: its Renyi divergence is at most the largest of theirs, order by order. So a search
-costs as much as its worst candidate, and `others` has to name the candidates.
+Settings that change no release (a learning rate) cost nothing more. If noise, batch size or steps vary, one run is a
+mixture over public settings, and its Renyi divergence is at most the largest of theirs, order by order. So a search
+costs as much as its worst candidate; `others` must list the candidates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Search:
     mean_runs: float
     """Expected number of runs, >= 1 (above 1, except for "poisson")."""
     distribution: RunsDistribution = "geometric"
-    """Distribution of the number of runs. A Poisson number may be 0, and then nothing is published."""
+    """Distribution of the number of runs. A Poisson number may be 0; then nothing is published."""
     others: tuple[Counts, ...] = ()
-    """The releases of a run with other settings, as of `SampledMechanism.releases`: a run may draw these as well."""
+    """Releases of the other settings that a run may draw, each as of `SampledMechanism.releases`."""
 
     def __post_init__(self) -> None:
         check_choice("search distribution", self.distribution, get_args(RunsDistribution))

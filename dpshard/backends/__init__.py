@@ -1,8 +1,7 @@
-"""Where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO. The engine finds out by itself.
+"""Back-ends: where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO.
 
-A back-end is a `Backend`: a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore`. `roles.py` and
-`sharding.py` say what these are asked for; `local.py`, `ddp.py`, `fsdp2/` and `deepspeed/` put them together.
-May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
+A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore`, defined in `communicator.py`,
+`sharding.py` and `roles.py`. May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None) -> Backend:
-    """Return the back-end for what `model` is wrapped in.
+    """Return the back-end for the wrapper of `model`.
 
-    Raises ConfigurationError for what is not supported, and for ranks that share no data, see PrivacyEngine.
+    Raises ConfigurationError for unsupported wrappers, and for ranks that share no data, see PrivacyEngine.
     """
     require_known_group(model_parallel_group)
     keep_linear()

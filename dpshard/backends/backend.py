@@ -1,4 +1,4 @@
-"""A back-end: who talks to the ranks, who holds parameters, how sums cross ranks, and where gradients are kept."""
+"""A back-end: four objects that adapt the engine to one way of distributing a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpshard.noise.keyed import Shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """The four roles for one model. A back-end brings its own object for each role in which it differs."""
+    """The four roles for one model."""
 
     layout: str
     """How ranks share the model, in words."""
@@ -30,20 +30,20 @@ class Backend:
     def complete_sums(
         self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[Shard]], Tensor]
     ) -> tuple[list[int], list[int]]:
-        """Sum what is still to be summed over ranks; called once per logical batch, before its noise.
+        """Sum over ranks what backward left unsummed; called once per logical batch, before the noise.
 
         Args:
-            broken: Whether the logical batch is broken on this rank.
-            doubts_F: What else speaks against the release on this rank, int64, 0 for nothing.
+            broken: True if the logical batch is broken on this rank.
+            doubts_F: Further objections of this rank to the release, int64, 0 for none.
             digest: Takes the shards of this rank; returns their contribution to the digest of the sums, int64 [L].
 
-        Returns `broken` and the largest doubts of all ranks; and the digest, if nothing speaks against the release.
-        LogicalBatchError, on all ranks, if a sum was changed since backward.
+        Returns `broken` and the largest doubts of all ranks; and the digest, or [] if there is any objection. Raises
+        LogicalBatchError, on all ranks, if a sum was changed after backward.
         """
         all_gather = self.communicator.all_gather
         fault = None if broken else self.reduction.fault()
         own_X = torch.cat([doubts_F.new_tensor([fault is not None, broken]), doubts_F])
-        if self.reduction.is_unsummed:  # all ranks enter the collectives that follow, or none
+        if self.reduction.is_unsummed:  # either all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
                 return found, []
@@ -51,12 +51,12 @@ class Backend:
         with torch.no_grad():
             silent = broken or fault is not None
             part_L = own_X.new_zeros(LANES) if silent else digest(self.gradients.shards())
-        ranks_WX = all_gather(torch.cat([own_X, part_L.to(own_X.device)])).cpu()  # an accelerator is waited for once
+        ranks_WX = all_gather(torch.cat([own_X, part_L.to(own_X.device)])).cpu()  # the only wait for an accelerator
         found = self._verdict(ranks_WX[:, :-LANES], fault)
         return found, [] if any(found) else self._digest(ranks_WX[:, -LANES:])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return the largest of every column behind the first, which says who has a fault; raise if a rank has one."""
+        """Return the column maxima without the first column, the faults; raise if any rank has one."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()
@@ -76,6 +76,6 @@ class Backend:
             raise
 
     def detach(self) -> None:
-        """Remove every trace from the model, its parameters, and the framework that shards them."""
+        """Remove all hooks from the model, its parameters, and the sharding framework."""
         self.reduction.detach()
         self.sharding.detach()

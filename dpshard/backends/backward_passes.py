@@ -1,4 +1,4 @@
-"""When a backward pass begins and ends, as far as autograd tells."""
+"""Detects begin and end of backward passes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 class BackwardPasses:
-    """The backward passes that deliver clipped sums, one after the other."""
+    """The backward passes that deliver clipped sums, one at a time."""
 
     def __init__(self) -> None:
         self.failed = False
-        """Whether a backward pass of this logical batch did not come to its end."""
-        self._number = -1  # of the pass that delivers, until it has come to its end
+        """True if a backward pass of this logical batch did not finish."""
+        self._number = -1  # of the running pass
 
     def begins(self, ended: Callable[[], object]) -> bool:
-        """Return True if a backward pass begins with this call; `ended` is called when it is through."""
+        """Return True if a backward pass begins with this call; `ended` is called at its end."""
         number = torch._C._current_graph_task_id()
         if number == self._number:
             return False

@@ -1,4 +1,4 @@
-"""Checksums of the bits of gradients, many in a few operations: one for each would be a third of a small step."""
+"""Checksums of gradient bits, in few operations for speed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from dpshard.records import as_real
 
 _SMALL = 2**14
-"""Elements of a tensor that is copied beside others."""
+"""Largest tensor that is batched with others, in elements."""
 _TOGETHER = 2**20
-"""Elements that are copied at once."""
+"""Largest batch, in elements."""
 _MOST_KEPT = 1024
-"""Tensors of places that are kept for the next step."""
+"""Size of the cache of `_ends`."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
-    """Return the names of `tensors`, at least one, and their checksums, int64, on the device of the first.
+    """Return the names of `tensors` (at least one) and their checksums, int64 [N], on the device of the first.
 
-    They are exact: no order of adding changes them, and none depends on the other tensors. Equal names, shapes and
-    dtypes come in the same order again.
+    They are exact: independent of the order of additions and of the other tensors. Equal names, shapes and dtypes give
+    an equal order.
     """
     device = next(iter(tensors.values())).device
     names: list[str] = []
@@ -36,7 +36,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield batches of small tensors of one device and dtype, and every other tensor by itself."""
+    """Yield batches of small tensors of one device and dtype, and other tensors singly."""
     open_batches: dict[tuple[torch.device, torch.dtype], tuple[list[str], int]] = {}
     for name, x in tensors.items():
         if not _is_small(x):
@@ -58,7 +58,7 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _of_small(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a checksum of each tensor: the sum of w + w^2 over its words w, as a difference of two running sums."""
+    """Return for each tensor the sum of w + w^2 over its words w, by differences of a running sum."""
     first = tensors[0]
     word = torch.int16 if first.itemsize == 2 else torch.int32
     words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()
@@ -68,13 +68,13 @@ def _of_small(tensors: Sequence[Tensor]) -> Tensor:
     return sums[1:] - sums[:-1]
 
 
-_kept_ends: dict[Any, Tensor] = {}  # not lru_cache, of which dynamo warns
+_kept_ends: dict[Any, Tensor] = {}  # not lru_cache: dynamo warns about it
 
 
 def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
-    """Return where stretches of these `lengths` end, and, before that, the place `first` in front of them."""
+    """Return `first`, then the end of each of these consecutive stretches."""
     key = lengths, first, device
-    if key not in _kept_ends:  # on an accelerator, a copy of these numbers waits
+    if key not in _kept_ends:  # copying these numbers to an accelerator would stall
         if len(_kept_ends) == _MOST_KEPT:
             _kept_ends.clear()
         _kept_ends[key] = torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
@@ -82,11 +82,11 @@ def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order, and fast."""
+    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order."""
     x = as_real(x)
     if x.dtype == torch.float64:
         words = x.detach().contiguous().view(torch.int64)
-        # A factor of two adds 2^52 to every word, and of 4,096 words the sum wraps around: upper halves do not.
+        # A factor of two adds 2^52 to every word; over 4,096 words that wraps to 0. Upper halves do not wrap.
         return words.sum() + (words >> 32).sum()
     flat = x.detach().contiguous().view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:

@@ -1,4 +1,4 @@
-"""The dispatch mode that sees what a forward sends to other ranks."""
+"""The dispatch mode that sees the communication of a forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts`: whether it computes on DTensors."""
+    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors."""
 
     supports_higher_order_operators = True
 
@@ -21,6 +21,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_parts = any(issubclass(kind, DTensor) for kind in types)
         self._refuse(func.namespace, func.__name__, in_parts)
-        if in_parts:  # of FSDP's hooks: what DTensor makes of it comes here again
+        if in_parts:  # DTensor dispatches its local operators here again
             return NotImplemented
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Collectives that several back-ends use, and how their ranks wait for each other."""
+"""Collectives that several back-ends use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dpshard.errors import BatchLayoutError
 
 PATIENCE = 300.0
-"""Seconds for which a rank waits for the others before it says that they are not coming."""
+"""Seconds for which a rank waits for the others before it raises."""
 
-# torch 2.13 has renamed it, and warns of the old name; looked up by name, since older ones lack the new one.
+# torch 2.13 renamed it and warns about the old name; older versions lack the new one.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -21,12 +21,12 @@ _meetings: Counter[int] = Counter()  # of groups, by their first rank
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of `group`, which are about to run the forwards of a probe together.
+    """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    Raises BatchLayoutError if they do not come: then this rank alone has met something new, and its forwards would
-    gather parameters against those of the others, who are in the middle of theirs.
+    Raises BatchLayoutError if they do not come: then only this rank met something new, and its forwards would gather
+    parameters while the others are in the middle of theirs.
     """
-    if dist.get_backend(group) == "fake":  # the planner's: one process stands for all
+    if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
         return
     store = dist.distributed_c10d._get_default_store()
     first = dist.get_global_rank(group, 0)

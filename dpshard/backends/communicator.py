@@ -1,4 +1,4 @@
-"""How the ranks that share the data of a model talk to each other."""
+"""Communication between ranks that share the data of a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` together, in one order. `group` returns their
-    process group, and is called when they first talk: a hybrid-sharded mesh makes one then. Tensors travel on `device`.
+    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` in one order. `group` is called late, because it
+    creates the process group of a hybrid-sharded mesh. Tensors travel on `device`.
     """
 
     def __init__(
@@ -28,24 +28,24 @@ class Communicator:
         device: torch.device | None = None,
     ) -> None:
         self.world_size = world_size
-        """Number of ranks that share the data."""
+        """Number of ranks."""
         self._find_group, self._device = group, device
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks; None for one process."""
+        """Process group of the ranks; None for one process."""
         if self._find_group is None:
             return None
         found = self._find_group()
-        return dist.group.WORLD if found is None else found  # as torch has it
+        return dist.group.WORLD if found is None else found  # as in torch
 
     @property
     def rank(self) -> int:
-        """Number of this rank among those that share the data."""
+        """Rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def broadcast(self, secret: bytes) -> bytes:
-        """Return the bytes that rank 0 holds, on every rank."""
+        """Return the bytes of rank 0."""
         if self.group is None:
             return secret
         shared = torch.tensor(list(secret), dtype=torch.uint8, device=self._device)
@@ -57,12 +57,12 @@ class Communicator:
         if self.group is None:
             return x_X[None]
         own_X = x_X.to(self._device)
-        rows_WX = own_X.new_empty(self.world_size * len(own_X))  # one tensor: a list has a view for each rank
+        rows_WX = own_X.new_empty(self.world_size * len(own_X))  # one tensor: a list would need a view per rank
         dist.all_gather_into_tensor(rows_WX, own_X, group=self.group)
         return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
-        """Return the names of the facts (plain values) on which ranks disagree; all ranks pass the same names."""
+        """Return the names of the facts (plain values) that differ between ranks; all pass the same names."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))

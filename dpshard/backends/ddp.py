@@ -1,11 +1,10 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged over ranks as they arrive.
 
 [Note: Reduced or not]
-DDP decides in its own forward whether the next backward reduces. A forward that goes past it (`model.module(x)`), a
-`no_sync()` around the last micro-batch, or a backward that comes one micro-batch late leave sums of one rank in
-`.grad`, W times as large as the noise is made for. The reducer does not tell. But what it has reduced is the same on
-all ranks, bit by bit, or replicas would drift apart in ordinary training too: so ranks compare the digests of their
-sums before the noise.
+DDP decides in its own forward whether the next backward reduces. A forward that bypasses it (`model.module(x)`), a
+`no_sync()` around the last micro-batch, or a backward one micro-batch late leave one rank's sums in `.grad`, W times
+too large for the noise, and the reducer does not report it. But reduced sums are bitwise equal on all ranks, else
+replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
     """Return the back-end of a model in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
-    # Within no_sync() the reducer leaves forwards and backwards beside the training in peace.
+    # Within no_sync() the reducer ignores forwards and backwards outside the training.
     sharding = Unsharded(model.module, model, beside=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = GradStore(sharding)
@@ -41,9 +40,9 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
 
 
 class DDPReduction:
-    """The Reduction that DistributedDataParallel makes of gradients, except of half-precision parameters.
+    """The Reduction by DistributedDataParallel itself, except for half-precision parameters.
 
-    Their sums cross ranks in float32, all in one reduction, after the backward of the last micro-batch.
+    Their sums are reduced in float32, in one call, after the backward of the last micro-batch.
     """
 
     def __init__(
@@ -56,8 +55,7 @@ class DDPReduction:
         """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # All of them before the first sum, because at the end all gradients are taken for what the reducer has left,
-        # also those of parameters that have no part in this backward.
+        # A pass ends by recording all gradients as results of the reducer, so check all before the first sum.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, take(name)) for name in names]
 
@@ -68,13 +66,13 @@ class DDPReduction:
             clipped_sum = torch.zeros_like(parameter, dtype=accum_dtype(parameter))
         if parameter.dtype not in WIDE:
             return self._store.through_autograd(name, clipped_sum, self._store.unreduced)
-        # DDP takes the mean over ranks; the sensitivity is stated for the sum.
+        # DDP takes the mean over ranks; the sensitivity is that of the sum.
         return self._guard.expect(name, (clipped_sum * self._communicator.world_size).to(parameter.dtype))
 
     def _end(self) -> None:
         if not self._model.require_backward_grad_sync:  # within no_sync() only autograd writes
             return
-        # DDP's own callback, which waits for the reductions, comes after this one.
+        # DDP's own callback, which waits for the reductions, runs after this one.
         torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
 
     def _note_all(self) -> None:
@@ -82,11 +80,11 @@ class DDPReduction:
             self._guard.note(name)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Reduce once per logical batch, in the backward of its last micro-batch."""
+        """Return a block; DDP reduces only in the last micro-batch."""
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True for the last micro-batch: DDP reduces in its backward."""
+        """Return `last`: DDP reduces in the last backward."""
         return last
 
     def fault(self) -> DpshardError | None:
@@ -95,16 +93,16 @@ class DDPReduction:
 
     @property
     def _half(self) -> list[str]:
-        """Names of the parameters whose sums are kept beside `.grad`, where DDP does not reduce them."""
+        """Half-precision parameters; DDP does not reduce their sums."""
         return [name for name, p in self._parameters.items() if p.dtype not in WIDE and p.requires_grad]
 
     @property
     def is_unsummed(self) -> bool:
-        """Whether there are half-precision parameters."""
+        """True if there are half-precision parameters."""
         return bool(self._half)
 
     def sum_rest(self) -> None:
-        """Reduce the sums of half-precision parameters; the next call adds what has come in since."""
+        """Reduce half-precision sums; a second call adds later ones."""
         half, unreduced = self._half, self._store.unreduced
         shapes = [self._parameters[name].shape for name in half]
         zeros = [torch.zeros_like(self._parameters[name], dtype=torch.float32) for name in half]
@@ -116,7 +114,7 @@ class DDPReduction:
             unreduced.pop(name, None)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest that all replicas have; LogicalBatchError if DDP has not reduced the sums."""
+        """Return the digest of the first rank; LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
@@ -131,7 +129,7 @@ class DDPReduction:
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError if DDP is told to do anything else than to average gradients over all ranks."""
+    """Raise ConfigurationError unless DDP averages gradients over all ranks and does nothing else."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

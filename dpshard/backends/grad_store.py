@@ -1,4 +1,4 @@
-"""Clipped sums that are kept where torch keeps gradients: in `.grad`."""
+"""Clipped sums kept in `.grad`."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from dpshard.records import WIDE, accum_dtype, as_real, wide
 
 
 class GradShards(Protocol):
-    """The Sharding of parameters that optimizers step on themselves: whole ones, or DTensors."""
+    """The Sharding of parameters that optimizers step on directly."""
 
     parameters: dict[str, nn.Parameter]
     guard: Guard
 
     def local(self, x: Tensor) -> Tensor:
-        """Return the part of a parameter or gradient that this rank holds."""
+        """Return this rank's part."""
         ...
 
     def start(self, name: str) -> int:
-        """Return where that part begins in the flattened parameter."""
+        """Return its start in the flattened parameter."""
         ...
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put that part of a gradient in `.grad`."""
+        """Put this rank's part of a gradient in `.grad`."""
         ...
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a gradient."""
+        """Return the whole gradient."""
         ...
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks that hold different shards."""
+        """Return the sum of a scalar over different shards."""
         ...
 
 
 class GradStore:
-    """Keeps clipped sums in `.grad`, and in float32 beside it where parameters are of half precision.
+    """Keeps clipped sums in `.grad`, and for half-precision parameters in float32 beside it.
 
-    Half-precision parameters have half-precision `.grad`s, in which micro-batches must not accumulate. Zeros stand in
-    for such a sum in `.grad`, so that the guard notices when gradients are dropped or changed there.
+    Micro-batches must not accumulate in half precision. For such a sum `.grad` holds zeros, so that the guard notices
+    when gradients are dropped or changed there.
     """
 
     def __init__(self, sharding: GradShards) -> None:
         self.passes = BackwardPasses()
         self.beside: dict[str, Tensor] = {}
-        """The sums that are kept in float32, summed over ranks."""
+        """Float32 sums, summed over ranks."""
         self.unreduced: dict[str, Tensor] = {}
-        """The sums of this rank's samples only, which a Reduction keeps here until it reduces them."""
+        """Sums of this rank's samples only; a Reduction reduces them later."""
         self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
 
     # --- during backward --------------------------------------------------------------------------------------------
 
     def through_autograd(self, name: str, clipped_sum: Tensor | None, beside: dict[str, Tensor]) -> Tensor | None:
-        """Return the gradient for which autograd adds a sum to `.grad`; one of half precision goes to `beside`."""
+        """Return the gradient that adds a sum to `.grad`; half-precision sums go to `beside`."""
         parameter = self._parameters[name]
         if clipped_sum is None or not parameter.requires_grad:  # frozen since
             return None
@@ -71,14 +71,14 @@ class GradStore:
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_shard(self, name: str, shard: Tensor) -> None:
-        """Add this rank's part of a sum; of a complex parameter, its pairs of parts."""
+        """Add this rank's part of a sum, a complex one as real pairs."""
         parameter = self._parameters[name]
         if not parameter.requires_grad:  # frozen since
             return
         shard = shard.to(self._sharding.local(parameter).device)
         if parameter.dtype in WIDE:
             if parameter.grad is None:
-                # A copy: `shard` lies in a buffer beside those of other parameters.
+                # A copy, because `shard` is a view of a buffer with other parameters.
                 gradient = torch.empty_like(self._sharding.local(parameter))
                 as_real(gradient).copy_(shard)
                 self._sharding.assign(parameter, gradient)
@@ -91,7 +91,7 @@ class GradStore:
         self._guard.note(name)
 
     def stand_in(self, name: str) -> None:
-        """Put zeros in `.grad` for a sum that is kept elsewhere."""
+        """Put zeros in `.grad` for a sum kept elsewhere."""
         parameter = self._parameters[name]
         if parameter.requires_grad and parameter.grad is None:
             self._sharding.assign(parameter, torch.zeros_like(self._sharding.local(parameter)))
@@ -100,9 +100,9 @@ class GradStore:
     # --- between backward and the noise -----------------------------------------------------------------------------
 
     def begins(self, ended: Callable[[], object]) -> bool:
-        """Return True if a backward pass begins with this call; `ended` is called when it is through.
+        """Return True if a backward pass begins with this call; `ended` is called at its end.
 
-        Raises LogicalBatchError if the bits of a gradient are not what the pass before it has left.
+        Raises LogicalBatchError if the bits of a gradient have changed since the previous pass.
         """
         begins = self.passes.begins(ended)
         if begins:
@@ -112,13 +112,13 @@ class GradStore:
         return begins
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError if gradients are not what backward has left; see [Note: Guarding the gradients]."""
+        """Raise LogicalBatchError if gradients changed after backward."""
         self._forget_failed()
         with self._forgetting():
             self._guard.require_untouched(names)
 
     def fault(self) -> DpshardError | None:
-        """Return the reason why the sums of this rank must not be released, if there is one."""
+        """See Reduction."""
         try:
             self.require_untouched(self._parameters)
             with self._forgetting():
@@ -138,11 +138,11 @@ class GradStore:
         try:
             yield
         except LogicalBatchError:
-            self.forget()  # what is left is lost; zero_grad() then makes a fresh start
+            self.forget()  # the sums are lost; zero_grad() then makes a fresh start
             raise
 
     def refuse_stale(self) -> None:
-        """Raise LogicalBatchError if a parameter still has a gradient of an earlier step."""
+        """See GradientStore."""
         for name in self._parameters:
             if self._guard.holds_anything(name):
                 raise LogicalBatchError(
@@ -154,11 +154,11 @@ class GradStore:
     # --- noise ------------------------------------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
-        """Return the sums of this rank as the noise sees them."""
+        """See GradientStore."""
         return self._as_shards(self._totals())
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
-        """Leave the private gradients in `.grad`; see GradientStore."""
+        """Replace `.grad` by the private gradients; see GradientStore."""
         with torch.no_grad():
             totals = self._totals()
             norm = release_(self._as_shards(totals))
@@ -170,9 +170,9 @@ class GradStore:
         return self._sharding.over_shards(norm.square()).sqrt()
 
     def _totals(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the sums, by name, in float32 or wider; zeros where no gradient arrived.
+        """Return this rank's part of the sums, in float32 or wider; zeros where no gradient arrived.
 
-        A parameter that was frozen since, and has no gradient, is left out: its optimizer would move it.
+        Omits a parameter that was frozen meanwhile and has no gradient: its optimizer would move it.
         """
         totals: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -188,30 +188,30 @@ class GradStore:
         return totals
 
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
-        """Return what noise is added to: the two parts of a complex sum, which get noise of their own."""
+        """Return shards of the sums, complex ones as real pairs: both parts get independent noise."""
         return [
             Shard(name, as_real(total), self._sharding.start(name) * (2 if total.is_complex() else 1))
             for name, total in totals.items()
         ]
 
     def install(self, held: set[Tensor]) -> None:
-        """Do nothing: optimizers look for gradients in `.grad`."""
+        """Do nothing: optimizers read `.grad`."""
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole of `.grad`, on every rank; see GradientStore."""
+        """Return the whole `.grad`; see GradientStore."""
         gradient = self._parameters[name].grad
         return None if gradient is None else self._sharding.unshard(name, gradient)
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Forget clipped sums that were not privatized, and take `.grad` from the parameters."""
+        """Drop all sums and all `.grad`."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._reset()
 
     def forget(self) -> None:
-        """Forget the sums beside `.grad`, and what the guard has noted."""
+        """Forget the sums beside `.grad`, and the guard's records."""
         self.beside.clear()
         self.unreduced.clear()
         self._guard.forget()
@@ -223,5 +223,5 @@ class GradStore:
 
 
 def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """Add `x` to a running sum, which may be the very tensor that arrived first."""
+    """Add `x` to a running sum, out of place."""
     sums[name] = sums[name] + x if name in sums else x

@@ -1,20 +1,20 @@
 """Refuses changes of clipped sums between the anchor and the noise.
 
 [Note: Guarding the gradients]
-Between an anchor and the noise a clipped sum lies in the open: in `.grad`, where anything may reach it. So
-- a hook on every parameter lets only the very tensor pass that its anchor has returned: autograd would hand a sum of
-  several paths as another tensor;
-- a second hook notes `.grad` as autograd left it: the tensor and its version; and the end of the backward pass notes a
-  checksum of its bits. Before more is added, or noise, they must be the same. What lies between (clip_grad_norm_, an
-  unscaling, zero_grad, an optimizer that is none of torch) would change what was accounted, or use it without noise.
-  The version tells of writes that change no bit, as zero_() on zeros; the checksum of those that torch does not count:
-  through `.data`, and by torch._foreach_*, that is clip_grad_norm_, on shards. Checksums are taken of all gradients at
-  once, and compared at the first anchor of the next pass, and before the noise. An accelerator that waited for a
-  comparison in backward would stand still: only the release reads it there. Modules with backward hooks run code of
-  others within the pass: then checksums are taken of each gradient as it comes, and compared at each anchor. (A write
-  through `.data` from a hook on a tensor, within the pass, is not seen.);
-- hooks of others on a parameter are refused, for they see and change gradients before the noise.
-Only a backward pass that has failed may be thrown away: its sums are incomplete anyway.
+Between an anchor and the noise a clipped sum lies in `.grad`, where any code may change it. So
+- a hook on every parameter accepts only the tensor object that its anchor returned. (Autograd passes a sum of several
+  paths as another tensor.)
+- a second hook records `.grad` and its version, and the end of the backward pass records a checksum of its bits. All
+  three must be unchanged before more gradients or noise are added. A change (clip_grad_norm_, unscaling, zero_grad, a
+  foreign optimizer) would alter the accounted sum, or use it without noise. The version reveals writes that change no
+  bit (zero_() on zeros). The checksum reveals writes that torch does not count: through `.data`, and by
+  torch._foreach_* on shards.
+- checksums are taken of all gradients at once, and compared at the first anchor of the next pass and before the noise.
+  On an accelerator only the release reads the result, because reading in backward would stall. If modules have backward
+  hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
+  (A write through `.data` by a tensor hook within the pass is not detected.)
+- foreign hooks on a parameter are refused, because they see and change gradients before the noise.
+Only the sums of a failed backward pass may be dropped: they are incomplete anyway.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from dpshard.records.host import is_at_hand
 class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
-    `local` gives the part of a gradient that this rank holds. `accumulated` is called with the name of a parameter
-    whenever autograd has added to its gradient. `training` tells whether the model is in training mode, and `hooked`
-    whether hooks of its modules run in backward.
+    `local` returns this rank's part of a gradient. `accumulated` receives the name of a parameter after autograd has
+    added to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class Guard:
         self._local = local
         self._training = training
         self._hooked = hooked
-        self._at_once = False  # whether code of others runs within the backward pass
+        self._at_once = False  # foreign code runs within the backward pass
         self._watching = True
-        # A reference, not an address: the memory of a gradient that never arrived must not lend its address to another.
+        # A reference, not an address: another gradient may reuse the address of one that never arrived.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
-        self._unsealed: dict[str, None] = {}  # noted in the backward pass that runs, at whose end come the checksums
+        self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
         self._sealing = -1  # number of that pass
-        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and whether their bits have changed: not read
+        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which of them changed; not read yet
         self._handles: list[RemovableHandle] = []
         for name, p in parameters.items():
             self.watch(name, p)
@@ -69,11 +68,11 @@ class Guard:
     # --- during backward --------------------------------------------------------------------------------------------
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Let no gradient but the expected one reach `tensor`, which is the parameter, or stands for it in forward."""
+        """Accept only the expected gradient at `tensor`: the parameter, or its unsharded form."""
         self._handles.append(tensor.register_hook(functools.partial(self._require_expected, name)))
 
     def expect(self, name: str, gradient: Tensor) -> Tensor:
-        """Let this very tensor, which an anchor is about to return, reach the parameter."""
+        """Accept this tensor object from an anchor."""
         self._expected[name] = gradient
         return gradient
 
@@ -96,7 +95,7 @@ class Guard:
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Let plain gradients reach the parameters in a block that takes them by torch.autograd.grad."""
+        """Accept plain gradients in a block."""
         before, self._watching = self._watching, False
         try:
             yield
@@ -106,7 +105,7 @@ class Guard:
     # --- between backward and the noise -----------------------------------------------------------------------------
 
     def note(self, name: str) -> None:
-        """Take `.grad`, as it is now, for what backward has left."""
+        """Record the present `.grad`."""
         gradient = self._parameters[name].grad
         if gradient is None:
             return
@@ -120,7 +119,7 @@ class Guard:
             torch.autograd.Variable._execution_engine.queue_callback(self._seal)
 
     def _seal(self) -> None:
-        """Take checksums of the gradients that were noted since the last call."""
+        """Take checksums of the newly noted gradients."""
         self._sealing = -1
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()
@@ -133,26 +132,26 @@ class Guard:
         return {name: self._local(self._noted[name].gradient) for name in names}
 
     def holds_anything(self, name: str) -> bool:
-        """Return True if this rank's part of `.grad` is there, and not all zeros."""
+        """Return True if this rank's part of `.grad` is not all zeros."""
         gradient = self._parameters[name].grad
         return gradient is not None and bool(self._local(gradient).any())
 
     def is_untouched(self, name: str) -> bool:
-        """Return True if `.grad` is the tensor that backward has left, as far as torch tells."""
+        """Return True if `.grad` is the noted tensor at its noted version."""
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
             return not self.holds_anything(name)  # zero_grad(set_to_none=False)
         return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
 
     def all_thrown_away(self) -> bool:
-        """Return True if zero_grad() was called. That all gradients are zero does not tell: they may be stand-ins."""
+        """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError if gradients are not what backward has left, as far as torch tells.
+        """Raise LogicalBatchError unless all gradients are untouched.
 
-        Raises UnsupportedParameterError for parameters that somebody else has put a hook on.
+        Raises UnsupportedParameterError for parameters with foreign hooks.
         """
         for name in names:
             self.refuse_hooks(name)
@@ -166,7 +165,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; LogicalBatchError at once, unless an accelerator would wait."""
+        """Compare all gradients with their checksums; raise LogicalBatchError now, or later if reading would stall."""
         for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
             held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
             names, now_N = checksums(self._bits(held))
@@ -176,7 +175,7 @@ class Guard:
             self.refuse_rewritten()
 
     def refuse_rewritten(self) -> None:
-        """Raise LogicalBatchError if a comparison has found other bits than backward has left."""
+        """Raise LogicalBatchError if a comparison found changed bits."""
         comparisons, self._comparisons = self._comparisons, []
         changed = [changed_N for _, changed_N in comparisons]
         found = torch.cat(changed).tolist() if changed else []
@@ -202,7 +201,7 @@ class Guard:
         return gradient._version, self._local(gradient)._version
 
     def refuse_hooks(self, name: str) -> None:
-        """Raise UnsupportedParameterError if somebody else has put a hook on this parameter."""
+        """Raise UnsupportedParameterError for a foreign hook on this parameter."""
         parameter = self._parameters[name]
         hooks = len(parameter._backward_hooks or ()) + len(
             getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
@@ -217,13 +216,13 @@ class Guard:
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Begin anew: nothing was left by any backward."""
+        """Forget all recorded gradients."""
         self._noted.clear()
         self._unsealed.clear()
         self._comparisons.clear()
 
     def reset(self) -> None:
-        """Begin anew, and expect nothing more."""
+        """Forget all recorded and expected gradients."""
         self.forget()
         self._expected.clear()
 
@@ -235,19 +234,19 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seal:
-    """Checksums of gradients as a backward pass has left them."""
+    """Checksums of gradients after a backward pass."""
 
     names: list[str]
     checksum_N: Tensor
-    """Of the gradients with these names, in order."""
+    """int64, in the order of `names`."""
 
 
 @dataclass(slots=True, eq=False)
 class _Noted:
-    """A gradient as autograd has left it."""
+    """A gradient after autograd."""
 
     gradient: Tensor
     versions: tuple[int, int]
-    """Of the gradient, and of this rank's shard of it."""
+    """Of the gradient, and of this rank's shard."""
     seal: _Seal | None = None
-    """The checksums among which its own is; None until the backward pass ends."""
+    """Includes this gradient; None until the backward pass ends."""

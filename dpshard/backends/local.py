@@ -1,4 +1,4 @@
-"""One process: parameters are whole, gradients are in `.grad`, and one rank sees every sample."""
+"""One process: whole parameters, gradients in `.grad`, all samples on one rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpshard.errors import DpshardError
 
 
 def local_backend(model: nn.Module) -> Backend:
-    """Return the back-end of a model that lives whole in one process."""
+    """Return the back-end of a model in one process."""
     sharding = Unsharded(model)
     store = GradStore(sharding)
     return Backend("one process", Communicator(), sharding, NoReduction(store), store)
 
 
 class NoReduction:
-    """The Reduction of one rank: its sums are the sums."""
+    """The Reduction of one rank, which has nothing to reduce."""
 
     is_unsummed = False
 
@@ -54,7 +54,7 @@ class NoReduction:
         """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the one rank."""
+        """Return the digest of the only rank."""
         return ranks_WL.sum(0)
 
     def detach(self) -> None:

@@ -1,14 +1,13 @@
-"""Signs that ranks hold parts of one model or of one sample, and the refusals: today every rank has whole samples.
+"""Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism several ranks compute the gradient of one sample, each a part of
-it. A rank knows only the norm of its part, so the sample counts for more than R. An engine on every part draws
-batches of its own. Four signs are looked for:
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and its norm, so the
+sample counts for more than R. Engines on the parts would also draw different batches. Four signs are checked:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
-- a forward that a pipeline schedule calls (`whole_samples`);
-- a forward that talks to other ranks, or computes on tensors that lie in parts on several of them (`whole_samples`).
-Not detected: messages outside torch.distributed, and messages in a branch that uses parameters as other branches do.
+- a forward called by a pipeline schedule (`whole_samples`);
+- a forward that communicates, or computes on tensors split over ranks (`whole_samples`).
+Not detected: messages outside torch.distributed, and messages in a branch that uses parameters like another branch.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _TODAY = (
 _NAMESPACES = frozenset(
     {"c10d", "_dtensor", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
-"""Of the operators that send tensors to other ranks."""
+"""Namespaces of the operators that send tensors to other ranks."""
 _SILENT = ("barrier", "wait_tensor")
-"""Operators of these that carry no data of a rank to another."""
+"""Their operators that transfer no data of a rank."""
 _FRAMEWORKS = (
     "torch.distributed.fsdp",
     "torch.nn.parallel.distributed",
     "deepspeed.runtime",
     "dpshard.backends",
 )
-"""Modules that gather parameters, or equalise buffers, around a forward."""
+"""Modules that gather parameters or equalise buffers around a forward."""
 _MODULE_CALL = "torch.nn.modules.module"
 _PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe")
 
@@ -53,7 +52,7 @@ def processes() -> int:
 
 
 def require_known_group(group: Any) -> None:
-    """Raise ConfigurationError for a `model_parallel_group` other than None and a group of this rank alone."""
+    """Raise ConfigurationError unless `group` is None or contains only this rank."""
     if group is None:
         return
     if processes() == 1 or not isinstance(group, dist.ProcessGroup):
@@ -69,7 +68,7 @@ def require_known_group(group: Any) -> None:
 
 
 def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group: Any = None) -> None:
-    """Raise ConfigurationError if only `world_size` ranks share the data, and no group says what the others do."""
+    """Raise ConfigurationError if only `world_size` ranks share the data, and no group explains the rest."""
     if model_parallel_group is None and world_size < processes():
         raise ConfigurationError(
             f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, "
@@ -83,7 +82,7 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
 
 
 def require_one_training(world_size: int) -> None:
-    """Raise ConfigurationError if only `world_size` ranks train this model."""
+    """Raise ConfigurationError if other ranks do not train this model."""
     if world_size < processes():
         raise ConfigurationError(
             f"A Checkpointer is called by all {processes()} ranks together, of which {world_size} train this "
@@ -93,8 +92,8 @@ def require_one_training(world_size: int) -> None:
 
 
 def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> None:
-    """Raise ConfigurationError for a parameter, frozen or not, in a DTensor that is none of `own` (addresses)."""
-    if "torch.distributed.tensor" not in sys.modules:  # and it takes a while to import
+    """Raise ConfigurationError for a DTensor parameter, even a frozen one, with an address not in `own`."""
+    if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
         return
     from torch.distributed.tensor import DTensor
 
@@ -108,16 +107,16 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """Run forwards in a block; in each, a rank must compute on samples of its own only, see [Note].
+    """Return a block in which forwards that share samples between ranks raise ConfigurationError; see [Note].
 
-    It raises ConfigurationError for any other. One process is not watched.
+    It does nothing in a single process.
     """
     return nullcontext() if processes() == 1 else _watched()
 
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    from dpshard.backends.collective_mode import Watch  # a training on one process does not wait for it
+    from dpshard.backends.collective_mode import Watch  # late: not needed on one process
 
     _refuse_pipeline(_callers())
     with Watch(_refuse):
@@ -125,7 +124,6 @@ def _watched() -> Iterator[None]:
 
 
 def _refuse_pipeline(callers: Iterator[str]) -> None:
-    """Raise ConfigurationError if a pipeline schedule is among the modules that call."""
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
             f"This forward is that of a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
@@ -134,7 +132,7 @@ def _refuse_pipeline(callers: Iterator[str]) -> None:
 
 
 def _callers() -> Iterator[str]:
-    """Yield the names of the modules whose functions run in this thread, innermost first."""
+    """Yield the modules of this thread's stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
@@ -142,7 +140,7 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Raise ConfigurationError for an operator of a watched forward that mixes ranks."""
+    """Raise ConfigurationError for an operator that mixes ranks."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -155,7 +153,7 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _is_of_a_framework() -> bool:
-    """Return True if the caller is the framework that shards the model, in a hook around a module's forward."""
+    """Return True if a framework's hook around a forward calls."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

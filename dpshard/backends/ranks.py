@@ -1,4 +1,4 @@
-"""What a few processes tell each other beside the training: plain values, and what went wrong on one of them."""
+"""Exchange of plain values and errors between processes, outside the training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of the default group, or this one alone. Every method is called by all of them, in one order.
+    """All processes of the default group, or only this one. All of them call every method, in one order.
 
-    They talk over a group of their own, on the CPU: a thread may use it while the training goes on.
+    They use a CPU group of their own, so a thread may use it while the training continues.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0."""
+        """True for rank 0."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on every rank."""
+        """Return the values of all ranks."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Return what `work()` returns on each rank, on every rank; an error of the package on one is raised on all."""
+        """Return the results of `work()` on all ranks; all raise a DpshardError of one."""
         outcomes = self.gather(_outcome(work))
         for _, error in outcomes:
             if error is not None:
@@ -46,7 +46,7 @@ class Ranks:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Return what `work()` returns on rank 0, on every rank; an error of the package there is raised on all."""
+        """Return the result of `work()` on rank 0; all raise its DpshardError."""
         outcome = [_outcome(work) if self.first else None]
         if not self.alone:
             dist.broadcast_object_list(outcome, src=0, group=self.group)

@@ -1,4 +1,4 @@
-"""The roles that compose a back-end, besides `Communicator` and `Sharding`: reducing sums, and keeping them."""
+"""The roles that reduce and keep clipped sums."""
 
 from __future__ import annotations
 
@@ -14,79 +14,79 @@ from dpshard.noise.keyed import Shard
 
 
 class Reduction(Protocol):
-    """Sums clipped sums over ranks, on their way from the anchors to the GradientStore."""
+    """Sums clipped sums over ranks, between the anchors and the GradientStore."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Take the clipped sums of an anchor's parameters; return the gradients that the anchor returns for them.
 
-        What is summed over ranks is summed, never averaged, in float32 or wider.
+        Ranks are summed, never averaged, in float32 or wider.
         """
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Work on one micro-batch of a logical batch in a block."""
+        """Return the block around one micro-batch of a logical batch."""
         ...
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True if ranks wait for each other in a micro-batch, also in one of padding only."""
+        """Return True if ranks wait for each other, even in a micro-batch of padding."""
         ...
 
     def fault(self) -> DpshardError | None:
-        """Return the reason why the sums of this rank must not be released, if there is one."""
+        """Return why this rank's sums must not be released, or None."""
         ...
 
     @property
     def is_unsummed(self) -> bool:
-        """Whether `sum_rest` has sums to reduce over ranks."""
+        """True if `sum_rest` has sums to reduce over ranks."""
         ...
 
     def sum_rest(self) -> None:
-        """Reduce the sums that were not reduced in backward."""
+        """Reduce the sums that backward did not reduce."""
         ...
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest [L] of the sums, of what each rank contributes; LogicalBatchError if replicas differ."""
+        """Return the digest [L] of the sums from the ranks' contributions; LogicalBatchError if replicas differ."""
         ...
 
     def detach(self) -> None:
-        """Give the framework back as it was."""
+        """Restore the framework."""
         ...
 
 
 class GradientStore(Protocol):
-    """Keeps the clipped sums that this rank holds, and has noise added to them."""
+    """Keeps this rank's clipped sums, and turns them into private gradients."""
 
     def shards(self) -> list[Shard]:
-        """Return the sums of this rank as the noise sees them."""
+        """Return this rank's sums as input of the noise."""
         ...
 
     def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
-        `release_` takes the shards of this rank, does so in place, and returns the L2 norm that they had, float64.
-        Returns the L2 norm of the clipped sum, [].
+        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 []. Returns
+        the L2 norm of the whole clipped sum, [].
         """
         ...
 
     def install(self, held: set[Tensor]) -> None:
-        """Put private gradients where the optimizer that is about to step on `held` looks for them."""
+        """Put private gradients where the optimizer of `held` reads them."""
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a parameter, between `privatize` and the optimizer's step.
+        """Return the whole private gradient, between `privatize` and the optimizer's step.
 
-        All ranks call it, for the same names in the same order. None if the optimizer will find no gradient.
+        All ranks call it, for the same names in one order. None if the optimizer will find no gradient.
         """
         ...
 
     def refuse_stale(self) -> None:
-        """Raise LogicalBatchError if a gradient of an earlier step is still there."""
+        """Raise LogicalBatchError if a gradient of an earlier step remains."""
         ...
 
     def drop(self) -> None:
-        """Forget clipped sums that were not privatized, and their gradients."""
+        """Drop clipped sums that were not privatized, and their gradients."""
         ...
 
     def forget(self) -> None:
-        """Forget what was noted and kept beside gradients: what is left is lost, and zero_grad() begins anew."""
+        """Forget records and sums beside gradients; zero_grad() then makes a fresh start."""
         ...

@@ -1,4 +1,4 @@
-"""The role that holds the parameters: whole ones here, and what a framework that shards them must answer."""
+"""The role that holds the parameters, and its version for whole parameters."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
 class Sharding(ABC):
     """Holds the parameters of a model, and unshards them.
 
-    `core` is the module whose parameter names count, `outermost` the one whose call is a forward of the training.
-    Raises ConfigurationError for parameters that cannot be trained privately: lazy ones, and two of a name.
+    `core` defines the parameter names; a call of `outermost` is a forward of the training. Raises ConfigurationError
+    for parameters that cannot be trained privately: lazy ones, and two of one name.
     """
 
     two_passes = True
-    """Whether a graph can be differentiated twice."""
+    """True if a graph can be differentiated twice."""
 
     def __init__(self, core: nn.Module, outermost: nn.Module) -> None:
         self.core, self.outermost = core, outermost
@@ -41,43 +41,43 @@ class Sharding(ABC):
         _check_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
-        """The names of all parameters, frozen ones too."""
+        """Names of all parameters, including frozen ones."""
         self.anchored: Mapping[str, Tensor] = self.parameters
-        """What the anchors differentiate."""
+        """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
-        """What plain autograd differentiates."""
+        """Tensors that plain autograd differentiates."""
         self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training, self._hooked)
 
     # --- what the parameters are ------------------------------------------------------------------------------------
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """The shapes of the whole parameters."""
+        """Shapes of the whole parameters."""
         return {name: p.shape for name, p in self.parameters.items()}
 
     @property
     def values(self) -> Mapping[str, Tensor]:
-        """The parameters as forward sees them, with which derivations are replayed."""
+        """The parameters in forward, for replaying derivations."""
         return self.differentiated
 
     @property
     def held(self) -> set[Tensor]:
-        """The tensors by which an optimizer is known to step on the model."""
+        """Tensors that identify an optimizer of this model."""
         return set(self.parameters.values())
 
     @property
     def device(self) -> torch.device:
-        """The device of the first trainable parameter; the CPU if there is none."""
+        """Device of the first trainable parameter, else the CPU."""
         return next((p.device for p in self.parameters.values()), torch.device("cpu"))
 
     @property
     def elements(self) -> int:
-        """Number of real numbers in the trainable parameters; a complex one is two."""
+        """Number of real trainable numbers; a complex one is two."""
         shapes = self.shapes
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
     def refuse_changed_parameters(self) -> None:
-        """Raise UnsupportedParameterError if the model holds a trainable parameter that the engine does not know."""
+        """Raise UnsupportedParameterError if a parameter became trainable later."""
         for name, parameter in self.core.named_parameters():
             if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
@@ -90,12 +90,11 @@ class Sharding(ABC):
         return self.parameters.get(name) is parameter
 
     def refuse_hooks(self) -> None:
-        """Raise UnsupportedParameterError if a parameter has a hook that is not dpshard's."""
+        """Raise UnsupportedParameterError for foreign hooks on parameters."""
         for name in self.parameters:
             self.guard.refuse_hooks(name)
 
     def _accumulated(self, name: str) -> None:
-        """Take notice that autograd has added to the gradient of a parameter."""
         self.guard.note(name)
 
     def _hooked(self) -> bool:
@@ -110,7 +109,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshards(self, module: nn.Module) -> bool:
-        """Return True if hooks around the forward of `module` unshard and reshard its parameters."""
+        """Return True if hooks around the module's forward unshard and reshard its parameters."""
 
     @abstractmethod
     def unshard_module(self, module: nn.Module) -> None:
@@ -118,52 +117,52 @@ class Sharding(ABC):
 
     @abstractmethod
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of the parameters that exist only while `module` runs."""
+        """Return names and tensors of parameters that exist only during the module's forward."""
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Let plain gradients reach the parameters in a block that leaves no trace; they go to no `.grad`."""
+        """Accept plain gradients in a block outside the training; they reach no `.grad`."""
         with self.guard.guard_disabled(), self._beside():
             yield
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Run forwards in a block without a backward; ConfigurationError if ranks share samples in them."""
+        """Return a block for forwards without backward; ConfigurationError if ranks share samples in them."""
         with self._together(), self.guard_disabled(), whole_samples():
             yield
 
     @abstractmethod
     def _beside(self) -> AbstractContextManager[Any]:
-        """Leave the framework as it was, after a block of forwards and backwards beside the training."""
+        """Return a block for forwards and backwards outside the training; it restores the framework."""
 
     @abstractmethod
     def _together(self) -> AbstractContextManager[Any]:
-        """Wait for the ranks whose forwards unshard parameters together; a block of forwards without backward."""
+        """Return a block for forwards without backward, in which all ranks unshard together."""
 
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def local(self, x: Tensor) -> Tensor:
-        """Return the part of a parameter or gradient that this rank holds."""
+        """Return this rank's part."""
         return x
 
     @abstractmethod
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a tensor of the size of a parameter; `shard` is what this rank holds of it.
+        """Return the whole tensor, shaped like a parameter; `shard` is this rank's part.
 
         All ranks call it, for the same names in the same order.
         """
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole of a parameter that the optimizer steps on, on every rank; called like `unshard`."""
+        """Return the whole parameter as the optimizer sees it; called like `unshard`."""
         return self.unshard(name, self.parameters[name].detach())
 
     @abstractmethod
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks that hold different shards."""
+        """Return the sum of a scalar over different shards."""
 
     def training_state(self, optimizer: Any) -> TrainingState:
-        """Return model and optimizer as a checkpoint sees them; `optimizer` is the one that steps on the model."""
-        from dpshard.backends.training_state import NamedState  # a training without checkpoints does not wait for it
+        """Return model and `optimizer` for a checkpoint."""
+        from dpshard.backends.training_state import NamedState  # late: only checkpoints need it
 
         return NamedState(self.outermost, optimizer, self.names)
 
@@ -173,10 +172,7 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Every process holds all parameters.
-
-    `beside` makes the block for forwards and backwards beside the training.
-    """
+    """Whole parameters in every process; `beside` makes the block of `guard_disabled`."""
 
     def __init__(
         self,
@@ -188,14 +184,14 @@ class Unsharded(Sharding):
         self._make_beside = beside
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return False: no parameter is ever sharded."""
+        """Return False: no parameter is sharded."""
         return False
 
     def unshard_module(self, module: nn.Module) -> None:
         """Do nothing."""
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: parameters are always there."""
+        """Return nothing: all parameters exist always."""
         return ()
 
     def _beside(self) -> AbstractContextManager[Any]:
@@ -217,7 +213,7 @@ class Unsharded(Sharding):
         parameter.grad = gradient
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return `x`: every rank has the whole."""
+        """Return `x`, which is whole."""
         return x
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of model and optimizer: tensors by parameter name, whole or sharded, for any number of ranks.
+"""Model and optimizer for a checkpoint: whole or sharded tensors by parameter name.
 
-Every back-end names and shapes them alike, so what one has saved another takes over.
+All back-ends use the same names and shapes, so one back-end can load what another saved.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from torch.optim import Optimizer
 from dpshard.errors import ConfigurationError
 
 Groups = list[dict[str, Any]]
-"""The parameter groups of an optimizer, with names in the place of parameters."""
+"""Parameter groups of an optimizer, with names in place of parameters."""
 
 OPTIMIZER_STATE = "optimizer.state."
-"""How the names of what an optimizer remembers begin in a checkpoint: then follow the parameter's, and its own."""
+"""Prefix of optimizer state in a checkpoint; the parameter's name and the state's own name follow."""
 
 
 class Snapshot(NamedTuple):
-    """The leaves are tensors, whole or sharded, that share memory with the training; and plain values."""
+    """A nested state; its tensors, whole or sharded, share memory with the training."""
 
     model: dict[str, Any]
-    """Parameters and buffers, by the names of the model's state_dict()."""
+    """By the names of the model's state_dict()."""
     remembered: dict[str, dict[str, Any]]
-    """What the optimizer remembers of each parameter; empty before the first step."""
+    """By parameter; empty before the first step."""
     groups: Groups
 
 
 class TrainingState(Protocol):
-    """Model and optimizer, as a checkpoint sees them. All ranks call every method, in one order."""
+    """Model and optimizer for a checkpoint. All ranks call every method, in one order."""
 
     def snapshot(self) -> Snapshot:
-        """Return the state as it is."""
+        """Return the present state."""
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
-        """Read a checkpoint, in a block, into the tensors of a snapshot, which is taken over at its end.
+        """Return a block that reads a checkpoint into the tensors of a snapshot, and installs it at the end.
 
-        `saved` describes what the checkpoint holds, by name. If the block raises before it has changed a tensor,
-        nothing has changed. Raises CheckpointError for what belongs to another optimizer.
+        `saved` describes the checkpoint, by name. If the block raises before it changes a tensor, nothing has changed.
+        Raises CheckpointError for the state of another optimizer.
         """
         ...
 
 
 class NamedState:
-    """A TrainingState of whole parameters, or DTensors, that a torch optimizer holds."""
+    """A TrainingState of whole parameters or DTensors under a torch optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         self.model, self.optimizer, self.names = model, optimizer, names
@@ -63,8 +63,8 @@ class NamedState:
     def snapshot(self) -> Snapshot:
         """See TrainingState."""
         self._reshard()
-        # get_optimizer_state_dict takes a step with gradients of zero if there was none yet: Adam would count it, and
-        # SGD with weight decay would begin with a momentum.
+        # Before the first step get_optimizer_state_dict would take one with zero gradients: Adam would count it, and
+        # SGD with weight decay would start with a momentum.
         if not self.optimizer.state:
             return Snapshot(get_model_state_dict(self.model), {}, self._groups())
         return self._stepped()
@@ -80,7 +80,7 @@ class NamedState:
             yield place
         except BaseException:
             if untouched:
-                self.optimizer.state.clear()  # the place for a saved state looks like one
+                self.optimizer.state.clear()  # it was made only to read into
             raise
         set_model_state_dict(self.model, place.model)
         state: dict[str, Any] = {"state": place.remembered, "param_groups": groups}
@@ -105,7 +105,7 @@ class NamedState:
         return self.names[parameter]
 
     def _reshard(self) -> None:
-        # After a forward without a backward, an evaluation, FSDP2 leaves the parameters of the root unit whole.
+        # After a forward without a backward (an evaluation) FSDP2 leaves the root's parameters unsharded.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

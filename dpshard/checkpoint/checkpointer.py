@@ -1,4 +1,4 @@
-"""Checkpointer: a training that can be killed at any moment, and resumed on any number of ranks."""
+"""Checkpointer: a training survives a kill at any moment, and resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """An object with a state: a learning-rate scheduler, a counter, an average of the weights."""
+    """An object with a state, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
@@ -64,19 +64,19 @@ class _Engine(Protocol):
 class Checkpointer:
     """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
-    torch.distributed.checkpoint writes each rank's own shards: a state saved by 4 ranks of FSDP2 resumes on 2, in
-    DistributedDataParallel, with DeepSpeed, or in one process. A checkpoint counts once it is complete; a damaged one
-    is skipped. It holds the run secret, so only its owner can read the folder: keep it as you keep the data. A
-    journal beside the checkpoints lists all releases, so a resumed run counts those that a crash forgets.
+    torch.distributed.checkpoint writes each rank's shards: a state saved by 4 ranks of FSDP2 resumes on 2, in
+    DistributedDataParallel, with DeepSpeed, or in one process. Incomplete and damaged checkpoints are skipped. A
+    checkpoint holds the run secret, so only its owner can read the folder: protect it like the data. A journal beside
+    the checkpoints lists all releases, so a resumed run counts those that a crash forgets.
 
-    Every rank makes its own Checkpointer, and calls its methods at the same time as the others.
+    All ranks make a Checkpointer, and call its methods together.
 
     Args:
-        folder: Folder of the checkpoints, on a disk that all ranks share; made if need be.
+        folder: Folder of the checkpoints, on a disk that all ranks share; created if missing.
         engine: The engine of the training; its model is saved with it.
         optimizer: The optimizer that the engine privatizes; with DeepSpeed, the result of deepspeed.initialize().
-        keep: Number of the newest checkpoints that stay.
-        others: Other objects with a state, by name: `scheduler=scheduler`. The state is the same on all ranks, or
+        keep: Number of checkpoints to keep, the newest ones.
+        others: Other objects with a state, by name: `scheduler=scheduler`. Their states are the same on all ranks, or
             sharded in DTensors.
 
     Raises:
@@ -103,10 +103,10 @@ class Checkpointer:
             engine.internals.note_releases(self._note)
 
     def save(self, *, wait: bool = True) -> Path:
-        """Save the state between two steps; return the path of the checkpoint, also before it is complete.
+        """Save the state between two steps; return the path of the (future) checkpoint.
 
-        With `wait=False` only copies are made now, and written while the training continues; the next call raises an
-        error of this one. Raises CheckpointError if it cannot be written.
+        With `wait=False`, copy now and write while the training continues; the next call raises an error of this one.
+        Raises CheckpointError if it cannot be written.
         """
         self.wait()
         step, noted = self._engine.step, len(self._journal)
@@ -131,13 +131,12 @@ class Checkpointer:
             pending.result()
 
     def load(self, *, released: int | None = None) -> bool:
-        """Go back to the newest checkpoint; return False if there is none.
+        """Go back to the newest sound checkpoint, with a warning about damaged ones; return False if there is none.
 
-        A damaged one draws a warning, and the one before is taken. The journal counts the releases of later steps: a
-        step repeated with the same sums costs nothing more, with other sums it counts once more. Without the journal,
-        pass `released`, the number of steps released in all. Raises CheckpointError, before anything changes, if no
-        checkpoint is sound, or if it belongs to another mechanism, model or optimizer; LogicalBatchError in the
-        middle of a logical batch.
+        The journal counts the releases of later steps: repeating a step with the same sums costs nothing more, with
+        other sums it counts again. Without the journal, pass `released`, the total number of released steps. Raises
+        CheckpointError, before anything changes, if all checkpoints are damaged, or the newest sound one belongs to
+        another mechanism, model or optimizer; LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()
@@ -159,7 +158,7 @@ class Checkpointer:
         return True
 
     def _releases_since(self, step: int) -> list[Release] | None:
-        """Return the releases since a checkpoint was saved; None, with a warning, if they are unknown."""
+        """Return the releases since a checkpoint; None, with a warning, if they are unknown."""
 
         def read() -> list[Release] | None:
             return self._journal.since(self._folder.manifest(step)["releases"])
@@ -177,7 +176,7 @@ class Checkpointer:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
 
     def _newest(self) -> int | None:
-        """Return the step of the newest sound checkpoint; ranks share the work of checking."""
+        """Return the step of the newest sound checkpoint; ranks share the checking."""
         complaints: list[str] = []
         for step in self._ranks.on_first(self._folder.complete):
             complaint = self._complaint(step)
@@ -226,7 +225,7 @@ class Checkpointer:
 
 
 def _own_digests(partial: Path, rank: int) -> Digests:
-    """Return the digests of the files of this rank; rank 0 wrote the table of contents, too."""
+    """Return the digests of this rank's files; rank 0 adds the table of contents."""
     files = [*partial.glob(f"__{rank}_*"), *([partial / ".metadata"] if rank == 0 else [])]
     for path in files:
         path.chmod(0o600)
@@ -239,7 +238,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Return a state with tensors as it is, because they may be sharded; pack others: their keys may be of any type."""
+    """Return a state with tensors unchanged (they may be sharded); pack others (their keys may have any type)."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

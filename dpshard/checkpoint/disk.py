@@ -1,4 +1,4 @@
-"""Reasons of failed writes, in words that tell a full disk from a missing permission."""
+"""Reasons of failed writes in words: a full disk, or a missing permission."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def why(error: BaseException, path: Path) -> str:
     """Return the reason of `error` at `path`; for a full disk, with its free bytes."""
-    # torch's message for a file that was cut short: its writer counts bytes, and ignores the error.
+    # torch's writer ignores the OSError, counts bytes, and raises this RuntimeError.
     cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
     if not cut_short and getattr(error, "errno", None) not in _FULL:
         return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)

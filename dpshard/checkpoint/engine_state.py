@@ -12,11 +12,11 @@ from dpshard.errors import CheckpointError
 
 FORMAT = 2
 SECURE_NOISE = "sums of 4 normals"
-"""Kind of secure noise: with another kind, a resumed run would repeat its steps with other noise."""
+"""Kind of secure noise; with another kind, repeated steps would have other noise."""
 
 
 class Unpacked(NamedTuple):
-    """The content of a state, beside its mechanism."""
+    """The content of a state without its mechanism."""
 
     secret: bytes
     """Run secret."""
@@ -36,7 +36,7 @@ def pack(
     facts: dict[str, Any] | None = None,
     thresholds: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a JSON-able state of all fields of `Unpacked`, with the run secret in hex and a digest over all."""
+    """Return `Unpacked` and the mechanism as plain JSON, with the secret in hex and a digest over everything."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
@@ -44,7 +44,7 @@ def pack(
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
-    """Return the content of a packed state. Raises CheckpointError if it is damaged or of another mechanism."""
+    """Return the content of a state; CheckpointError if it is damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:
@@ -66,7 +66,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             "spent budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
-    saved = {"rows_per_unit": 1, **json.loads(json.dumps(saved))}  # states of before units name none
+    saved = {"rows_per_unit": 1, **json.loads(json.dumps(saved))}  # older states lack the field
     changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)

@@ -1,12 +1,11 @@
-"""Facts that decide whether a repeated step has the same sums, bit for bit; not part of the mechanism.
+"""Facts that affect the bits of a repeated step's sums; not part of the mechanism.
 
 [Note: Facts of a run]
-Sums differ by their rounding on other ranks or shards, in micro-batches of another size, in another clipping mode, by
-other kernels. Other data have other sums. A state holds these facts, and loading it under other facts warns that
-steps may count twice. The digest of the sums decides, not the facts. Data are identified by their length, which is
-part of the mechanism, and, if they are tensors in memory, by a keyed digest of a few rows. It reveals another data
-set, but not one changed row. Rows of other data sets are not read: that could open files before workers start, or
-draw random numbers.
+Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums; other data change the
+sums. Loading a state under other facts warns that steps may count twice; only the digest of the sums decides. Data are
+identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows,
+which reveals another data set, but not one changed row. Other data sets are not read: reading could open files before
+workers start, or draw random numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
 
 ROWS = 64
-"""Rows in the digest of the data, at most."""
+"""Most rows in the digest of the data."""
 
 
 class Facts:
-    """The facts of one engine, beside those of the state that it has loaded; see [Note: Facts of a run]."""
+    """The facts of one engine, and those of its loaded state; see [Note: Facts of a run]."""
 
     def __init__(self, backend: Backend, clipping_mode: str) -> None:
         self._backend, self._clipping_mode = backend, clipping_mode
@@ -49,16 +48,16 @@ class Facts:
         }
 
     def load_state_dict(self, saved: dict[str, Any], step: int) -> None:
-        """Remember the facts of a loaded state before `step`; warn if they differ."""
+        """Store the facts of a loaded state; warn if they differ."""
         self._saved, self._of_batches = saved, {}
         self._compare(step)
 
     def forget(self) -> None:
-        """Forget the loaded facts: another state was loaded, and its releases are known."""
+        """Forget the loaded facts: the releases of the newly loaded state are known."""
         self._saved = {}
 
     def begin_batches(self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int) -> None:
-        """Set the facts of the batches from `step` on; warn if they differ from the loaded state."""
+        """Set the facts of the batches; warn if they differ from the loaded state."""
         self._of_batches = {"micro_batch_size": micro_batch_size or "all", "data": of_rows(dataset, secret)}
         self._compare(step)
 
@@ -77,7 +76,7 @@ class Facts:
 
 
 def _described(device: torch.device) -> str:
-    """Return the kind of `device`, and the kernels of dpshard that run there."""
+    """Return the kind of `device` and dpshard's kernels there."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}{' with Triton' if triton.run_on(device) else ''}"
     compiled = device.type == "cpu" and native.is_built()
@@ -85,7 +84,7 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """Return a keyed digest of some rows of tensors in memory, and of their shapes; None for other data sets."""
+    """Return a keyed digest of shapes and some rows of tensors in memory; None for other data sets."""
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     chosen = sorted({int(word) % len(dataset) for word in words})
     while type(dataset) is Subset:
@@ -100,7 +99,7 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the changed facts among those known on both sides, in words."""
+    """Yield the changed facts among those known to both, in words."""
     for name in sorted(saved.keys() & now.keys()):
         if None not in (saved[name], now[name]) and saved[name] != now[name]:
             yield "other rows of data" if name == "data" else f"{name} {now[name]} (saved: {saved[name]})"

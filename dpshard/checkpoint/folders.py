@@ -1,10 +1,9 @@
-"""Checkpoints on disk: folders that count only when complete, with a digest of every file.
+"""Checkpoints on disk, with a digest of every file.
 
 [Note: Complete or not there]
 A checkpoint is written into `.step-N.partial`. When every rank has flushed its files, rank 0 adds `manifest.json`
-(the size and SHA-256 of each file) and renames the folder to `step-N`, which file systems do at once or not at all. A
-folder of a killed save stays partial, is never read, and is removed by the next save. A folder to remove is
-renamed back to partial first. The digests reveal later damage (a disk, a copy that was cut short).
+(the size and SHA-256 of each file) and renames the folder to `step-N`, which is atomic. Partial folders are never read,
+and the next save removes them. Removal renames a folder back to partial first. The digests reveal later damage.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder that only its owner can read; remove the remains of killed saves."""
+        """Make an empty folder for its owner only; remove remains of killed saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
@@ -53,7 +52,7 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int, digests: Digests, facts: dict[str, Any], *, keep: int) -> None:
-        """Make the partial checkpoint of `step` a complete one, then remove all but the newest `keep` up to it."""
+        """Complete the checkpoint of `step`; remove all but the newest `keep` up to it."""
         partial, place = self._partial(step), self.of(step)
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
         descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -62,7 +61,7 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         _flush(partial)
-        if place.exists():  # an older run through the same step, or a damaged checkpoint
+        if place.exists():  # from an earlier pass through this step, or damaged
             aside = self.path / f".step-{step:08d}.old.partial"
             place.rename(aside)
             partial.rename(place)
@@ -70,13 +69,13 @@ class CheckpointFolder:
         else:
             partial.rename(place)
         _flush(self.path)
-        # A later checkpoint is damaged, because this one was written: it must not push out a sound one.
+        # Later checkpoints must be damaged, else the run would have resumed there; they must not displace sound ones.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
             shutil.rmtree(self._partial(old))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a complete checkpoint. Raises CheckpointError if it is damaged, or not a manifest."""
+        """Return the manifest of a complete checkpoint; CheckpointError if it is damaged."""
         path = self.of(step) / MANIFEST
         try:
             manifest = json.loads(path.read_text("utf-8"))
@@ -96,7 +95,7 @@ class CheckpointFolder:
         return manifest
 
     def check(self, step: int, files: Iterable[tuple[str, tuple[int, str]]]) -> None:
-        """Raise CheckpointError unless the files have their noted sizes and digests."""
+        """Raise CheckpointError unless the files have their recorded sizes and digests."""
         for name, noted in files:
             path = self.of(step) / name
             if digest(path) != tuple(noted):
@@ -117,7 +116,7 @@ def _manifest_digest(body: dict[str, Any]) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush the folder's list of files to the disk."""
+    """Flush the folder's directory entries."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

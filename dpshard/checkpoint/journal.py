@@ -1,11 +1,10 @@
-"""The journal of a run: every release, noted before it is handed out, so that a resumed run knows all of them.
+"""The journal of a run: every release, written before it is used.
 
 [Note: What a crash forgets]
-A checkpoint knows the releases up to its step. A crash forgets later ones, which may have been seen. So the step and
-identity of each release ([Note: What a step that is taken again costs]) are written to the journal before its noise
-is added, and are on the disk before it is handed out. A resumed run counts all releases that were noted after its
-checkpoint; to repeat one of them costs nothing more. A noted release that was never handed out is counted, too. An
-entry that was cut short belongs to a release that was not handed out.
+A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
+([Note: What a step that is taken again costs]) are written to the journal before its noise is added, and are on the
+disk before it is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
+out; repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Release = tuple[int, bytes]
 
 
 class Journal:
-    """Appends to the file at `path`, and reads it."""
+    """Appends releases to the file at `path`, and reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +36,7 @@ class Journal:
         return self.path.stat().st_size // _LENGTH if self.path.exists() else 0
 
     def note(self, step: int, identity: bytes) -> Future[None]:
-        """Append a release; it is on the disk when the future is done. Raises OSError, also there, on failure."""
+        """Append a release; the future is done when it is on the disk. Both may raise OSError."""
         if self._descriptor is None:
             self._descriptor = self._open()
         entry = _ENTRY.pack(step, identity)
@@ -45,7 +44,7 @@ class Journal:
         return self._thread.submit(os.fsync, self._descriptor)
 
     def since(self, start: int) -> list[Release] | None:
-        """Return the entries from number `start` on; None if there are fewer, or one is damaged."""
+        """Return the entries from index `start` on; None if there are fewer, or one is damaged."""
         content = self.path.read_bytes() if self.path.exists() else b""
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]
         if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _check(x[: _ENTRY.size]) for x in entries):
@@ -55,7 +54,7 @@ class Journal:
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.ftruncate(descriptor, len(self) * _LENGTH)  # removes an entry that was cut short
+        os.ftruncate(descriptor, len(self) * _LENGTH)  # removes a truncated entry
         return descriptor
 
 

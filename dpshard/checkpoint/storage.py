@@ -1,7 +1,7 @@
-"""Reading and writing with torch.distributed.checkpoint, without executing anything in a file.
+"""Reads and writes by torch.distributed.checkpoint, without executing code from a file.
 
-torch.distributed.checkpoint writes tensors, each rank its shards, and pickles other values and a table of contents.
-Reading a pickle can run code, so unpicklers that allow only plain values read these first.
+torch.distributed.checkpoint pickles all values except tensors, and its table of contents. Unpickling can run code, so
+unpicklers that allow only plain values read these first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dpshard.checkpoint.disk import why
 from dpshard.errors import CheckpointError, DpshardError
 
 State = dict[str, Any]
-"""Nested dicts with strings as keys; tensors, DTensors and `pack`ed values as leaves."""
+"""Nested dicts with string keys; leaves are tensors, DTensors and `pack`ed values."""
 
 
 def pack(value: Any) -> bytes:
-    """Return plain values and ordinary tensors as bytes. Raises CheckpointError for anything unsafe to read back."""
+    """Return plain values and ordinary tensors as bytes; CheckpointError for values unsafe to read back."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream.getvalue())
@@ -57,31 +57,31 @@ def write(state: State, folder: Path, ranks: Ranks) -> None:
 
 
 def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
-    """Copy `state` now, and write it in a thread; `finished` waits for the future."""
+    """Copy `state` now, and write it in a thread."""
     _know_that_one_process_suffices(ranks)
-    # Not with a writer of our own: its stager would alias tensors that are on the CPU already.
+    # Not with a custom writer: its stager would alias tensors on the CPU.
     future = dcp.async_save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
     assert isinstance(future, Future)
     return future
 
 
 def finished(future: Future[Any], folder: Path) -> None:
-    """Wait until a checkpoint is written. Raises CheckpointError if it could not be."""
+    """Wait until a checkpoint is written; CheckpointError if that failed."""
     with _explained(folder, "written"):
         future.result()
 
 
 def contents(folder: Path) -> Mapping[str, Any]:
-    """Return the contents of a checkpoint, by name: descriptions of tensors, and of bytes."""
+    """Return the checkpoint's descriptions of its tensors and bytes, by name."""
     with _explained(folder, "read"):
         return _Reader(folder).read_metadata().state_dict_metadata
 
 
 def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
-    """Read the values that `state` names: tensors in place, other values replaced.
+    """Read the values named in `state`: tensors in place, other values replaced.
 
     Raises CheckpointError, before a tensor changes, if a name is missing, a shape differs, or, unless `partly`, the
-    checkpoint holds more.
+    checkpoint has further names.
     """
     _know_that_one_process_suffices(ranks)
     with _explained(folder, "read"):
@@ -113,7 +113,7 @@ class _TableOfContents(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, if a table of contents may contain it."""
+        """Return an allowed class; CheckpointError for others."""
         if "." not in name:  # pickle follows dots through what a module has imported
             dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             known = getattr(metadata, name, None) if module == metadata.__name__ else None
@@ -175,7 +175,7 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
     what = f"The checkpoint {folder} cannot be {verb}"
     try:
         yield
-    except CheckpointException as error:  # a BaseException, not an Exception: one error for each failed rank
+    except CheckpointException as error:  # a BaseException, with one error for each failed rank
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, DpshardError):
             raise cause from None
@@ -185,5 +185,5 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
 
 
 def _know_that_one_process_suffices(ranks: Ranks) -> None:
-    if ranks.alone:  # no `with` block: filters are global to the process, and a thread may be writing
+    if ranks.alone:  # no `with` block: filters are global, and a thread may be writing
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -1,4 +1,4 @@
-"""Functions that the Adams of this package share: they check settings and evaluate closures."""
+"""Checks of settings and evaluation of closures for the Adams of this package."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Adam with the second moment of the gradient without its noise.
+"""Adam with the noise removed from its second moment.
 
 [Note: What noise does to Adam]
 Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient
 is g + z with z ~ N(0, s^2), so v is about E[g^2] + s^2. If the noise exceeds the signal, Adam
-divides all elements by about s, and becomes SGD with momentum. s is public, so AdamBC subtracts its
-mean square.
+divides all elements by about s, and becomes SGD with momentum. AdamBC subtracts s^2, which is
+public.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class AdamBC(Optimizer):
     p <- (1 - lr decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
 
     A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v'
-    does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` bounds the
-    difference v' - n' from below, because it is noisy and may be negative. Only `floor` needs
-    tuning.
+    does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` is needed
+    because v' - n' is noisy and may be negative; only it needs tuning.
     """
 
     def __init__(
@@ -72,13 +71,13 @@ class AdamBC(Optimizer):
         state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
         assert gradient is not None  # see step
         if not state:
-            # torch loads all state except the step in the dtype of the parameter.
+            # torch loads all state except "step" in the parameter's dtype.
             state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=parameter.dtype)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         state["noise_sq"].mul_(beta2).add_((1 - beta2) * noise_sq)
         tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-        # As torch's Adam has it, the two parts of a complex parameter are two parameters.
+        # As in torch's Adam, the parts of a complex parameter are two parameters.
         moved, gradient, mean, mean_sq = (torch.view_as_real(x) if x.is_complex() else x for x in tensors)
         mean.lerp_(gradient, 1 - beta1)
         mean_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -23,39 +23,38 @@ from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 class PretrainingRecipe:
     """Settings of a pre-training run, by default those of DP-BERT.
 
-    Change them with `dataclasses.replace`. The scale of weights under LayerNorm does not change the
-    output. Noise makes these weights grow, and then their gradients shrink. The large weight decay
-    prevents this; as in Algorithm 1 of the paper, it applies to all parameters.
+    Change them with `dataclasses.replace`. LayerNorm makes the output independent of the scale of
+    weights before it. Noise makes these weights grow, and then their gradients shrink. The large
+    weight decay prevents this; as in Algorithm 1 of the paper, it applies to all parameters.
     """
 
     steps: int = 20_000
     """Length of the run in optimizer steps."""
     warmup_steps: int = 7_500
-    """Steps of the linear rise of the learning rate; afterwards it falls quadratically to 0."""
+    """Steps of linear warm-up; afterwards the learning rate falls quadratically to 0."""
     first_batch: int = 262_144
     """Expected logical batch of the first level, in samples."""
     last_batch: int = 1_048_576
     """Expected logical batch from the last level on."""
     levels: int = 5
-    """Number of equally spaced batch sizes, first and last included. Five are 196,608 samples
-    apart, and draw 14.1% fewer samples than the last size at every step."""
+    """Number of equally spaced batch sizes. Five are 196,608 samples apart, and draw 14.1% fewer
+    samples than the last size at every step."""
     ramp_steps: int = 7_500
-    """Steps that the levels share."""
+    """Steps of all levels together."""
     learning_rate: float = 6.0902e-4
     """Learning rate at the end of warm-up."""
     betas: tuple[float, float] = (0.75, 0.9)
     """Decay of Adam's first and second moment per step."""
     eps: float = 1e-11
-    """Xi, added to the root of the second moment. Gradients are clipped to thousandths, so 1e-8 is
+    """Xi, added to the root of the second moment. Clipped gradients are thousandths, so 1e-8 is
     large."""
     weight_decay: float = 1.0
-    """Lambda: each step multiplies weights by 1 - learning rate * lambda, apart from Adam's
-    moments."""
+    """Lambda: each step multiplies weights by 1 - learning rate * lambda (decoupled)."""
     max_grad_norm: float = 3.2429e-3
-    """Clipping norm C. Nearly every gradient is longer, so clipping keeps only its direction."""
+    """Clipping norm C. Nearly every gradient exceeds it, so clipping keeps only the direction."""
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return arguments of `PrivacyEngine`: batch schedule, clipping norm, clipping function."""
+        """Return batch schedule, clipping norm and clipping function for `PrivacyEngine`."""
         phases = stepped_batches(
             self.first_batch, self.last_batch, levels=self.levels, ramp_steps=self.ramp_steps, steps=self.steps
         )

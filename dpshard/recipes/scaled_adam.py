@@ -1,13 +1,13 @@
 """Adam that scales gradients before clipping and noise: scale-then-privatise.
 
 [Note: Scaled parameters]
-All elements of a gradient get the same noise. Adam divides by the root of the second moment, so it
-amplifies the noise of small elements. Scaling gradients by such a factor s first puts clipping and
-noise into the geometry of Adam's steps. A weight is w = s u, and training changes u. By the chain
-rule the gradient of u is exactly s times that of w; the engine has rules for tensors derived from
-parameters. The optimizer divides the private gradient by s, steps on w, and writes w = s' u' with
-the next scale. Scales depend only on private gradients, so epsilon stays the same. After Ganesh,
-McMahan & Thakurta 2025, arXiv:2507.01129.
+All elements of a gradient get the same noise. Adam divides by the root of the second moment, which
+amplifies the noise of small elements. Scaling gradients by this factor s first moves clipping and
+noise into the geometry of Adam's steps. A weight is w = s u, and training changes u. The gradient
+of u is exactly s times that of w, and the engine supports derived tensors. The optimizer divides
+the private gradient by s, steps on w, and writes w = s' u' with the next scale. Scales depend only
+on private gradients, so epsilon stays the same. After Ganesh, McMahan & Thakurta 2025,
+arXiv:2507.01129.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class _Scaled(nn.Module):
 
 
 def scale_parameters(model: nn.Module) -> None:
-    """Write every trainable parameter of `model` as w = s u, with s = 1.
+    """Write every trainable parameter of `model` as w = s u, with s = 1; the output stays the same.
 
-    Call it before you create the engine and `ScaledAdam`. The model's output stays the same. Its
-    parameters get names such as "0.parametrizations.weight.original". Norms of scaled weights need
-    per-sample gradients: memory grows by one copy of the largest weight per row of the micro-batch.
-    Raises ConfigurationError for sharded or shared parameters, and for a scaled model.
+    Call it before you create the engine and `ScaledAdam`. Parameters get names such as
+    "0.parametrizations.weight.original". Norms of scaled weights need per-sample gradients: memory
+    for one copy of the largest weight per row of the micro-batch. Raises ConfigurationError for
+    sharded or shared parameters, and for a scaled model.
     """
     if any(isinstance(module, _Scaled) for module in model.modules()):
         raise ConfigurationError("The parameters of this model are scaled already: call scale_parameters once.")
@@ -76,8 +76,8 @@ def unscale_parameters(model: nn.Module) -> None:
 class ScaledAdam(Optimizer):
     """AdamW on the weights of a model after `scale_parameters`.
 
-    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model.
-    So `max_grad_norm` keeps its meaning. v' is Adam's second moment. `floor` bounds the ratio of
+    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model, so
+    `max_grad_norm` keeps its meaning. v' is Adam's second moment; `floor` bounds the ratio of
     scales.
     """
 

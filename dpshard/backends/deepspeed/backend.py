@@ -1,12 +1,11 @@
-"""DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one a rank.
+"""DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one per rank.
 
 [Note: What reaches DeepSpeed]
-Anchors hang on dummies, not on parameters, so in a private backward pass no gradient reaches a parameter at all, and
-whatever does is a leak and raises. Clipped sums are summed over ranks here ([Note: Why DeepSpeed does not reduce]),
-into accumulators laid out as DeepSpeed's fp32 partitions. When DeepSpeed has come to its own optimizer's step (the
-hook of step/optimizer_hook.py), the accumulator, noised and divided, takes the place of the partition's gradient.
-So averaging, accumulation steps, buckets, communication dtype and stale gradients of DeepSpeed have no say, and
-a step that was not privatized has no gradient to step with.
+Anchors differentiate dummies, so in a private backward pass no gradient reaches a parameter; one that does is a leak
+and raises. Clipped sums are summed over ranks ([Note: Why DeepSpeed does not reduce]) into accumulators laid out like
+DeepSpeed's fp32 partitions. At the inner optimizer's step (hook of step/optimizer_hook.py) the noised and divided
+accumulator becomes the partition's gradient. So DeepSpeed's averaging, accumulation steps, buckets, communication dtype
+and stale gradients have no effect, and without privatization a step has no gradient.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from dpshard.backends.deepspeed.sharding import ZeroSharding
 
 
 def deepspeed_backend(model_engine: Any) -> Backend:
-    """Return the back-end of what deepspeed.initialize() returns.
+    """Return the back-end of a model engine from deepspeed.initialize().
 
-    Raises ConfigurationError for what DeepSpeed is configured to do that would not be private, or not be exact.
+    Raises ConfigurationError for DeepSpeed settings that would not be private or exact.
     """
     stage = refuse_unsupported(model_engine)
     sharding = ZeroSharding(model_engine, stage)

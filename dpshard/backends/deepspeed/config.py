@@ -1,4 +1,4 @@
-"""What DeepSpeed may be configured to do under differential privacy, and what it may not, and why."""
+"""Checks of DeepSpeed's settings, and the reasons for refusing some."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dpshard.names import is_compiled_wrapper
 _TESTED = (0, 19)
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
-"""DeepSpeed's wrappers around the optimizer whose partitions are known."""
+"""DeepSpeed's optimizer wrappers with a known memory layout."""
 
 
 def is_model_engine(model: nn.Module) -> bool:
-    """Return True if `model` is what deepspeed.initialize() returns, without importing DeepSpeed."""
+    """Return True if deepspeed.initialize() returned `model`; does not import DeepSpeed."""
     return any(
         kind.__name__ == "DeepSpeedEngine" and kind.__module__.partition(".")[0] == "deepspeed"
         for kind in type(model).__mro__
@@ -32,7 +32,7 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def refuse_unsupported(model_engine: Any) -> int:
-    """Return the ZeRO stage (1, 2 or 3); ConfigurationError for what cannot be private, or was not proved exact."""
+    """Return the ZeRO stage (1, 2 or 3); ConfigurationError if a setting is not private, or not proved exact."""
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(

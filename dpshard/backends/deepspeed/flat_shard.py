@@ -1,9 +1,7 @@
-"""Runs of a flattened tensor, as torch.distributed.checkpoint sees them.
+"""Runs of a flattened tensor as boxes for torch.distributed.checkpoint.
 
-DeepSpeed divides parameters anywhere, in the middle of a row too; torch.distributed.checkpoint knows boxes, so many
-rows and columns from a place on. A run is a few boxes, and each lies in one piece in memory: the end of a row,
-whole rows, the beginning of a row. So a checkpoint says nothing of who held what, and any other number of ranks,
-ZeRO stage or back-end reads it.
+DeepSpeed cuts parameters anywhere, even within a row. A run is a few boxes, each contiguous in memory: the end of a
+row, whole rows, the beginning of a row. So a checkpoint does not depend on ranks, ZeRO stage or back-end.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a box begins in each dimension, and how long it is there."""
+"""Offsets and sizes of a box, by dimension."""
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes that elements `start` to `start + length` of a tensor of `shape` make up, in their order."""
+    """Yield the boxes of elements `start` to `start + length` of a tensor of `shape`, in order."""
     if not length:
         return
     if len(shape) <= 1:
@@ -43,10 +41,10 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 class Piece(Tensor):
-    """The elements of a tensor of `shape`, from `start` on in its row-major order, that the flat `elements` are.
+    """The flat `elements` [n] as a part of a tensor of `shape`, from `start` on in row-major order.
 
-    It has the shape of the whole, as a DTensor has, and answers torch.distributed.checkpoint alone: what is read into
-    it arrives in `elements`.
+    It has the shape of the whole tensor, like a DTensor. It supports only torch.distributed.checkpoint, which reads
+    into `elements`.
     """
 
     elements: Tensor
@@ -62,14 +60,14 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse everything but what an asynchronous save does: it makes an empty one, and copies attributes there."""
+        """Support only the new_empty() of an asynchronous save, which then copies attributes."""
         if func is torch.ops.aten.new_empty.default:
             piece, _ = args
             return cls(piece.elements.new_empty(0, device=(kwargs or {}).get("device")), piece.start, piece.shape)
         raise NotImplementedError(f"{func} of a part of a tensor that is for checkpoints alone")
 
     def __repr__(self, **_: Any) -> str:
-        """Return which elements of what it holds."""
+        """Return the range of elements and the whole shape."""
         return f"Piece({self.start} to {self.start + self.elements.numel()} of {tuple(self.shape)})"
 
     def _boxes(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -84,7 +82,7 @@ class Piece(Tensor):
     # --- torch.distributed._checkpointable ----------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
-        """Return what this rank writes."""
+        """Return the boxes that this rank writes."""
         properties = TensorProperties.create_from_tensor(self.elements)
         return [
             WriteItem(
@@ -96,9 +94,9 @@ class Piece(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what this rank reads."""
+        """Return the boxes that this rank reads."""
         return [chunk for chunk, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the elements of a box, a view."""
+        """Return a view of the elements of a box."""
         return next(box for chunk, box in self._boxes() if chunk.offsets == index.offset)

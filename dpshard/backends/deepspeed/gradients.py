@@ -1,4 +1,4 @@
-"""Clipped sums of a model that DeepSpeed trains: on their way over ranks, and where its optimizer looks for them."""
+"""Reduction of clipped sums beside DeepSpeed, and their place in its optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpshard.noise.keyed import Shard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Return what sums over ranks for a model; stage 1 has whole gradients on every rank anyway."""
+    """Return the Reducer of a model, late in stage 1, where every rank has whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -32,7 +32,7 @@ def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
 
 
 class PartitionReduction:
-    """The Reduction by a Reducer, beside DeepSpeed; see [Note: Why DeepSpeed does not reduce]."""
+    """The Reduction by a Reducer; see [Note: Why DeepSpeed does not reduce]."""
 
     is_unsummed = True
 
@@ -45,13 +45,13 @@ class PartitionReduction:
         """Reduce the clipped sums; no gradient reaches the parameters, see [Note: What reaches DeepSpeed]."""
         require_no_accumulation(self._model_engine)
         if self._passes.begins(self._reducer.finish):
-            self._reducer.abandon()  # what a backward pass that failed has left
+            self._reducer.abandon()  # left by a failed backward pass
         for name in reversed(names):
             self._reducer.put(name, take(name))
         return [None] * len(names)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Work on a micro-batch; model_engine.step() within the loop steps after the last micro-batch only."""
+        """Return a block; in it, model_engine.step() steps only after the last micro-batch."""
         return self._micro_batch(last)
 
     @contextmanager
@@ -62,29 +62,29 @@ class PartitionReduction:
         before = self._reducer.passes
         yield
         if self._reducer.passes == before:
-            # No backward here, since all rows are padding, say; but perhaps elsewhere.
+            # No backward here, for example because all rows are padding; but other ranks may have had one.
             self._reducer.finish()
             if engine.enable_backward_allreduce:
                 engine.allreduce_gradients()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True under stage 3, which unshards parameters in every forward and backward."""
+        """Return True in stage 3, where every forward and backward unshards."""
         return self._stage == 3
 
     def fault(self) -> None:
-        """Return None: no script has hold of the sums."""
+        """Return None: scripts cannot reach the sums."""
         return
 
     def sum_rest(self) -> None:
-        """Reduce what was held back."""
+        """Reduce the sums that stage 1 kept back."""
         self._reducer.complete()
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the fragments together."""
+        """Return the digest of all fragments."""
         return ranks_WL.sum(0)
 
     def detach(self) -> None:
-        """Let DeepSpeed reduce, and count micro-batches, by itself again."""
+        """Restore DeepSpeed's own reduction and count of micro-batches."""
         for restore in self._restored:
             restore()
         if self._model_engine.managed_gradient_accumulation():
@@ -92,15 +92,15 @@ class PartitionReduction:
 
 
 class PartitionStore:
-    """Keeps clipped sums in the Reducer's accumulators, laid out as DeepSpeed's fp32 partitions."""
+    """Keeps sums in the Reducer's accumulators, laid out like DeepSpeed's fp32 partitions."""
 
     def __init__(self, sharding: ZeroSharding, reducer: Reducer) -> None:
         self._sharding, self._reducer = sharding, reducer
         self._parameters, self._guard = sharding.parameters, sharding.guard
-        self._private: dict[int, Tensor] = {}  # noisy gradients that DeepSpeed has not stepped with yet
+        self._private: dict[int, Tensor] = {}  # private gradients before DeepSpeed's step, by id of the master
 
     def shards(self) -> list[Shard]:
-        """Return the sums of this rank as the noise sees them."""
+        """See GradientStore."""
         fragments = self._sharding.layout.fragments
         return [
             Shard(name, self._reducer.fragment(name), fragments[name].start)
@@ -115,13 +115,13 @@ class PartitionStore:
             self._private = self._reducer.take()
             for name, parameter in self._parameters.items():
                 if not parameter.requires_grad:
-                    self._reducer.fragment(name, self._private).zero_()  # frozen since
+                    self._reducer.fragment(name, self._private).zero_()  # frozen meanwhile
             norm = release_(shards)
         self._guard.reset()
         return self._sharding.over_shards(norm.square()).sqrt()
 
     def install(self, held: set[Tensor]) -> None:
-        """Put private gradients on the fp32 partitions that DeepSpeed's optimizer is about to step on."""
+        """Put private gradients on the partitions of DeepSpeed's optimizer."""
         for master in held & set(self._sharding.layout.masters):
             gradient = self._private.pop(id(master), None)
             if gradient is None:
@@ -132,10 +132,10 @@ class PartitionStore:
             if master.grad is None:
                 master.grad = gradient.to(master.device, master.dtype)
             else:
-                master.grad.copy_(gradient)  # it may be a buffer that DeepSpeed keeps
+                master.grad.copy_(gradient)  # DeepSpeed may own this buffer
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a parameter, on every rank; see GradientStore."""
+        """See GradientStore."""
         if not self._private:
             return None
         return self._sharding.unshard(name, self._reducer.fragment(name, self._private))
@@ -149,24 +149,24 @@ class PartitionStore:
             )
 
     def drop(self) -> None:
-        """Forget clipped sums, and gradients that DeepSpeed has not stepped with."""
+        """Drop sums, and private gradients that DeepSpeed has not used."""
         self._reducer.clear()
         self._private.clear()
         self._guard.reset()
 
     def forget(self) -> None:
-        """Forget what the guard has noted."""
+        """Forget the guard's records."""
         self._guard.forget()
 
 
 def _keep_from_reducing(model_engine: Any) -> Iterator[Callable[[], object]]:
-    """Keep DeepSpeed from reducing gradients that never come; yields what undoes it.
+    """Stop DeepSpeed from reducing gradients that never come; yield functions that undo it.
 
-    Stages 1 and 2 would fail on a bucket that no gradient was put into, and BF16_Optimizer would sum up zeros.
+    Stages 1 and 2 would fail on an empty bucket, and BF16_Optimizer would reduce zeros.
     """
     zero = model_engine.optimizer
     if hasattr(zero, "reduce_ipg_grads"):
-        # Compiled backwards run the hooks of parameters that have no gradient, too.
+        # Compiled backwards run the hooks of parameters without a gradient, too.
         for name in ("reduce_ipg_grads", "process_gradients"):
             setattr(zero, name, lambda *_, **__: None)
             yield functools.partial(delattr, zero, name)

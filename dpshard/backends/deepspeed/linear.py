@@ -1,4 +1,4 @@
-"""Gives F.linear back to torch, which ZeRO-3 replaces for the whole process."""
+"""Restores torch's F.linear, which ZeRO-3 replaces in the whole process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 import torch
 import torch.nn.functional as F
 
-_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # what F.linear is before it is replaced
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.linear
 
 
 def keep_linear() -> None:
-    """Undo that ZeRO-3 has replaced F.linear, and keep it from doing so again.
+    """Restore F.linear, and stop ZeRO-3 from replacing it again.
 
-    Its autograd function does not keep unsharded weights, and hides parameters from rules, in this model and any
-    other. `stage3.py` has an answer of its own to what autograd keeps.
+    Its autograd function avoids saving unsharded weights, but hides parameters from rules, in every model of the
+    process. `stage3.py` solves the saving of weights differently.
     """
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:
         return
-    partitioning.zero3_linear_wrap = _LINEAR  # type: ignore[attr-defined]  # what it would replace F.linear by
+    partitioning.zero3_linear_wrap = _LINEAR  # type: ignore[attr-defined]  # ZeRO-3 assigns it to F.linear
     if getattr(F.linear, "__name__", "") == "zero3_linear_wrap":
         F.linear = _LINEAR

@@ -1,11 +1,11 @@
-"""Where DeepSpeed keeps the master copy of each parameter: which elements, on which rank, in which flat tensor.
+"""Where DeepSpeed keeps each parameter's fp32 master copy: elements, rank, flat tensor.
 
-A ZeRO optimizer steps on flat fp32 partitions ("masters"), not on the parameters of the model. Stages 1 and 2 lay the
-parameters of a param group one after the other and cut the row into W equal partitions, wherever that falls. Stage 3
-cuts every parameter into W equal chunks (the last ones padded), and lays the chunks of a rank side by side.
+A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
+and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks (the last ones
+padded), and concatenates the chunks of a rank.
 
-DeepSpeed has no public map of this, so it is read from what it holds, and then proved: every fragment of a master must
-have the values of the very elements of the parameter that it is said to be the copy of.
+DeepSpeed has no public map of this. The layout is read from private attributes, and then proved: every fragment of a
+master must equal the elements of its parameter.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """The elements of one parameter whose master copy this rank holds."""
+    """This rank's part of one parameter's master copy."""
 
     master: Tensor
-    """Flat partition [N], float32 (or lower precision, if DeepSpeed is told so), which the optimizer steps on."""
+    """Flat partition [N] that the optimizer steps on; float32, or as DeepSpeed is set."""
     offset: int
-    """Where the fragment begins in the master."""
+    """Start of the fragment in the master."""
     start: int
-    """Where it begins in the flattened parameter."""
+    """Start of the fragment in the flattened parameter."""
     length: int
-    """Number of its elements; 0 if other ranks hold the whole parameter."""
+    """Number of elements; may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroLayout:
-    """The fragments of this rank, one for every parameter."""
+    """The fragments of this rank, one per parameter."""
 
     fragments: Mapping[str, Fragment]
     masters: tuple[Tensor, ...]
     chunks: Mapping[str, int] | None
-    """Stage 3: elements of each parameter that every rank holds, padding included."""
+    """Stage 3: elements of each parameter per rank, with padding."""
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """Return the layout of a ZeRO optimizer over the parameters with `names`; ConfigurationError if it is not proved.
+    """Return the layout of the parameters with `names`; ConfigurationError if it is not proved.
 
     `zero` is DeepSpeed's wrapper around the optimizer.
     """
@@ -85,15 +85,15 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
 
 
 _Found = tuple[Any, Fragment, Tensor]
-"""A parameter, the fragment of this rank, and the elements of the parameter that it must hold."""
+"""A parameter, its fragment, and the elements that the fragment must equal."""
 
 
 def _flattened(zero: Any, rank: int) -> Iterator[_Found]:
-    """Stages 1 and 2: parameters are views of one flat tensor a group, so their place in memory is their place there.
+    """Yield the fragments of stages 1 and 2, located by address: parameters are views of one flat tensor per group.
 
-    (DeepSpeed's own map, `_hp_mapping`, does not know that round_robin_gradients changes the order.)
+    (DeepSpeed's own map, `_hp_mapping`, ignores the order of round_robin_gradients.)
     """
-    bf16 = hasattr(zero, "bf16_groups")  # DeepSpeed's BF16_Optimizer: stage 1, bf16 parameters, fp32 accumulation
+    bf16 = hasattr(zero, "bf16_groups")  # BF16_Optimizer: stage 1, bf16 parameters, fp32 accumulation
     groups = zero.bf16_groups if bf16 else zero.bit16_groups
     flats = zero.bf16_groups_flat if bf16 else zero.bit16_groups_flat
     masters = zero.fp32_groups_flat_partition if bf16 else zero.single_partition_of_fp32_groups

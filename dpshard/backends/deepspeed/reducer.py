@@ -1,11 +1,10 @@
-"""Sums clipped sums over ranks, straight into the fragments that each rank will step on.
+"""Sums clipped sums over ranks, directly into each rank's fragments.
 
 [Note: Why DeepSpeed does not reduce]
-DeepSpeed takes gradients from parameters, rounds them to the parameter's dtype (bf16), averages them over ranks,
-divides by the accumulation steps, and re-applies a stale one where a parameter was not used (stage 3). Each of
-these would change what was clipped. So clipped sums never become gradients of parameters: they are summed here, in
-float32 or better, bucket by bucket and beside the backward pass, and DeepSpeed's optimizer first sees them with their
-noise. Where something fails, DeepSpeed's own gradient is zero, and nothing raw is ever stepped on.
+DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over ranks, divides by the accumulation steps,
+and re-applies a stale gradient if a parameter was not used (stage 3). Each of these would change the clipped sums. So
+they never become gradients of parameters: they are summed here during backward, in float32 or wider, and DeepSpeed's
+optimizer first sees them with their noise. After a failure, DeepSpeed's own gradient is zero.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from dpshard.backends.grad_store import add
 from dpshard.errors import LogicalBatchError
 
 BUCKET = 2**25
-"""Elements that are reduced at once (128 MiB in float32); a larger parameter is a bucket of its own."""
+"""Elements per reduction (128 MiB in float32); a larger parameter is a bucket of its own."""
 
 _IN_FLIGHT = 2
-"""Buckets that may be under way at once."""
+"""Most reductions at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a clipped sum looks like, whole."""
+    """Size, dtype and device of a whole clipped sum."""
 
     numel: int
     dtype: torch.dtype
-    """In which it is summed and noised: float64 for float64 parameters, else float32."""
+    """dtype of sum and noise: float64 for float64 parameters, else float32."""
     device: torch.device
 
 
@@ -44,7 +43,7 @@ class Shape:
 class _Flight:
     names: list[str]
     result: Tensor
-    kept: Tensor  # the input of the collective, which must outlive it
+    kept: Tensor  # input of the collective, which must outlive it
     work: dist.Work
 
 
@@ -56,11 +55,11 @@ class Reducer:
     ) -> None:
         self.layout, self.shapes, self.group = layout, shapes, group
         self.late = late
-        """Whether sums stay on this rank, whole, until `complete`: one reduction a logical batch, for more memory."""
+        """True to keep whole sums until `complete`: one reduction per logical batch, but more memory."""
         self.passes = 0
-        """Backward passes that have ended. All ranks must come to the same number."""
+        """Backward passes that have ended; equal on all ranks."""
         self._buckets = _buckets(shapes)
-        self._next = 0  # the first bucket that was not reduced in this round
+        self._next = 0  # the first bucket not reduced in this round
         self._sums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self._held: dict[str, Tensor] = {}
@@ -68,20 +67,20 @@ class Reducer:
         self._totals: dict[int, Tensor] = {}
 
     def put(self, name: str, clipped_sum: Tensor | None) -> None:
-        """Take the clipped sum of a parameter over this rank's samples; None for one that no sample has used."""
+        """Add this rank's clipped sum of a parameter; None if no sample used it."""
         if name in self._arrived:
             raise LogicalBatchError(f"{name} was summed twice in one backward pass: a sample would count twice.")
         self._arrived.add(name)
         if clipped_sum is not None:
             add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
-        # Buckets go in one fixed order, or ranks that use different layers would add up different parameters.
+        # One fixed order: ranks that use different layers would else add up different parameters.
         while not self.late and self._next < len(self._buckets):
             if not self._arrived.issuperset(self._buckets[self._next]):
                 break
             self._launch()
 
     def finish(self) -> None:
-        """End a backward pass: reduce what is left, with zeros for parameters that had no sum, and wait for it."""
+        """End a backward pass: reduce the rest, missing sums as zeros, and wait."""
         self._arrived.clear()
         self.passes += 1
         if not self.late:
@@ -91,7 +90,7 @@ class Reducer:
             add(self._held, name, self._sums.pop(name))
 
     def complete(self) -> None:
-        """End a logical batch: reduce what was held back."""
+        """End a logical batch: reduce late sums."""
         if self.late:
             self._reduce()
 
@@ -103,7 +102,7 @@ class Reducer:
         self._next = 0
 
     def abandon(self) -> None:
-        """Forget what a backward pass that failed has left behind; buckets that were under way still arrive."""
+        """Drop the remains of a failed backward pass; buckets in flight still arrive."""
         while self._flights:
             self._land()
         self._sums.clear()
@@ -111,20 +110,20 @@ class Reducer:
         self._next = 0
 
     def clear(self) -> None:
-        """Forget everything, also what earlier micro-batches have summed."""
+        """Drop all sums, including those of earlier micro-batches."""
         self.abandon()
         self._held.clear()
         self._totals.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the summed fragments, laid out as the masters, by id of the master; the next sums begin at zero."""
+        """Return the summed fragments by id of the master, laid out like it; start again at zero."""
         for name in self.shapes:
-            self.fragment(name)  # a master that nothing was added to has a sum of zeros
+            self.fragment(name)  # creates the missing sums as zeros
         totals, self._totals = self._totals, {}
         return totals
 
     def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
-        """Return this rank's fragment of a running sum (or of what `take` returned), a view [length]."""
+        """Return this rank's fragment of a running sum (or of a result of `take`), a view [length]."""
         totals = self._totals if totals is None else totals
         place, shape = self.layout.fragments[name], self.shapes[name]
         if id(place.master) not in totals:
@@ -140,7 +139,7 @@ class Reducer:
         names, chunks = self._buckets[self._next], self.layout.chunks
         self._next += 1
         if chunks is None:
-            # A rank's partition ends anywhere in a bucket, so a reduce-scatter would be mostly padding.
+            # Partitions end anywhere in a bucket, so a reduce-scatter would be mostly padding.
             full = result = torch.cat([self._whole(name) for name in names])
             work = dist.all_reduce(full, group=self.group, async_op=True)
         else:
@@ -170,7 +169,7 @@ class Reducer:
 
 
 def _buckets(shapes: Mapping[str, Shape], size: int = BUCKET) -> list[list[str]]:
-    """Names in reverse order, roughly that of backward, in runs of one dtype and of about `size` elements."""
+    """Return names in reverse order, roughly that of backward, in runs of one dtype and about `size` elements."""
     buckets: list[list[str]] = []
     elements, kind = size, None
     for name, shape in reversed(list(shapes.items())):

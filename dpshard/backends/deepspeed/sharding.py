@@ -1,4 +1,4 @@
-"""The parameters of a model that DeepSpeed trains, and the flat partitions on which its optimizer steps."""
+"""The parameters of a DeepSpeed model, and the flat partitions of its optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpshard.errors import ConfigurationError
 class ZeroSharding(Sharding):
     """The parameters of a DeepSpeedEngine; optimizers step on flat partitions in their place.
 
-    Raises ConfigurationError if DeepSpeed's partitions are not where dpshard looks for them.
+    Raises ConfigurationError if DeepSpeed's memory layout is unknown.
     """
 
     def __init__(self, model_engine: Any, stage: int) -> None:
@@ -35,7 +35,7 @@ class ZeroSharding(Sharding):
         try:
             names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
             self.layout = read_layout(zero, names, self.communicator.rank)
-            """Where this rank's fragment of each parameter lies."""
+            """This rank's fragment of each parameter."""
             if stage == 3:
                 self._zero3 = Zero3(self.core, zero.parameter_offload, self.parameters)
         except Exception:
@@ -53,27 +53,27 @@ class ZeroSharding(Sharding):
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """The shapes of the whole parameters; stage 3 leaves them without elements where they are not in use."""
+        """Whole shapes; in stage 3 an unused parameter itself has no elements."""
         return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
 
     @property
     def values(self) -> Mapping[str, Tensor]:
-        """The parameters as forward sees them."""
+        """The parameters that forward uses."""
         return self.parameters if self._zero3 is None else self._zero3.values
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return True for the outermost module under stage 3."""
+        """Return True for the outermost module in stage 3."""
         return self._zero3 is not None and module is self.core
 
     def unshard_module(self, module: nn.Module) -> None:
-        """Unshard the parameters that the outermost module owns itself."""
+        """Unshard the outermost module's own parameters."""
         if self._zero3 is not None:
             self._zero3.unshard()
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: DeepSpeed unshards the parameters in place."""
+        """Return nothing: DeepSpeed unshards parameters in place."""
         return ()
 
     def _beside(self) -> AbstractContextManager[Any]:
@@ -91,15 +91,15 @@ class ZeroSharding(Sharding):
     # --- shards -----------------------------------------------------------------------------------------------------
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole tensor; every rank has the fragment that the layout says."""
+        """Return the whole tensor from the fragments of all ranks."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard
-        dist.all_reduce(full, group=self.communicator.group)  # no other rank has these elements
+        dist.all_reduce(full, group=self.communicator.group)  # fragments do not overlap
         return full.view(*shape)
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole of a parameter, in the precision of the fp32 partitions."""
+        """Return the whole parameter in the partitions' precision."""
         place = self.layout.fragments[name]
         return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
 
@@ -108,7 +108,7 @@ class ZeroSharding(Sharding):
         return self.communicator.all_gather(x.view(1)).sum()
 
     def training_state(self, optimizer: Any) -> ZeroState:
-        """Return model and optimizer by partitions; DeepSpeed's wrapper may stand for the optimizer."""
+        """See Sharding; `optimizer` may be DeepSpeed's wrapper."""
         zero = self._zero
         if optimizer is not zero and optimizer is not zero.optimizer:
             raise ConfigurationError(
@@ -118,7 +118,7 @@ class ZeroSharding(Sharding):
         return ZeroState(zero, self.core, self.layout, self.parameters, self.communicator.rank)
 
     def detach(self) -> None:
-        """Remove every trace from the parameters, and from DeepSpeed's hooks around modules."""
+        """Remove all hooks."""
         super().detach()
         if self._zero3 is not None:
             self._zero3.detach()

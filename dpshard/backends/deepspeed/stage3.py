@@ -1,17 +1,16 @@
-"""ZeRO-3 around a recorded forward: parameters that DeepSpeed gathers for a module and frees again.
+"""ZeRO-3 and recorded forwards.
 
 [Note: Living with gathered parameters]
-DeepSpeed gathers the parameters of a module in a hook before its forward, frees them in one after it, and does the
-same around its backward. Five things are handled here:
-- the hooks handle parameters with torch functions, which the function mode must not take for the model's;
-- the hooks pass inputs and outputs of modules through autograd functions, which report when backward comes. A
-  parameter, or a tensor derived from parameters only (the embedding of positions), must stay the same object, because
-  sources are found by identity. So it is not marked, and backward does not reach it;
+Hooks of DeepSpeed gather a module's parameters before its forward and backward, and free them after each. So
+- the hooks call torch functions on parameters, which the function mode must not attribute to the model;
+- the hooks pass inputs and outputs of modules through autograd functions that detect backward. But a parameter, or a
+  tensor derived only from parameters (the embedding of positions), must stay the same object, because sources are found
+  by identity. So it is not marked; backward does not reach it anyway;
 - autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
-  note, and backward gathers the parameter again;
-- start-up runs forwards and backwards within a forward, which must not enter the order of modules that DeepSpeed
-  learns, nor its counts of forwards that await their backward;
-- derivations (`w.t()`) are replayed where their roots may be partitioned again: then a stand-in has their shape.
+  reference, and backward gathers the parameter again;
+- start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
+  nor its counts of forwards that await their backward;
+- derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _AROUND = (
     "pre_sub_module_backward_function",
     "post_sub_module_backward_function",
 )
-"""What DeepSpeed's hooks call around a module."""
+"""Functions that DeepSpeed's hooks call around a module."""
 
 
 def is_gathered(parameter: Any) -> bool:
@@ -43,22 +42,22 @@ def is_gathered(parameter: Any) -> bool:
 
 
 class Zero3:
-    """What ZeRO-3 asks of a model whose forwards are recorded."""
+    """See [Note: Living with gathered parameters]."""
 
     def __init__(self, core: nn.Module, offload: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.core, self.offload, self.parameters = core, offload, parameters
         self.values: Mapping[str, Tensor] = _Values(parameters)
-        self._at: dict[int, Any] = {}  # parameters that are gathered now, by the address of their memory
+        self._at: dict[int, Any] = {}  # gathered parameters, by memory address
         self._gathered_here: list[Any] = []
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
         for name in _AROUND:
             setattr(offload, name, self._quietly(getattr(offload, name)))
-        # DeepSpeed gathers a parameter that a module borrows from another when it is looked up, within the forward.
+        # A parameter that a module borrows from another is gathered at its lookup, within the forward.
         self._gathering = [(p, p.all_gather) for p in core.parameters()]  # type: ignore[attr-defined]
         for p, all_gather in self._gathering:
             p.all_gather = _in_quiet(all_gather)  # type: ignore[attr-defined]
         self.marking = True
-        """Whether a backward is to come; modules want notice of it."""
+        """True if a backward will follow."""
         self._marks = [
             (module, name, vars(module)[name])
             for module in core.modules()
@@ -73,7 +72,7 @@ class Zero3:
         ]
 
     def detach(self) -> None:
-        """Leave DeepSpeed as it was."""
+        """Restore DeepSpeed."""
         for name in _AROUND:
             vars(self.offload).pop(name, None)
         for p, all_gather in self._gathering:
@@ -96,7 +95,7 @@ class Zero3:
     # --- what autograd saves ----------------------------------------------------------------------------------------
 
     def _note(self, parameter: Any) -> None:
-        """Keep track of where a gathered parameter lies; one that is never freed may be saved as it is."""
+        """Record a gathered parameter's address; one that is never freed may be saved itself."""
         self._at = {address: p for address, p in self._at.items() if p is not parameter}
         if is_gathered(parameter) and not parameter.ds_persist and parameter.numel():
             self._at[parameter.data_ptr()] = parameter
@@ -136,7 +135,7 @@ class Zero3:
     # --- start-up ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the parameters that the outermost module owns itself, until `beside` ends."""
+        """Gather the outermost module's own parameters until `beside` ends."""
         with Passthrough.set(True):
             for parameter in self.core.parameters(recurse=False):
                 if not is_gathered(parameter):
@@ -145,7 +144,7 @@ class Zero3:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Run forwards without backward in a block."""
+        """Return a block for forwards without backward."""
         self.marking = False
         try:
             yield
@@ -154,11 +153,11 @@ class Zero3:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run forwards and backwards in a block that leaves DeepSpeed's bookkeeping as it was."""
+        """Return a block for forwards and backwards; it restores DeepSpeed's bookkeeping."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []
         for hooks in saving:
-            hooks.__exit__()  # torch.func, by which rules go back through derivations, refuses to work under them
+            hooks.__exit__()  # torch.func, used by rules for derivations, refuses to run under them
         try:
             yield
         finally:
@@ -171,7 +170,7 @@ class Zero3:
             coordinator = self.offload.get_param_coordinator()
             with Passthrough.set(True), torch.no_grad():
                 if not coordinator.is_invalid_trace():
-                    coordinator._invalidate_trace()  # learnt anew in the next forward
+                    coordinator._invalidate_trace()  # the next forward learns it anew
                 coordinator.release_backward_leftovers()
                 while self._gathered_here:
                     self._gathered_here.pop().partition()
@@ -188,7 +187,7 @@ def _in_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Stands in for an autograd function that marks a tensor: leaves alone what backward will not reach."""
+    """Replaces an autograd function that marks tensors; skips those that backward does not reach."""
 
     owner: Zero3
     function: Any
@@ -201,7 +200,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """Stands in for a tensor that autograd saves, and that is a view of a gathered parameter."""
+    """Replaces a saved view of a gathered parameter."""
 
     parameter: Any
     size: tuple[int, ...]
@@ -210,7 +209,7 @@ class _Lent:
 
 
 class _Values(Mapping[str, Tensor]):
-    """Whole parameters by name; NaN in the right shape for one that is partitioned now."""
+    """Whole parameters; NaN of the right shape for one that is partitioned now."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self.parameters = parameters
@@ -219,8 +218,8 @@ class _Values(Mapping[str, Tensor]):
         parameter = self.parameters[name]
         if is_gathered(parameter):
             return parameter
-        # Where a derivation is replayed after its module has run it moves elements, and their values do not matter.
-        # Should they, NaN shows.
+        # A derivation replayed after its module's forward only moves elements, so values do not matter. If they do, NaN
+        # shows it.
         return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""A training by DeepSpeed as a checkpoint sees it: of each parameter, the fragment that this rank holds.
+"""The state of a DeepSpeed training for a checkpoint: this rank's fragment of each parameter.
 
-The fp32 partitions are saved, not the half-precision copies that forward runs on: these are made from them again.
+The fp32 partitions are saved; the half-precision copies for the forward are made from them again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from dpshard.names import canonical_name
 _INSTEAD = "save by model_engine.save_checkpoint(), and engine.state_dict() beside it"
 
 _Described = dict[str, dict[str, Any]]
-"""What a checkpoint says of the things that an optimizer remembers, by parameter and by their own names."""
+"""Descriptions of optimizer state in a checkpoint, by parameter and name."""
 
 
 class ZeroState:
     """A TrainingState of the partitions of a ZeRO optimizer.
 
-    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine, `parameters` are
-    its trainable ones, and `rank` counts among the ranks that share the partitions.
-
-    Raises ConfigurationError if DeepSpeed offloads a part of the optimizer.
+    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine, `parameters` its
+    trainable ones, `rank` that among the partitions. Raises ConfigurationError if DeepSpeed offloads only a part of the
+    optimizer.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class ZeroState:
         return self.zero.optimizer
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; CheckpointError for what an optimizer remembers neither of elements nor of all of them."""
+        """See TrainingState; CheckpointError for optimizer state with neither one value per element nor one in all."""
         remembered: dict[str, dict[str, Any]] = {}
         for name, place in self.layout.fragments.items():
             for key, value in self._optimizer.state.get(place.master, {}).items():
@@ -93,16 +92,15 @@ class ZeroState:
     # --- what is where ----------------------------------------------------------------------------------------------
 
     def _piece(self, name: str, flat: Tensor) -> Tensor:
-        """Return the fragment of a parameter in something that is laid out as its master."""
+        """Return a parameter's fragment of a tensor laid out like its master."""
         place = self.layout.fragments[name]
         return _part(flat[place.offset : place.offset + place.length], place.start, self.shapes[name])
 
     def _model(self) -> dict[str, Any]:
-        """See Snapshot; under stage 3 parameters that are frozen are partitioned, too."""
+        """Return the model's state; in stage 3 frozen parameters are partitioned, too."""
         return {canonical_name(n): self._own(value) for n, value in self.core.state_dict(keep_vars=True).items()}
 
     def _own(self, value: Any) -> Any:
-        """Return what this rank holds of an item of the model's state."""
         if not isinstance(value, Tensor):
             return value
         if value in self.names:
@@ -111,7 +109,7 @@ class ZeroState:
         return _frozen(value, self.rank) if hasattr(value, "ds_tensor") else value.detach()
 
     def _groups(self) -> Groups:
-        # A master is a group of parameters; under stage 3 it is a part of one.
+        # A master is a param group; in stage 3 it is a part of one.
         number = {id(master): i for i, master in enumerate(self.layout.masters)}
         group_of = getattr(self.zero, "sub_group_to_group_id", None) or {i: i for i in number.values()}
         groups = [group | {"params": []} for group in self._optimizer.param_groups]
@@ -136,7 +134,7 @@ class ZeroState:
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:
-        """Return, by id of the master, the tensors to read optimizer state into: the optimizer's own, or new ones."""
+        """Return, by id of the master, tensors to read optimizer state into: existing or new ones."""
         kinds: dict[str, list[bool]] = {}
         for name in self.shapes:
             for key, item in described.get(name, {}).items():
@@ -146,7 +144,7 @@ class ZeroState:
         for name, place in self.layout.fragments.items():
             master, own = place.master, found[id(place.master)]
             for key, item in described.get(name, {}).items():
-                # (One value for a partition has the shape of a parameter without dimensions, but not of the others.)
+                # (A value per partition has the shape of a 0-dimensional parameter, so all parameters must agree.)
                 if all(kinds[key]) and key not in own:
                     known = self._optimizer.state.get(master, {}).get(key)
                     fits = isinstance(known, Tensor) and known.shape == master.shape
@@ -157,7 +155,7 @@ class ZeroState:
     def _with_singles(
         self, partitions: Mapping[int, dict[str, Any]], remembered: Mapping[str, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Return the flat tensors, and the values that the optimizer remembers once a partition."""
+        """Return the flat tensors, with the values kept once per partition."""
         states = {master: dict(flat) for master, flat in partitions.items()}
         for name, place in self.layout.fragments.items():
             flat, state = partitions[id(place.master)], states[id(place.master)]
@@ -170,7 +168,7 @@ class ZeroState:
         return states
 
     def _load_optimizer(self, partitions: Mapping[int, dict[str, Any]], groups: Groups) -> None:
-        """Take over what was read, by torch's own load_state_dict(), which knows on which device it must be."""
+        """Install the read state by torch's load_state_dict(), which chooses devices."""
         optimizer, stage_3 = self._optimizer, hasattr(self.zero, "_set_fp32_optimizer_param_groups")
         if stage_3:
             self.zero._set_fp32_optimizer_param_groups()
@@ -188,25 +186,25 @@ class ZeroState:
         if stage_3:
             self.zero._clear_fp32_optimizer_param_groups()
         else:
-            self.zero._hp_optimizer_states_linked = False  # what safe_get_full_optimizer_state() shows
+            self.zero._hp_optimizer_states_linked = False  # for safe_get_full_optimizer_state()
 
     def _refresh(self, model: Mapping[str, Any]) -> None:
-        """Make the parameters that forward sees from the fp32 partitions."""
+        """Make the forward's parameters from the fp32 partitions."""
         others = {name: value for name, value in model.items() if not isinstance(value, Piece)}
-        self.core.load_state_dict(others, strict=False)  # tensors are there already; what modules keep beside them
+        self.core.load_state_dict(others, strict=False)  # tensors were read in place; this loads modules' extra state
         if hasattr(self.zero, "update_lp_params"):
             self.zero.update_lp_params()
             return
         for number in range(len(self.layout.masters)):
             self.zero._reassign_or_swap_out_partitioned_parameters(number)
-        gathered = [p for p in self.core.parameters() if is_gathered(p)]  # small ones stay so
+        gathered = [p for p in self.core.parameters() if is_gathered(p)]  # small ones stay gathered
         if gathered:
             gathered[0].partition(gathered)  # type: ignore[attr-defined]
             gathered[0].all_gather(gathered)  # type: ignore[attr-defined]
 
 
 def _part(elements: Tensor, start: int, shape: Sequence[int]) -> Tensor:
-    # DeepSpeed writes no tensor without elements.
+    # DeepSpeed does not write empty tensors.
     return Piece(elements, start, shape) if 0 not in shape else elements.detach().new_empty(shape)
 
 
@@ -226,7 +224,7 @@ def _described(saved: Mapping[str, Any]) -> _Described:
 
 
 def _single(item: Any) -> Any:
-    """Return room for a value that is not one of elements."""
+    """Return a place to read a value that is not one per element."""
     return torch.zeros(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else b""
 
 

@@ -1,8 +1,7 @@
-"""FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise live in shards.
+"""FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise are sharded.
 
-`sharding.py`: who holds the shards, and how they are unsharded. `units.py`: which parameters FSDP gathers together, and
-over which mesh. `reduction.py`: from clipped sums to shards. Gradients are kept by `GradStore`, as in one process.
-May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
+`sharding.py`: shards and unsharding. `units.py`: units and meshes. `reduction.py`: from clipped sums to shards.
+`GradStore` keeps the gradients. May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""From clipped sums to shards: what FSDP2's own reduction is replaced by.
+"""From clipped sums to shards, in place of FSDP2's own reduction.
 
 [Note: From clipped sums to shards]
-Anchors differentiate the sharded parameters, whatever the clipping style, and what FSDP reduces stays empty. The
-clipped sums of a unit (the parameters that FSDP gathers and frees together) fill one bucket in float32 or wider, and
-as soon as the last of them is in, one reduce-scatter takes it to the shards, while the sums of the next unit are
-computed. So the collectives are those of FSDP, one a unit, but
-- the sum over ranks is a sum, never a mean: the sensitivity is that of the sum;
-- nothing is rounded to the dtype of the parameters before the noise is in. FSDP would take the gradients of a bfloat16
-  forward in bfloat16, and rounding can move the sum by more than one sample does;
-- all ranks reduce all units in one fixed order, also units whose layers did not run here.
+Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The clipped sums of a unit (parameters that
+FSDP gathers and frees together) fill one bucket. When it is full, one reduce-scatter takes it to the shards, while the
+next unit's sums are computed. As in FSDP there is one collective per unit, but
+- ranks are summed, never averaged: the sensitivity is that of the sum;
+- nothing is rounded to the parameters' dtype before the noise is in: buckets are float32 or wider. FSDP would reduce
+  bfloat16 gradients in bfloat16, and rounding can move the sum by more than one sample does;
+- all ranks reduce all units in one fixed order, including units with layers that did not run here.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from dpshard.records import as_real
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """The reductions of one backward pass: a queue of units, in an order that all ranks share."""
+    """The reductions of one backward pass, in an order that all ranks share."""
 
     waiting: list[Unit]
-    """Units that were not reduced yet, in the order in which they will be."""
+    """Units not reduced yet, in order."""
     arrived: set[str] = field(default_factory=set)
-    """Names of the parameters whose clipped sum is in, or will not come."""
+    """Names of the parameters with sums that are in, or will not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Clipped sums [whole shape] of units that are not the next one."""
+    """Sums [whole shape] of units behind the next one."""
     bucket: Tensor | None = None
-    """Of the next unit, [ranks, elements of a rank's padded shards]: it fills sum by sum, so none is held twice."""
+    """[ranks, elements of a rank's padded shards] of the next unit; each sum is added as it arrives."""
     running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
-    """Unit, its shards, the bucket that they come from, and the reduction in flight: one at a time."""
+    """The reduction in flight: unit, its shards, the source bucket, the work."""
 
 
 class UnitReduction:
-    """The Reduction of an FSDP2 model: one reduce-scatter a unit; see [Note: From clipped sums to shards]."""
+    """One reduce-scatter per unit; see [Note: From clipped sums to shards]."""
 
     is_unsummed = False
 
@@ -58,9 +57,9 @@ class UnitReduction:
         self._pass: _Pass | None = None
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums; anchors return nothing, the shards are in `.grad` when backward ends."""
+        """Reduce the clipped sums; return None for each, because shards go to `.grad` directly."""
         if self._store.begins(self._end):
-            self._pass = None  # of a backward pass that failed
+            self._pass = None  # left by a failed backward pass
         self._store.require_untouched(names)
         if self._pass is None:
             self._pass = _Pass([unit for unit in reversed(self._sharding.units) if unit.names])
@@ -73,7 +72,7 @@ class UnitReduction:
         return [None] * len(names)
 
     def _collect(self, reduction: _Pass, unit: Unit, name: str, total: Tensor | None) -> None:
-        """Take in the clipped sum [whole shape] of a parameter; None if no gradient arrived."""
+        """Accept a clipped sum [whole shape]; None if no gradient arrived."""
         reduction.arrived.add(name)
         if total is None:
             return
@@ -102,7 +101,7 @@ class UnitReduction:
         if reduction is None:
             return
         for unit in reduction.waiting:
-            reduction.arrived.update(unit.names)  # a layer that did not run here may have run elsewhere
+            reduction.arrived.update(unit.names)  # another rank may have run these layers
         self._launch_complete(reduction)
         self._finish(reduction)
 
@@ -114,14 +113,14 @@ class UnitReduction:
         work.wait()
         for group in self._sharding.replica_groups():
             dist.all_reduce(shards, group=group)
-        self._store.require_untouched(unit.names)  # also those of layers that did not run here: not checked yet
+        self._store.require_untouched(unit.names)  # layers that did not run here are not checked yet
         with torch.no_grad():
             for name, columns in self._columns(unit):
                 local = as_real(self._sharding.local(self._parameters[name]))
                 self._store.add_shard(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
 
     def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
-        """Yield where the padded shards of a unit's parameters lie in a row of its bucket, complex ones as pairs."""
+        """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""
         start = 0
         for name in unit.names:
             local = as_real(self._sharding.local(self._parameters[name]))
@@ -130,7 +129,6 @@ class UnitReduction:
             start = stop
 
     def _bucket(self, reduction: _Pass) -> Tensor:
-        """Return the bucket of the next unit."""
         if reduction.bucket is None:
             unit = reduction.waiting[0]
             width = max(columns.stop for _, columns in self._columns(unit))
@@ -145,7 +143,6 @@ class UnitReduction:
         _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._sharding.rows(name))
 
     def _reduce_scatter(self, reduction: _Pass) -> tuple[Unit, Tensor, Tensor, dist.Work]:
-        """Start the one reduce-scatter of the next unit, bucket -> shards."""
         unit, bucket = reduction.waiting[0], self._bucket(reduction)
         reduction.bucket = None
         for name, columns in self._columns(unit):
@@ -168,7 +165,7 @@ class UnitReduction:
         return True
 
     def fault(self) -> DpshardError | None:
-        """Return an error for sums that FSDP was told not to reduce, or the store's error."""
+        """Return an error if FSDP was told not to reduce, else the store's error."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "
@@ -180,7 +177,7 @@ class UnitReduction:
         """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the shards together; LogicalBatchError if replicas of HSDP differ."""
+        """Return the digest of all shards; LogicalBatchError if replicas of HSDP differ."""
         mesh, shard_dim = self._sharding.mesh, self._sharding.shard_dim
         replicas_RL = ranks_WL.unflatten(0, mesh.shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):
@@ -197,7 +194,7 @@ class UnitReduction:
 
 def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
     """Add a whole sum to its columns of a bucket [ranks, columns]: shard r of dimension 0 to row r."""
-    full = total.shape[0] // rows_per_rank  # ranks whose shard is not cut short
+    full = total.shape[0] // rows_per_rank  # ranks with a full shard
     rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
     rest = total[full * rows_per_rank :]
     if len(rest):

@@ -1,4 +1,4 @@
-"""Parameters that `fully_shard` has sharded, and how they are unsharded for a forward."""
+"""Parameters sharded by `fully_shard`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpshard.errors import ConfigurationError, UnsupportedParameterError
 class FSDP2Sharding(Sharding):
     """Parameters that are DTensors, sharded over one dimension of a mesh.
 
-    Raises ConfigurationError for parameters that FSDP, or dpshard, does not know in such a place.
+    Raises ConfigurationError for placements that dpshard does not support.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,12 +37,12 @@ class FSDP2Sharding(Sharding):
             raise
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
-        """The unsharded parameters by name, as last seen in the forward of their unit; sharded ones until it runs."""
+        """Unsharded parameters, as last seen in forward; before, the sharded ones."""
         self.differentiated: Mapping[str, Tensor] = self.whole
         self.communicator = Communicator(self.mesh.size(), self._group, self.compute_device)
 
     def _refuse_mixed(self, unit: Unit) -> None:
-        """Raise ConfigurationError for what FSDP would refuse in the first forward."""
+        """Raise the error that FSDP would raise in the first forward."""
         complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
         if complex_ones and len(complex_ones) < len(unit.names):
             raise ConfigurationError(
@@ -53,7 +53,7 @@ class FSDP2Sharding(Sharding):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forwards run; shards may be offloaded."""
+        """Device of the forwards; shards may be offloaded."""
         kind = self.mesh.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
@@ -61,11 +61,11 @@ class FSDP2Sharding(Sharding):
         return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh._flatten().get_group()
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
-        # FSDP swaps the attributes of a module while it runs.
+        # FSDP swaps the attributes of a module during its forward.
         return self.parameters.get(name) is parameter or self.whole.get(name) is parameter
 
     def _accumulated(self, name: str) -> None:
-        # Autograd calls it without a gradient, and FSDP when it has reduced one of its own.
+        # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(
                 f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
@@ -77,7 +77,7 @@ class FSDP2Sharding(Sharding):
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return True for a module on which `fully_shard` was called."""
+        """Return True after `fully_shard(module)`."""
         return isinstance(module, FSDPModule)
 
     def unshard_module(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class FSDP2Sharding(Sharding):
         module.unshard()
 
     def unsharded_parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and unsharded parameters of the unit whose forward begins."""
+        """Yield names and unsharded parameters of the unit of `module`."""
         unit = self._unit_of_module.get(module)
         for owner, attribute, name in unit.places if unit is not None else ():
             parameter = owner._parameters[attribute]
@@ -94,19 +94,19 @@ class FSDP2Sharding(Sharding):
             if self.whole[name] is not parameter:
                 self.whole[name] = parameter
                 self.guard.watch(name, parameter.requires_grad_())
-            # FSDP makes it once, and does not learn of a sharded parameter that is frozen, or thawed, later.
+            # FSDP makes it once, and ignores later changes of requires_grad of the sharded parameter.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
 
     def _together(self) -> AbstractContextManager[Any]:
-        self.communicator.meet()  # all ranks unshard parameters in the forwards of a probe
+        self.communicator.meet()  # in the forwards of a probe all ranks unshard together
         return nullcontext()
 
     def _beside(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
         for unit in self.units:
             if unit.is_sharded():
-                # The last forward leaves the root unsharded, and an optimizer made then would hold what FSDP frees.
+                # A forward leaves the root unsharded; an optimizer made then would hold tensors that FSDP frees.
                 stack.callback(unit.module.reshard)
         return stack
 
@@ -114,11 +114,11 @@ class FSDP2Sharding(Sharding):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that hold different shards."""
+        """Mesh of the ranks with different shards."""
         return self.mesh if self.mesh.ndim == 1 else self._part(self.shard_dim)
 
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
-        """Yield the groups of ranks that hold the same shard (HSDP)."""
+        """Yield the groups with equal shards (HSDP)."""
         for dim in range(self.mesh.ndim):
             if dim != self.shard_dim:
                 yield self._part(dim).get_group()
@@ -129,11 +129,11 @@ class FSDP2Sharding(Sharding):
         return self.mesh[names[dim]]
 
     def rows(self, name: str) -> int:
-        """Return the number of rows of a padded shard; the last ranks hold fewer, or none."""
+        """Return the rows of a padded shard; the last ranks hold fewer, or none."""
         return -(-self.parameters[name].shape[0] // self.shard_mesh.size())
 
     def local(self, x: Tensor) -> Tensor:
-        """Return the shard of this rank."""
+        """Return this rank's shard."""
         return x.to_local() if isinstance(x, DTensor) else x
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class FSDP2Sharding(Sharding):
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def start(self, name: str) -> int:
-        """Return where the shard of this rank begins in the flattened parameter."""
+        """Return the shard's start in the flattened parameter."""
         shape = self.parameters[name].shape
         return min(shape[0], self.rows(name) * self.shard_mesh.get_local_rank()) * shape[1:].numel()
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put the shard of this rank in `.grad`, as a DTensor."""
+        """Put this shard in `.grad`, as a DTensor."""
         p = parameter
         assert isinstance(p, DTensor)
         parameter.grad = DTensor.from_local(
@@ -154,7 +154,7 @@ class FSDP2Sharding(Sharding):
         )
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks that hold different shards."""
+        """Return the sum of a scalar over different shards."""
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_mesh.get_group())
         return x

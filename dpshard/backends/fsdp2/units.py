@@ -1,4 +1,4 @@
-"""The units and the mesh of a model on which `fully_shard` was called."""
+"""The units and the mesh of an FSDP2 model."""
 
 from __future__ import annotations
 
@@ -17,42 +17,39 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """One FSDP unit: the parameters that are gathered, freed and reduced together."""
+    """Parameters that FSDP gathers, frees and reduces together."""
 
     modules: tuple[nn.Module, ...]
     places: tuple[tuple[nn.Module, str, str], ...]
-    """(owning module, attribute, name) of each of its parameters; a shared parameter has several places."""
+    """(owning module, attribute, name), several for a shared parameter."""
     names: tuple[str, ...]
 
     @property
     def module(self) -> FSDPModule:
-        """The module by which FSDP knows the unit."""
+        """The module that FSDP has made the unit of."""
         module = self.modules[0]
         assert isinstance(module, FSDPModule)
         return module
 
     def reduces(self) -> bool:
-        """Whether gradients are reduced in this backward (`set_requires_gradient_sync`)."""
+        """Return True if this backward reduces gradients (`set_requires_gradient_sync`)."""
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def is_sharded(self) -> bool:
-        """Whether no parameter of the unit is unsharded now."""
+        """Return True if no parameter is unsharded now."""
         return all(group.is_sharded for group in _groups(self.modules[0]))
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """Return the groups of parameters that FSDP gathers together for `module`, on which fully_shard was called."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh, int]:
-    """Return the one mesh of all parameters, and the dimension over which they are sharded.
+    """Return the mesh of all parameters, and its dimension that shards; HSDP replicates over the other.
 
-    HSDP replicates over the other dimension.
-
-    Raises ConfigurationError for parameters that dpshard does not know in such a place.
+    Raises ConfigurationError for placements that dpshard does not support.
     """
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
@@ -63,7 +60,7 @@ def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[D
     placed = [p for unit in units for group in _groups(unit) for p in group.fsdp_params if _is_placed_by_fsdp(p)]
     refuse_foreign_placements(model, {id(p.sharded_param) for p in placed})
     trained = [p for p in placed if p.sharded_param.requires_grad] or placed
-    # By value: without mesh=, each call of fully_shard makes one of its own over all ranks.
+    # Compare by value: without mesh=, each call of fully_shard makes its own mesh over all ranks.
     meshes = {(p.mesh_info.mesh, p.mesh_info.shard_mesh_dim) for p in trained}
     if len(meshes) != 1:
         raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
@@ -81,9 +78,9 @@ def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[D
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Whether each dimension of a parameter's mesh is one over which FSDP shards or replicates it.
+    """Return True if FSDP shards or replicates over every dimension of the parameter's mesh.
 
-    Placements do not tell: a norm of a tensor-parallel model lies as under HSDP.
+    Placements do not decide this: a norm of a tensor-parallel model has the placements of HSDP.
     """
     sharded, info = parameter.sharded_param, parameter.mesh_info
     own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
@@ -91,12 +88,12 @@ def _is_placed_by_fsdp(parameter: Any) -> bool:
 
 
 def units_of(model: nn.Module, names: Mapping[int, str]) -> Iterator[Unit]:
-    """Yield the FSDP units of a model, outermost first; `fully_shard` makes one of a list of modules, too."""
+    """Yield the FSDP units of a model, outermost first; a unit may have several modules."""
     modules: dict[int, list[nn.Module]] = {}
     for module in reversed(list(model.modules())):
         if isinstance(module, FSDPModule):
             unit = id(module._get_fsdp_state())
-            modules[unit] = [*modules.pop(unit, []), module]  # behind all units within
+            modules[unit] = [*modules.pop(unit, []), module]  # after all nested units
     taken: set[int] = set()
     found: list[Unit] = []
     for unit in modules.values():
