@@ -1,4 +1,4 @@
-"""Packages that come with an extra of dpshard."""
+"""Packages of dpshard's extras."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpshard.errors import ConfigurationError
 def require(package: str, extra: str, what: str) -> None:
     """Raise ConfigurationError if `package`, which `what` needs, is not installed.
 
-    A package that is there and broken raises its own ImportError.
+    A broken package raises its own ImportError.
     """
     try:
         importlib.import_module(package)

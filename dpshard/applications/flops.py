@@ -1,4 +1,4 @@
-"""Formulas for floating-point operations, by operator: torch's own, and those that it lacks."""
+"""Formulas for floating-point operations by operator: torch's, and missing ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _aten = torch.ops.aten
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *args: Any, **_: Any) -> int:
-    """Each gradient takes what the convolution takes; torch's formula counts that of the weight once a group."""
+    """Count each gradient as the convolution; torch's formula counts the weight's once per group."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, mask = args
     return (mask[0] + mask[1]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed)
 
 
-# The registry knows the attention kernels of GPUs; on CPU tensors, fake ones too, torch picks the one of the CPU.
+# The registry lacks the attention kernel of the CPU, which torch picks for CPU tensors, also for fake ones.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
@@ -31,18 +31,17 @@ FORMULAS: dict[Any, Callable[..., int]] = {
         g.shape, q.shape, k.shape, v.shape
     ),
 }
-"""From an operator to the function that counts its operations: products alone, as FlopCounterMode counts them."""
+"""Functions that count the operations of an operator: only products, as FlopCounterMode does."""
 
 
 class FlopMeter(TorchDispatchMode):
-    """Counts the operations of what runs within; unlike FlopCounterMode it hooks no modules and keeps no tensor."""
+    """Counts operations; unlike FlopCounterMode it hooks no modules and keeps no tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = FORMULAS.get(func._overloadpacket)

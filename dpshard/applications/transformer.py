@@ -1,4 +1,4 @@
-"""A transformer in plain torch, which the command line trains and the planner counts."""
+"""A transformer in plain torch, for the command line and the planner."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model; without a `head` of its own, its token embedding is its output head."""
+    """A causal language model; without a `head`, the token embedding is its output head."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, depth: int, block: Callable[[], Block], *, head: bool = False

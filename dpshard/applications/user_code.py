@@ -1,4 +1,4 @@
-"""Functions of the user, named as package.module:function."""
+"""User functions, named package.module:function."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from dpshard.errors import ConfigurationError
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Return the function at `path`, package.module:function.
+    """Return the function at `path`, package.module:function; puts the working directory on the module path.
 
-    Puts the working directory on the module path. Raises ConfigurationError if there is no such
-    function.
+    Raises ConfigurationError if there is no such function.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigurationError(f"{path!r} names no function: write package.module:function.")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; the program `dpshard` puts its own folder there
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, but not the program `dpshard`
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""dpshard in other frameworks, and under other libraries' interfaces.
+"""dpshard in other frameworks, and under other libraries' interfaces; begin with `transformers.py`.
 
-Import each by its own name. May import the public face of the package, and `sampling`, `losses`, `config` and `step`.
-Begin with `transformers.py`.
+They may import the public package, `sampling`, `losses`, `config` and `step`.
 """

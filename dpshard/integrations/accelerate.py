@@ -31,11 +31,10 @@ _DISTRIBUTED = (
 
 
 def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> PrivacyEngine:
-    """Return an engine for the prepared `model`.
+    """Return an engine for the prepared `model`; `settings` go to `dpshard.PrivacyEngine`.
 
-    Add its state to `accelerator.save_state` and `load_state`. `settings` go to
-    `dpshard.PrivacyEngine`. Do not prepare data loaders: `engine.batches` gives each process its
-    share. Raises ConfigurationError if the accelerator would change or hide gradients.
+    `accelerator.save_state` and `load_state` include its state. Do not prepare data loaders: `engine.batches` gives
+    each process its share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
     check_supported(accelerator)
     engine = PrivacyEngine(model, **settings)
@@ -69,16 +68,12 @@ def check_supported(accelerator: Accelerator) -> None:
 
 
 def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make `accelerator` shard by `plugin` on processes without a GPU, for tests and first tries.
-
-    accelerate turns FSDP on only for GPUs, and uses DDP elsewhere; its FSDP code works on the CPU
-    too. Does nothing if FSDP is on already, or if there is one process.
-    """
+    """Shard by `plugin` on several CPU processes, where accelerate would use DDP; for tests and first tries."""
     if accelerator.distributed_type is not DistributedType.MULTI_CPU:
         return
     state = accelerator.state
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     state.fsdp_plugin = plugin
-    # AcceleratorState does the same, because later instances read the shared state.
+    # As AcceleratorState does: later instances read the shared state.
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP

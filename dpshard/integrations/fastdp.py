@@ -1,8 +1,6 @@
-"""The interface of fastDP on the engine of dpshard: the constructor, and `attach(optimizer)`.
+"""fastDP's interface: the constructor, and `attach(optimizer)` (docs/coming-from-fastdp.md).
 
-A loop over a DataLoader feeds its own batches, and the engine cannot check how they were drawn.
-Iterate over `privacy_engine.batches(dataset, micro_batch_size)` instead
-(docs/coming-from-fastdp.md).
+It cannot check how a DataLoader draws batches. Iterate over `privacy_engine.batches(dataset, micro_batch_size)`.
 """
 
 from __future__ import annotations
@@ -25,28 +23,24 @@ _STYLES = ("all-layer", "layer-wise", "param-wise")
 
 
 class PrivacyEngine(core.PrivacyEngine):
-    """A `dpshard.PrivacyEngine` with the constructor of fastDP.
+    """A `dpshard.PrivacyEngine` with fastDP's constructor.
 
     Args:
-        module: The model to train.
+        module: Model to train.
         batch_size: Expected logical batch size, over all ranks and accumulation steps.
         sample_size: Number of samples of the data set.
-        max_grad_norm: Largest L2 norm of one sample; 1 under clipping_fn="automatic", as in fastDP.
-        epochs: Length of the run in epochs; or `num_steps`.
-        num_steps: Length of the run in optimizer steps.
-        noise_multiplier: Standard deviation of the noise over the sensitivity; or `target_epsilon`.
-        target_epsilon: Budget of the whole run.
+        max_grad_norm: L2 clipping norm of a sample; 1 under clipping_fn="automatic", as in fastDP.
+        epochs, num_steps: Length of the run, by one of them.
+        noise_multiplier: Noise standard deviation over the sensitivity; overrides `target_epsilon`.
+        target_epsilon: Budget of the run.
         target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one is better.
         clipping_fn: "automatic", "Abadi", or "global".
-        clipping_mode: "MixOpt", "MixGhostClip", or "ghost": changes time and memory, never the
-            result.
-        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each
-            block.
+        clipping_mode: "MixOpt", "MixGhostClip", or "ghost"; affects only time and memory.
+        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each block.
         accounting_mode: "rdp", or "glw", which is dpshard's "pld".
-        loss_reduction: Reduction of the loss over the rows of the micro-batch: "mean" or "sum".
-        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. There is no second pass
-            to save, the noise is right on any number of ranks under any seed, and `metrics()` has
-            the gradient-SNR.
+        loss_reduction: "mean" or "sum" over the rows of the micro-batch.
+        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect: one pass suffices, the noise is right on
+            any number of ranks under any seed, and `metrics()` has the gradient-SNR.
 
     Raises ConfigurationError for settings out of range, TypeError for unknown ones.
     """
@@ -82,7 +76,7 @@ class PrivacyEngine(core.PrivacyEngine):
         else:
             style = _blocks(module, clipping_style)
         if noise_multiplier is not None:
-            target_epsilon = None  # noise_multiplier overrides target_epsilon, as in fastDP
+            target_epsilon = None  # as in fastDP
         super().__init__(
             module,
             batch_size=batch_size,
@@ -101,7 +95,7 @@ class PrivacyEngine(core.PrivacyEngine):
         )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add fastDP's methods to `optimizer`; its gradients are private even without this call.
+        """Add fastDP's methods to `optimizer`; its gradients are private without them.
 
         Raises ConfigurationError if it holds none of the engine's parameters.
         """
@@ -114,10 +108,7 @@ class PrivacyEngine(core.PrivacyEngine):
         optimizer.__dict__.update(privacy_engine=self, **methods)
 
     def privatize(self) -> None:
-        """See dpshard.PrivacyEngine.
-
-        With a sum loss, do not divide by the batch size, as in fastDP.
-        """
+        """Make gradients private; those of a sum loss are not divided by the batch size, as in fastDP."""
         released = self.step
         super().privatize()
         if self.step > released and self.mechanism.loss_reduction == "sum":
@@ -125,19 +116,18 @@ class PrivacyEngine(core.PrivacyEngine):
             torch._foreach_mul_(gradients, float(self.mechanism.schedule[released]))
 
     def get_privacy_spent(self) -> Mapping[str, float]:
-        """Return the epsilon spent so far at target_delta, under "eps_rdp" or "eps_pld"."""
+        """Return epsilon so far at target_delta, as "eps_rdp" or "eps_pld"."""
         return {f"eps_{self.mechanism.accountant}": self.epsilon()}
 
     def get_training_stats(self) -> Mapping[str, float]:
-        """Return `metrics()`; they are not private."""
+        """Return `metrics()`, which are not private."""
         return self.metrics()
 
 
 def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
-    """Return the names of the trainable parameters of each block.
+    """Return the trainable parameters' names in each block, which begins with one of the layers `heads`.
 
-    `heads` are the first layers of blocks. Raises ConfigurationError for an unknown head, or if
-    parameters precede the first one.
+    Raises ConfigurationError for unknown heads, or if parameters precede the first.
     """
     known = {name for name, _ in module.named_modules()}
     if unknown := sorted(set(heads) - known):

@@ -1,11 +1,9 @@
-"""Lightning: a callback that makes the fitting of a LightningModule private.
+"""Lightning: a callback that makes fitting private.
 
 [Note: Lightning on logical batches]
-The callback's train loader yields logical batches, so Lightning's steps count releases. The
-callback calls the module's `training_step` once per micro-batch. Lightning itself runs the last
-backward, within the closure of the optimizer's step. There, its zero_grad comes between forward and
-backward, and would discard clipped sums. The callback therefore calls zero_grad before the first
-micro-batch instead.
+The callback's loader yields logical batches, so Lightning's steps count releases. The callback calls `training_step`
+once per micro-batch. Lightning runs the last backward, after a zero_grad that would discard clipped sums. So the
+callback calls zero_grad before the first micro-batch instead.
 """
 
 from __future__ import annotations
@@ -35,17 +33,13 @@ class PrivateTraining(L.Callback):
     private = PrivateTraining(loader, ...); Trainer(callbacks=[private]).fit(module, private.loader)
 
     Args:
-        loader: The ordinary train loader; its batch_size is the expected logical batch. Poisson
-            sampling replaces its sampler.
-        micro_batch_size: Number of rows per forward; batch_size if not given.
-        pad: Whether padding fills the last micro-batches. A training_step that sorts or augments rows
-            needs False.
-        **privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
-            target_delta, ... Loader and Trainer give batch size, sample size and steps.
+        loader: Train loader. Its batch_size is the expected logical batch; Poisson sampling replaces its sampler.
+        micro_batch_size: Rows per forward; batch_size if not given.
+        pad: Whether padding fills the last micro-batches. A training_step that sorts or augments rows needs False.
+        **privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size and steps.
 
-    `engine` is the engine after fitting has begun. Checkpoints hold its state and the random states
-    of dropout, so a recomputed step releases the same value. The callback supports one process. On
-    several, use accelerate, the Trainer of Hugging Face, or your own loop.
+    `engine` exists once fitting has begun. Checkpoints hold its state and random states, so a recomputed step releases
+    the same value. On several processes use accelerate, the Trainer of Hugging Face, or your own loop.
 
     Raises ConfigurationError for a module or Trainer that would not be private as accounted.
     """
@@ -67,10 +61,7 @@ class PrivateTraining(L.Callback):
     # --- the fit ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create the engine or resume from the checkpoint.
-
-        Make the module loop over micro-batches.
-        """
+        """Create or resume the engine, and make the module loop over micro-batches."""
         _check(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
@@ -111,10 +102,9 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """Return the output of the last micro-batch, for Lightning's backward.
+        """Run backward except for the last micro-batch, and return its output for Lightning's backward.
 
-        Run backward for the others. Raises ConfigurationError if `logical_batch` does not come from
-        `private.loader`.
+        Raises ConfigurationError if `logical_batch` is not from `private.loader`.
         """
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
@@ -123,7 +113,7 @@ class PrivateTraining(L.Callback):
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
         output = None
-        self._running = iter(logical_batch)  # keeps the last micro-batch current until its backward has run
+        self._running = iter(logical_batch)  # keeps the last micro-batch current until its backward
         for micro_batch in self._running:
             output = step(trainer.strategy.batch_to_device(micro_batch), *others)
             if logical_batch.complete:
@@ -131,7 +121,7 @@ class PrivateTraining(L.Callback):
             loss = output["loss"] if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
                 with torch.autocast(loss.device.type, enabled=False):
-                    backward(loss)  # without Lightning's hooks: these gradients are not private yet
+                    backward(loss)  # without Lightning's hooks, because gradients are not private yet
         return output
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -161,10 +151,7 @@ class PrivateTraining(L.Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state and random states.
-
-        They hold the run secret: guard them like the data.
-        """
+        """Return the states of engine and generators, with the run secret: guard them like the data."""
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -173,7 +160,7 @@ class PrivateTraining(L.Callback):
 
 
 class _LogicalBatches:
-    """The train loader for Lightning; its items are logical batches."""
+    """The train loader, of logical batches."""
 
     def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int, *, pad: bool) -> None:
         self._callback, self._loader, self._micro_batch_size, self._pad = callback, loader, micro_batch_size, pad
@@ -185,8 +172,7 @@ class _LogicalBatches:
         engine = self._callback.engine
         if engine is None:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
-        # A loader draws a seed for its workers; a resumed epoch needs the random states of the
-        # first run.
+        # A loader draws a seed for its workers, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
                 self._loader.dataset,
@@ -198,7 +184,6 @@ class _LogicalBatches:
 
 
 def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Raise ConfigurationError for settings that would not be private as accounted."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             "automatic_optimization=False: create a PrivacyEngine in the module's own loop, and iterate over "
@@ -219,8 +204,7 @@ def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    """Return random states of torch (all devices), numpy and Python: tensors and plain values."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the global one, which data augmentation uses
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # global, as in data augmentation
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

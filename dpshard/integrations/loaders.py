@@ -1,4 +1,4 @@
-"""The options of a DataLoader that survive when Poisson sampling replaces its sampler."""
+"""Options of a DataLoader that Poisson sampling keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of `loader` as keywords of `engine.batches`, without its sampler."""
+    """Return the options of `loader` as keywords of `engine.batches`."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

@@ -1,10 +1,9 @@
-"""Hugging Face Trainer: `PrivateTrainer` is a Trainer with private training; everything else stays.
+"""Hugging Face Trainer with private training: `PrivateTrainer`.
 
 [Note: Trainer on logical batches]
-One item of the Trainer's train loader is one logical batch, without accumulation. So its steps,
-logs, schedulers and checkpoints count releases. `training_step` loops over micro-batches. The
-Trainer can clip gradients, divide them by the tokens of the batch, or scale them for half
-precision. This would invalidate the accounting, so it is switched off with a message, or refused.
+One item of the train loader is one logical batch, so steps, logs, schedulers and checkpoints count releases.
+`training_step` loops over micro-batches. The Trainer's own clipping, division by tokens, and scaling for half precision
+would invalidate the accounting: they are switched off with a message, or refused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dpshard.losses import sample_losses
 from dpshard.sampling import check_dataset
 
 STATE = "dpshard.json"
-"""File of a checkpoint folder that holds the state of the engine."""
+"""File of a checkpoint folder with the engine's state."""
 _OURS = ("batch_size", "sample_size", "steps", "epochs", "loss_reduction")
 _LOGICAL_BATCH = "logical_batch"
 _OWN_LOSS = (
@@ -43,10 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ShardsOnCPU:
-    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU.
-
-    See `shard_on_cpu`.
-    """
+    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU; see `shard_on_cpu`."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator."""
@@ -61,15 +57,11 @@ class _Private(ShardsOnCPU):
     """A mix-in before a subclass of Trainer that makes its training private.
 
     Args:
-        model, args: Arguments of the Trainer, like all others. The expected logical batch is
-            per_device_train_batch_size * gradient_accumulation_steps * processes. A micro-batch has
-            per_device_train_batch_size rows.
-        privacy: Settings of `dpshard.PrivacyEngine`: target_epsilon or noise_multiplier,
-            target_delta, max_grad_norm, clipping_style, ... The Trainer gives batch size, sample
-            size, steps and loss reduction.
+        model, args: As for the Trainer. A micro-batch has per_device_train_batch_size rows. The expected logical batch
+            is per_device_train_batch_size * gradient_accumulation_steps * processes.
+        privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size, steps and loss reduction.
 
-    `engine` is the engine after training has begun. Raises ConfigurationError for arguments that
-    would break the accounting.
+    `engine` exists once training has begun. Raises ConfigurationError for arguments that would break the accounting.
     """
 
     def __init__(
@@ -106,10 +98,7 @@ class _Private(ShardsOnCPU):
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator.
-
-        Raises ConfigurationError if it would change gradients or split samples.
-        """
+        """Create the accelerator; raise ConfigurationError if it would change gradients or split samples."""
         super().create_accelerator_and_postprocess()
         check_supported(self.accelerator)  # type: ignore[attr-defined]
 
@@ -119,9 +108,7 @@ class _Private(ShardsOnCPU):
         """Return the logical batches of an epoch, each within a dict."""
         trainer: Any = self
         if isinstance(trainer.train_dataset, Sized):
-            check_dataset(
-                trainer.train_dataset, len(trainer.train_dataset)
-            )  # before the Trainer makes a sampler for it
+            check_dataset(trainer.train_dataset, len(trainer.train_dataset))  # before the Trainer makes a sampler
         ordinary = super().get_train_dataloader()  # type: ignore[misc]
         return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
 
@@ -132,9 +119,9 @@ class _Private(ShardsOnCPU):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _begin(self, steps: int, released: int) -> None:
-        """Create the engine before the first batch; model and optimizer must be wrapped and loaded.
+        """Create the engine before the first batch, when model and optimizer are wrapped and loaded.
 
-        `released` is the Trainer's number of steps. Raises CheckpointError if the ledger differs.
+        Raises CheckpointError if the ledger differs from `released`, the Trainer's step.
         """
         trainer: Any = self
         if self.engine is not None and self._resumed_from is None:
@@ -162,8 +149,7 @@ class _Private(ShardsOnCPU):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the clipped sums of all micro-batches, and add the noise.
 
-        Returns the mean loss over the samples of all ranks; NaN for an empty logical batch, which
-        the Trainer does not log.
+        Returns the mean loss over samples of all ranks; NaN, which is not logged, for an empty batch.
         """
         trainer, engine = self, self.engine
         assert engine is not None
@@ -208,10 +194,9 @@ class _Private(ShardsOnCPU):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """Return a function of outputs and labels to replace the model's loss; None to keep it.
+        """Return a function of outputs and labels that returns losses [B] or their mean; None to keep the model's loss.
 
-        The function returns losses [B] or their mean. A model's own loss is a mean over the tokens
-        of the whole batch, which mixes samples.
+        A model's own loss is a mean over the tokens of the batch, which mixes samples.
         """
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
@@ -237,7 +222,7 @@ class _Private(ShardsOnCPU):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.engine is not None and self.args.should_save:  # type: ignore[attr-defined]
-            # The file holds the run secret: only its owner may read it.
+            # It holds the run secret: only its owner may read it.
             descriptor = os.open(Path(output_dir) / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(self.engine.state_dict(), file)
@@ -248,18 +233,15 @@ class _Private(ShardsOnCPU):
 
 
 class PrivateTrainer(_Private, Trainer):
-    """A transformers.Trainer with differentially private training.
-
-    Add `privacy={"target_epsilon": 3.0}`.
-    """
+    """A transformers.Trainer with private training; add `privacy={"target_epsilon": 3.0}`."""
 
 
 class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
-    """A transformers.Seq2SeqTrainer with differentially private training; see PrivateTrainer."""
+    """A transformers.Seq2SeqTrainer with private training; see PrivateTrainer."""
 
 
 class _LogicalBatches:
-    """The train loader for the Trainer; its items are logical batches."""
+    """The train loader, of logical batches."""
 
     def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:
         size = len(dataset) if hasattr(dataset, "__len__") else 0
@@ -275,8 +257,7 @@ class _LogicalBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         engine, args = self._trainer.engine, self._trainer.args  # type: ignore[attr-defined]
         assert engine is not None
-        # A loader draws a seed; without the fork a resumed epoch would have other random states
-        # than the first run.
+        # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             batches = engine.batches(
                 self.dataset,
@@ -300,10 +281,9 @@ class _Begin(TrainerCallback):
 
 
 def _uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with all except one token of the first sample ignored.
+    """Return `labels` with all tokens of the first sample ignored, except one.
 
-    Samples then differ in length, so verification detects a mean over all tokens in any first
-    batch.
+    Samples then differ in length, so verification detects a mean over all tokens.
     """
     if labels.dim() < 2 or labels.is_floating_point():
         return labels
@@ -314,10 +294,7 @@ def _uneven(labels: Tensor) -> Tensor:
 
 
 def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
-    """Return the cross-entropy [B] of every sample for `labels` [B, T].
-
-    A label is the token at its position, or with `shift` the token after it.
-    """
+    """Return the cross-entropy [B] for `labels` [B, T] of the same positions, or with `shift` of the next ones."""
     logits = _logits(outputs, labels)
     return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
 
@@ -333,10 +310,9 @@ def _logits(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the model's own loss predicts the next token; tested on one sample.
+    """Return True if the model's own loss predicts the next token.
 
-    For one sample the mean over all tokens is the mean over its own, so it must equal
-    `_token_losses`. Raises ConfigurationError if it equals neither variant, or both.
+    On one sample it must equal `_token_losses`. Raises ConfigurationError if it equals neither variant, or both.
     """
     labels = inputs["labels"]
     one = {
@@ -345,8 +321,7 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
     model.eval()
     with torch.no_grad():
-        # The likeliest class at every position, and the unlikeliest at the first, make both
-        # variants differ.
+        # The likeliest class at every position, and the unlikeliest at the first, make both variants differ.
         _, rest = _loss_and_rest(model(**one))
         logits = _logits(rest, one["labels"])
         one["labels"] = logits.argmax(-1)
@@ -375,7 +350,6 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
 
 
 def _check(args: TrainingArguments) -> None:
-    """Raise ConfigurationError for arguments that would break the accounting."""
     refused = {
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
         "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "

@@ -1,13 +1,11 @@
-"""What the success of an attack proves about epsilon: lower bounds, each with its confidence. No torch in here.
+"""Lower bounds on epsilon from the success of an attack, each with its confidence; no torch.
 
 [Note: A bound from an attack]
-An attacker tells a release with a sample from one without it, with two error rates: false positives (a) and false
-negatives (b). (epsilon, delta)-DP forbids both to be small: a e^epsilon + b >= 1 - delta, and the same with a and b
-swapped. So rates that are known to be at most a and b refute every pair below the line. One pair of rates is bounded
-once, for all deltas together: the guarantee that an accountant gives is a curve, and may be refuted at any of its
-points.
-The rates of a mechanism that is mu-GDP (Gaussian noise, every sample in every batch) obey the sharper
-mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, "Gaussian differential privacy", arXiv:1905.02383.
+An attacker tells releases with a sample from releases without it, at false positive rate a and false negative rate b.
+(epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds on a and b
+that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute the
+accountant's curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper
+mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
 """
 
 from __future__ import annotations
@@ -24,29 +22,29 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
 ATTACKS = 4
-"""Attacks of one audit at most: that on releases, two games of steps, and one run."""
+"""Attacks of an audit, at most: releases, two games of steps, one run."""
 FALSE_ALARM = 1e-6 / ATTACKS
-"""Probability with which one attack refutes a sound engine, at most: all of an audit share one in a million."""
+"""Maximum probability that one attack refutes a sound engine; 1e-6 for all attacks."""
 REFUTED_BEYOND = 1 - FALSE_ALARM
-"""Confidence beyond which a bound above what was accounted is called a refutation, not bad luck."""
+"""Confidence of the bounds that refute the accounted epsilon."""
 MAX_EPSILON = 64.0
-"""The largest epsilon that a bound is sought up to."""
+"""Upper end of the search for a bound."""
 GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Shares of the canaries about which a one-run attack guesses: it tries all, at a fifth of the error each."""
+"""Shares of the canaries to guess; an attack tries all, at a fifth of the error each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How often a test, fixed beforehand, erred in independent trials."""
+    """Errors of a test, fixed beforehand, in independent trials."""
 
     false_positives: int
-    """Trials without the sample in which the test said that it is there."""
+    """Trials without the sample, judged "in"."""
     without: int
-    """Trials without the sample."""
+    """Number of trials without the sample."""
     false_negatives: int
-    """Trials with the sample in which the test said that it is not there."""
+    """Trials with the sample, judged "out"."""
     within: int
-    """Trials with the sample."""
+    """Number of trials with the sample."""
 
     def __post_init__(self) -> None:
         for errors, trials in ((self.false_positives, self.without), (self.false_negatives, self.within)):
@@ -54,9 +52,9 @@ class Trials:
                 raise ConfigurationError(f"{errors} errors in {trials} trials: an attack needs trials of both kinds.")
 
     def rates(self, confidence: float) -> tuple[float, float]:
-        """Return upper bounds of both error rates, which hold together with probability `confidence`.
+        """Return upper bounds of both error rates that hold together with probability `confidence`.
 
-        Clopper and Pearson 1934, "The use of confidence or fiducial limits", one-sided, half of the error each.
+        Clopper and Pearson 1934, one-sided, half of the error each.
         """
         error = (1 - check_confidence(confidence)) / 2
         return (
@@ -65,23 +63,22 @@ class Trials:
         )
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """Return a lower bound on epsilon at `delta` for any mechanism; see [Note: A bound from an attack]."""
+        """Return a lower bound on epsilon at `delta` for any mechanism."""
         a, b = self.rates(confidence)
         found = [math.log((1 - delta - one) / other) for one, other in ((a, b), (b, a)) if one < 1 - delta]
         return max(0.0, *found) if found else 0.0
 
     def mu(self, confidence: float) -> float:
-        """Return a lower bound on mu of a mu-GDP mechanism, at least 0; see [Note: A bound from an attack]."""
+        """Return a lower bound on mu of a mu-GDP mechanism, at least 0."""
         a, b = self.rates(confidence)
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
 
 
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return a bound on the probability of `right` right `guesses` about m `canaries` under (epsilon, delta)-DP.
+    """Bound the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
 
-    Each canary was in by the toss of a fair coin. Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1)
-    training run", arXiv:2305.08846, Theorem 5.2: beta + alpha m delta, where beta = P[X >= v] and
-    alpha = max_i (2 / i) P[v > X >= v - i] for X binomial of r guesses, each right with e^eps / (1 + e^eps).
+    Each of the m `canaries` is in by a fair coin. Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2: beta + alpha m
+    delta, with beta = P[X >= v], alpha = max_i (2 / i) P[v > X >= v - i], and X ~ Binomial(r, e^eps / (1 + e^eps)).
     """
     if not 0 <= right <= guesses <= canaries:
         raise ConfigurationError(f"{right} right ones of {guesses} guesses about {canaries} canaries: impossible.")
@@ -93,7 +90,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
 
 
 def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """Return a lower bound on epsilon from one run; every smaller epsilon has a p-value below 1 - confidence."""
+    """Return a lower bound on epsilon from one run; smaller epsilons have p-values below 1 - confidence."""
     error = 1 - check_confidence(confidence)
 
     def rejected(epsilon: float) -> bool:
@@ -102,7 +99,7 @@ def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confi
     stride, lo = 0.125, 0.0
     if not rejected(lo):
         return 0.0
-    # Upwards from 0: the p-value need not be monotone where delta counts, and all that is skipped must be rejected.
+    # Upwards from 0: with delta > 0 the p-value may not be monotone, and all skipped epsilons must be rejected.
     while lo < MAX_EPSILON and rejected(lo + stride):
         lo += stride
     hi = lo + stride
@@ -114,22 +111,22 @@ def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confi
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """How many guesses about how many canaries were right, for each of the numbers of guesses that were tried."""
+    """Results of a one-run attack."""
 
     canaries: int
     tried: tuple[tuple[int, int], ...]
-    """(guesses, right ones), the numbers of guesses fixed beforehand."""
+    """(guesses, right guesses), for numbers of guesses that were fixed beforehand."""
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """Return the best lower bound on epsilon at `delta`; each number of guesses has its share of the error."""
+        """Return the best lower bound on epsilon at `delta`; all numbers of guesses share the error."""
         each = 1 - (1 - check_confidence(confidence)) / len(self.tried)
         return max(one_run_epsilon(self.canaries, n, right, delta, each) for n, right in self.tried)
 
 
 def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[bool] | NDArray[np.bool_]) -> Guesses:
-    """Guess "in" for the canaries of the highest scores and "out" for as many of the lowest, abstain on the others.
+    """Guess "in" for the highest scores and "out" for as many of the lowest; abstain on the others.
 
-    Ties are broken by position. A score that is not a number counts as the lowest.
+    Ties are broken by position. NaN counts as the lowest score.
     """
     scores, included = np.asarray(scores_m, np.float64), np.asarray(included_m, np.bool_)
     m = len(scores)
@@ -142,7 +139,7 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
 
 
 def check_confidence(confidence: float) -> float:
-    """Return `confidence`; raise ConfigurationError unless it lies strictly between 0 and 1."""
+    """Return `confidence`; raise ConfigurationError unless 0 < confidence < 1."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")
     return confidence

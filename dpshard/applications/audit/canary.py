@@ -1,4 +1,4 @@
-"""The canary of the two-distribution audit: its gradient by plain autograd, and what clipping leaves of it."""
+"""The canary of the two-distribution audit: its gradient before and after clipping."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
-"""The loss of every sample, [B], of the model's output and the targets."""
+"""Returns the losses [B] of output and targets."""
 
 FAR_ABOVE, JUST_BELOW = 1e3, 0.99
-"""Norms of a canary's gradient over a threshold: clipping of either kind leaves the most of one of them. (Automatic
-clipping adds 0.01 to norms, so its far above is over 1, too: adaptive thresholds may fall to 1e-12.)"""
+"""Norms of a canary's gradient over a threshold; each clipping function leaves the longest gradient at one of them.
+FAR_ABOVE is over max(threshold, 1), because automatic clipping adds 0.01 to norms, and thresholds may fall to 1e-12."""
 
 NEARLY = 0.99
-"""Share of the best at which the gradient is left as it is."""
+"""Share of the best length at which the gradient stays unscaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryDirection:
-    """How to move the release most, at the thresholds of one step."""
+    """The scaling of the canary that moves the release most at given thresholds."""
 
     pull: float
-    """What the loss of the canary is multiplied by."""
+    """Factor of the canary's loss."""
     lengths_M: Tensor
-    """The norm of what clipping leaves of it in each group, float64."""
+    """Norm of the clipped gradient in each group, float64."""
 
     @property
     def length(self) -> float:
-        """The norm of what clipping leaves of it, over all groups."""
+        """Norm of the clipped gradient over all groups."""
         return float(self.lengths_M.norm())
 
 
 class CanaryGradient:
-    """The gradient of the canary, in the clipping groups of an engine.
+    """The canary's `gradient` by parameter name, clipped by `function` in M `groups` of names.
 
-    `gradient` has it by parameter name, `groups` are the names of the M clipping groups, and `function` clips. Raises
-    ConfigurationError if it is 0, or not finite.
+    Raises ConfigurationError if it is 0 or not finite.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class CanaryGradient:
         self._last: tuple[Sequence[float], CanaryDirection] | None = None
 
     def aim(self, thresholds: Sequence[float]) -> CanaryDirection:
-        """Return how to move the release most at these thresholds [M]; keep the gradient if it is nearly best."""
+        """Return the scaling that moves the release most at these thresholds [M], or 1 if nearly best."""
         if self._last is None or self._last[0] != thresholds:
             self._last = thresholds, self._aim(thresholds)
         return self._last[1]
@@ -79,7 +78,7 @@ class CanaryGradient:
         factor_MS = torch.stack([self._function.factor(n, r) for n, r in zip(norm_MS, thresholds, strict=True)])
         length_MS = factor_MS * norm_MS
         length_S = length_MS.norm(dim=0)
-        # A canary as it is serves as well as any, mostly: then it is a sample like others.
+        # An unscaled canary is an ordinary sample.
         best = 0 if length_S[0] >= NEARLY * length_S.max() else int(length_S.argmax())
         return CanaryDirection(float(pull_S[best]), length_MS[:, best])
 
@@ -89,16 +88,16 @@ class CanaryGradient:
         return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
 
     def lengths(self, aim: CanaryDirection) -> list[float]:
-        """Return the norm of the clipped gradient for each parameter with a gradient other than 0."""
+        """Return the clipped norm of each nonzero part."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]
 
     def along(self, full_gradient: Callable[[str], Tensor | None]) -> list[float]:
-        """Return how far a gradient, given by parameter name, reaches in the direction of each parameter's part."""
+        """Return the component of `full_gradient(name)` along each nonzero part."""
         reached = []
         for unit in self._units:
             for name, part in unit.items():
-                gradient = full_gradient(name)  # of all: ranks ask for the same ones
+                gradient = full_gradient(name)  # a collective: all ranks call it for every parameter
                 if part.any():
                     along = 0.0 if gradient is None else float((gradient.double() * part).sum() / part.norm())
                     reached.append(along)
@@ -106,7 +105,7 @@ class CanaryGradient:
 
 
 def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
-    """Return the gradient of one sample (x [1, ...], y [1, ...]) by plain autograd, by parameter name."""
+    """Return the gradient of one sample (x [1, ...], y [1, ...]) by parameter name."""
     device = next(model.parameters()).device
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     value = loss(model(x.to(device)), y.to(device)).sum()
@@ -115,7 +114,7 @@ def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) ->
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name, without the prefixes of wrappers."""
+    """Return the parameters by name, without prefixes of wrappers."""
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""Whether who was in the batches are independent coins. Statistics, no engine in here."""
+"""Tests that batches are independent draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpshard.applications.audit.noise import Finding
 
 
 def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
-    """Whether who was drawn, [T, n] of each engine, are independent coins of probability `q`."""
+    """Test that the draws, [T, n] of each engine, are independent coins of probability `q`."""
     n = drawn[0].shape[1]
     if q == 1:
         return [Finding("samples are not in every batch", 0.0 if all(d.all() for d in drawn) else -math.inf)]

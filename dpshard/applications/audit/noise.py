@@ -1,16 +1,15 @@
-"""Whether what was released beside the sums is the noise that was accounted. Statistics, no engine in here.
+"""Tests that a release minus its clipped sum is the accounted noise.
 
 [Note: Tests of noise]
-Noise that was divided by its accounted deviation is standard normal, independent over elements, parameters, steps and
-engines. Each test has a p-value that is exact or an upper bound, and all of them share one probability of a false alarm
-(Bonferroni).
+Noise over its accounted deviation is standard normal, independent over elements, parameters, steps and engines. Each
+test has an exact or bounded p-value. All tests share one probability of a false alarm (Bonferroni).
 - Deviation: the sum of squares of a parameter, of a stretch of it, and of one element over all steps is chi-squared.
-- Distribution: of all values together, by the inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
-- Independence: the sum of m products of independent normals passes s with probability exp(-t s - m log(1 - t^2) / 2)
-  at most, for every t in (0, 1) (Chernoff). Products are of one element at two steps, of two elements of a parameter at
-  any distance, of two parameters element by element, and of two engines. At a distance, products share factors, in
-  chains: every other product of a chain shares none, so both halves are bounded at s / 2.
-- Grid: among GRID_VALUES floats of 24 random bits hardly two are equal; of 11 bits, a thousand.
+- Distribution of all values: inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
+- Independence: the sum of m products of independent normals exceeds s with probability at most
+  exp(-t s - m log(1 - t^2) / 2), for every t in (0, 1) (Chernoff). Products pair two steps, elements, parameters or
+  engines. Products at one distance form chains in which neighbours share a factor. Every other product of a chain
+  shares none, so both halves are bounded at s / 2.
+- Grid: of GRID_VALUES floats with 24 random bits hardly two are equal; with 11 bits a thousand are.
 """
 
 from __future__ import annotations
@@ -26,44 +25,43 @@ from numpy.typing import NDArray
 from scipy import fft, stats
 
 STEPS_APART = 8
-"""Steps at which noise is compared with that of a step so far back, at most."""
+"""Maximum distance of compared steps."""
 KEPT = 2**15
-"""First elements of every parameter that are compared with other steps."""
+"""Leading elements of a parameter to compare between steps."""
 COMPARED = 2**11
-"""First elements of every parameter that are compared with other parameters, and with another engine."""
+"""Leading elements of a parameter to compare with other parameters and engines."""
 ENGINE_STEPS = 8
-"""First steps of two engines that are compared."""
+"""Leading steps to compare between engines."""
 STRETCH = 256
-"""Elements of a stretch."""
 TRANSFORMED = 2**23
-"""Elements of a parameter, over the steps, that are compared with others of it."""
+"""Elements of a parameter, over steps, to compare with each other."""
 GRID_VALUES, FEWEST_GRID_VALUES = 4096, 256
-"""Values among which equal ones are counted, at most and at least."""
+"""Maximum and minimum number of values in the grid test."""
 LEAST_LOG_P = -700.0
-"""Logarithm of the smallest p-value that is told apart from others."""
+"""Log of the smallest distinguished p-value."""
 _EDGES = np.linspace(-6, 6, 121)
 
 Noise = Mapping[str, NDArray[np.float64]]
-"""The noise of one step by parameter, flattened, over its accounted deviation."""
+"""Noise of one step over its accounted deviation, flattened, by parameter."""
 
 
 class Finding(NamedTuple):
-    """One test, or a family of tests that share its p-value."""
+    """A test, or a family of tests, and its p-value."""
 
     what: str
-    """What does not fit, if it is unlikely."""
+    """Fault that a small p-value shows."""
     log_p: float
-    """Logarithm of an upper bound on the probability of such a result, of a sound engine."""
+    """Log of a bound on its probability for a sound engine."""
 
 
 def likeliest_fault(findings: list[Finding], false_alarm: float) -> Finding | None:
-    """Return the least probable finding; None if a sound engine shows it with a chance above `false_alarm`."""
+    """Return the least probable finding; None if its corrected p-value is at least `false_alarm`."""
     worst = min(findings, key=lambda finding: max(finding.log_p, LEAST_LOG_P))
     return worst if worst.log_p + math.log(len(findings)) < math.log(false_alarm) else None
 
 
 def log_tail_of_products(total: NDArray[np.float64], m: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Log of a bound on P(|sum of m products of independent normals| >= |total|); see [Note: Tests of noise]."""
+    """Bound log P(|sum of m products of independent normals| >= |total|); see [Note: Tests of noise]."""
     s = np.maximum(np.abs(total), 1e-300)
     t = np.minimum((np.hypot(m, 2 * s) - m) / (2 * s), 1 - 1e-15)
     return np.minimum(math.log(2) - t * s - m / 2 * np.log1p(-(t**2)), 0.0)
@@ -75,13 +73,12 @@ def _log_tail_of_chains(total: NDArray[np.float64], m: NDArray[np.float64]) -> N
 
 @dataclass
 class _Parameter:
-    """What is kept of the noise of one parameter of n elements."""
+    """Statistics of the noise of a parameter."""
 
     n: int
     squares: NDArray[np.float64] = field(init=False)
     spectrum: NDArray[np.float64] = field(init=False)
     transformed: int = 0
-    """Steps that the spectrum holds."""
     before: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=STEPS_APART))
     across_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
     pairs_of_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
@@ -103,7 +100,7 @@ class _Parameter:
         self.before.append(kept)
 
     def restart(self) -> None:
-        """Expect the steps of another engine."""
+        """Forget earlier steps."""
         self.before.clear()
 
     def findings(self, name: str, steps: int) -> list[Finding]:
@@ -132,7 +129,7 @@ class _Parameter:
 
 
 class NoiseTests:
-    """Sees the noise of every step, and tells what does not fit; `sizes` has the elements of each parameter."""
+    """Collector of the noise of all steps; `sizes` has the elements of each parameter."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.steps = 0
@@ -147,7 +144,7 @@ class NoiseTests:
         self._step_of_engine = 0
 
     def see(self, noise: Noise, *, alone: bool) -> None:
-        """`noise` of the next step; `alone` if nothing was added to it, so that its last bits are its own."""
+        """Add the `noise` of the next step; `alone` if the release held nothing else, which keeps its last bits."""
         heads = np.zeros((len(self._names), COMPARED))
         for row, name in enumerate(self._names):
             z = noise[name]
@@ -165,14 +162,14 @@ class NoiseTests:
         self._step_of_engine += 1
 
     def next_engine(self) -> None:
-        """Expect the noise of another engine with another secret."""
+        """Start another engine, which has another secret."""
         self._engines += 1
         self._step_of_engine = 0
         for parameter in self._parameters.values():
             parameter.restart()
 
     def findings(self) -> list[Finding]:
-        """All tests; see [Note: Tests of noise]."""
+        """Return all tests; see [Note: Tests of noise]."""
         found = [f for name, p in self._parameters.items() for f in p.findings(name, self.steps)]
         return [*found, self._distribution(), *self._grid_test(), *self._across_parameters(), *self._across_engines()]
 
@@ -186,7 +183,7 @@ class NoiseTests:
         if values < FEWEST_GRID_VALUES:
             return []
         equal = values - len(np.unique(self._grid))
-        # Two floats of 24 bits are equal with 2^-24 at most, their grid near 0 being finer.
+        # Two floats of 24 bits are equal with probability at most 2^-24; their grid is finer near 0.
         log_p = float(stats.poisson.logsf(equal - 1, values**2 / 2 * 2.0**-24)) if equal else 0.0
         return [Finding("the noise lies on a coarse grid, as that of half precision does", log_p)]
 
@@ -210,7 +207,7 @@ class NoiseTests:
 
 
 def _transform_length(n: int) -> int:
-    """Of a Fourier transform of n elements, padded by as many: products at a distance do not wrap around."""
+    """Return the padded length of a transform of n elements; products do not wrap around."""
     return int(fft.next_fast_len(2 * n, real=True))  # type: ignore[arg-type]
 
 
@@ -220,5 +217,5 @@ def _log_chi2(total: float, degrees: int) -> float:
 
 
 def _least(what: str, log_p: NDArray[np.float64]) -> Finding:
-    """Return the least of several p-values, corrected for their number."""
+    """Return the least p-value, corrected for their number."""
     return Finding(what, min(0.0, float(np.min(log_p)) + math.log(len(log_p))))

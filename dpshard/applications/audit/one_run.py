@@ -1,17 +1,14 @@
-"""The one-run audit: a training run with canaries, each in it or not by the toss of a fair coin, and who tells which.
+"""The one-run audit: guess which canaries, each in by a fair coin, a training run contained (docs/audit.md).
 
 [Note: Canaries]
-Every canary has a row in the data set, so that the size of the data set tells nothing; the row of one that is out is a
-blank, which contributes nothing, just as if it were not there. The adversary sees what every step releases (the noisy
-sum that the optimizer gets) and all parameters, not the batches. Canaries are of two kinds.
-- A gradient canary pulls at a number of its own, a row that is added to the model beside its own parameters, and at
-  nothing else. So canaries disturb neither each other nor the model, and their scores are those of the mechanism alone:
-  this attacks sampling, norms, clipping factors, noise and division, at any size and shard, and proves most.
-- An input canary is a sample like any other, best like no other (random values, a random label), which pulls at the
-  parameters of the model. Its score is the release along its own gradient, which plain autograd computes at every step.
-  This attacks the rules of all layers as well. The samples beside them are blanks, too: what thousands of samples pull
-  along a canary's gradient would drown the canary, and a guarantee holds for every data set.
-Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", arXiv:2305.08846.
+Every canary has a row in the data set, so the size of the data set reveals nothing. The row of an excluded canary is a
+blank, which contributes nothing. The adversary sees all releases and parameters, but not the batches.
+- A gradient canary pulls only at a number of its own, a row beside the model's parameters. So canaries disturb neither
+  each other nor the model, and scores depend only on the mechanism.
+- An input canary is a sample that pulls at the model's parameters. Its score is the release along its own gradient,
+  from plain autograd. Other samples are blanks, because thousands of them would drown the canary. A guarantee holds
+  for every data set.
+Steinke, Nasr and Jagielski 2023, arXiv:2305.08846.
 """
 
 from __future__ import annotations
@@ -36,15 +33,14 @@ from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource
 
 PULL = 1e4
-"""Norm of a gradient canary's gradient before clipping: far above any threshold, so that it is clipped to it."""
+"""Gradient norm of a gradient canary before clipping, far above any threshold."""
 
 SMALL_DELTA = 1e-10
-"""Where the guarantee of a run is held against the guesses: the theorem errs by a multiple of m delta, which has to be
-below 1 - REFUTED_BEYOND."""
+"""Delta of `refuted`: the theorem's error, a multiple of m delta, must be below 1 - REFUTED_BEYOND."""
 
 
 def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
-    """Which canaries are in, [m]; `secret` has 32 bytes, from `new_run_secret`, and is not that of the run."""
+    """Return which canaries are in, bool [m]; `secret` is 32 bytes of `new_run_secret`, not the run's."""
     if not (is_count(canaries) and canaries >= 2):
         raise ConfigurationError(f"canaries={canaries!r}: an audit needs two of them at least, better hundreds.")
     return RandomSource(secret).uniform(canaries) <= 0.5
@@ -53,33 +49,32 @@ def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
 class GradientCanaries:
     """Canaries that pull at numbers of their own; see [Note: Canaries].
 
-    Train what `wrap` returns on what `among` returns, with `losses`; call `observe` between `engine.privatize()` and
-    `optimizer.step()`; then ask for `guesses`.
+    Train `wrap(model)` on `among(dataset)` with `losses`. Call `observe` between `engine.privatize()` and
+    `optimizer.step()`, and `guesses` at the end.
     """
 
     def __init__(self, included_m: NDArray[np.bool_], pull: float = PULL) -> None:
         self.included = included_m
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
-        """What speaks for each canary's being in, [m]: the log likelihood ratio of the steps so far."""
+        """Log likelihood ratio of "in" over "out" so far, [m]."""
         self.pull = pull
-        """Norm of a gradient before clipping. Clipping that drops what is too long needs `below_threshold`."""
-        self._next: tuple[float, ...] | None = None  # thresholds that the next release has, if they move
+        """Gradient norm before clipping; see `below_threshold`."""
+        self._next: tuple[float, ...] | None = None  # thresholds of the next release
 
     def below_threshold(self, engine: PrivacyEngine) -> None:
-        """Pull just below the threshold of the next step, for clipping that drops what is longer."""
+        """Pull just below the next threshold, for clipping that drops longer gradients."""
         self.pull = JUST_BELOW * self._threshold(engine, engine.thresholds.values())
 
     def _threshold(self, engine: PrivacyEngine, thresholds: Iterable[float]) -> float:
-        """Return the threshold of the group of the canaries' numbers."""
         groups = zip(engine.mechanism.clipping_groups, thresholds, strict=True)
         return next(threshold for names, threshold in groups if _Probed.NAME in names)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` with the canaries' numbers beside it; its forward takes (x, canary [B]) and returns both outputs."""
+        """Return `model` with the canaries' numbers: forward takes (x, canary [B]) and returns both outputs."""
         return _Probed(model, len(self.included))
 
     def among(self, dataset: Any) -> Dataset[Any]:
-        """`dataset` of (x, y), and a row for every canary, as (x, y, canary, weight)."""
+        """Return the samples of `dataset`, then the canaries, as (x, y, canary, weight)."""
         x, y = dataset[0]
         m = len(self.included)
         return _Rows(
@@ -94,7 +89,7 @@ class GradientCanaries:
         return weight_B * loss(output, y) + self.pull * probe_B
 
     def observe(self, engine: PrivacyEngine, step: int) -> None:
-        """Look at the release of `step`, which is in the gradients; of every step, from the first one on."""
+        """Score the release of `step` in the gradients; call it at every step, from the first."""
         mechanism, unit = engine.mechanism, noise_unit(engine, step)
         released = engine.internals.full_gradient(_Probed.NAME)
         if released is None:
@@ -107,29 +102,29 @@ class GradientCanaries:
         self.scores += log_likelihood_ratio(z_m, shift, q, max(mechanism.noise_multiplier, 1e-3))
 
     def guesses(self) -> Guesses:
-        """Guess which canaries were in, and count who was right."""
+        """Guess which canaries were in."""
         return guess(self.scores, self.included)
 
 
 class InputCanaries:
-    """Canaries that are samples (x [m, ...], y [m, ...]); see [Note: Canaries]. Used like GradientCanaries."""
+    """Canaries that are samples (x [m, ...], y [m, ...]); see [Note: Canaries] and GradientCanaries."""
 
     def __init__(self, included_m: NDArray[np.bool_], x: Tensor, y: Tensor, loss: SampleLoss) -> None:
         if not len(included_m) == len(x) == len(y):
             raise ConfigurationError(f"{len(included_m)} coins for {len(x)} inputs and {len(y)} targets of canaries.")
         self.included = included_m
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
-        """What speaks for each canary's being in, [m]: the sum of its share of the releases, in units of the norm."""
+        """Noisy sums along each canary's unit gradient over `noise_unit`, summed over steps, [m]."""
         self._x, self._y, self._loss = x, y, loss
         self._reference: nn.Module | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` itself; a copy, which no engine and no sharding changes, is kept to differentiate."""
+        """Return `model`, and keep a plain copy to differentiate."""
         self._reference = copy.deepcopy(model).train()
         return model
 
     def among(self, dataset: Any) -> Dataset[Any]:
-        """Blanks for the samples (x, y) of `dataset`, and a row for every canary, as (x, y, canary, weight)."""
+        """Return a blank per sample of `dataset`, then the canaries, as (x, y, canary, weight)."""
         m = len(self.included)
         rows = [(self._x[i], self._y[i], m, float(there)) for i, there in enumerate(self.included)]
         return _Rows(dataset, rows, none=m, weight=0.0)
@@ -141,7 +136,7 @@ class InputCanaries:
         return weight_B * loss(model(x), y)
 
     def observe(self, engine: PrivacyEngine, step: int) -> None:
-        """Look at the release of `step`, which is in the gradients, before the optimizer moves the parameters."""
+        """Score the release of `step` in the gradients, before the optimizer's step."""
         reference = self._reference
         if reference is None:
             raise ConfigurationError("Input canaries differentiate a copy of the model: call wrap(model) beforehand.")
@@ -163,7 +158,7 @@ class InputCanaries:
         self.scores += z_m
 
     def guesses(self) -> Guesses:
-        """Guess which canaries were in, and count who was right."""
+        """Guess which canaries were in."""
         return guess(self.scores, self.included)
 
 
@@ -171,12 +166,12 @@ Canaries = GradientCanaries | InputCanaries
 
 
 def refuted(guesses: Guesses, engine: PrivacyEngine) -> bool:
-    """Whether a run proves more than its accounted epsilon; of a sound engine with 1 - REFUTED_BEYOND at most."""
+    """Return True if a run proves more than its accounted epsilon; P <= 1 - REFUTED_BEYOND for a sound engine."""
     return guesses.epsilon(SMALL_DELTA, REFUTED_BEYOND) > engine.epsilon(SMALL_DELTA)
 
 
 class _Probed(nn.Module):
-    """A model, and beside it a number for each of m canaries, which no other sample touches."""
+    """A model, and a number for each of m canaries that only this canary moves."""
 
     NAME = "probe.weight"
 
@@ -188,11 +183,11 @@ class _Probed(nn.Module):
         nn.init.zeros_(self.probe.weight)
 
     def forward(self, x: Any, canary_B: Tensor) -> tuple[Any, Tensor]:
-        return self.model(x), self.probe(canary_B).sum(1)  # not a view, which FSDP2 would warn of
+        return self.model(x), self.probe(canary_B).sum(1)  # not a view: FSDP2 would warn
 
 
 class _Rows(Dataset[Any]):
-    """The samples of a data set, then those of the canaries, as (x, y, canary, weight)."""
+    """Samples of a data set, then canaries, as (x, y, canary, weight)."""
 
     def __init__(self, dataset: Any, canaries: list[tuple[Any, Any, int, float]], *, none: int, weight: float) -> None:
         self.dataset = dataset

@@ -1,18 +1,15 @@
-"""The audit of releases: each one is what it should be, the clipped sum of a Poisson batch and the accounted noise.
+"""The audit of releases: each must be the clipped sum of a Poisson batch plus the accounted noise (docs/audit.md).
 
 [Note: Nearly without noise]
-At a noise multiplier of SIGMA everybody sees who was drawn: the contributions c_i of the samples are known beforehand,
-by plain autograd and the clipping function, and a release is sum_i b_i c_i + noise, with b_i = 1 for the drawn ones. So
-least squares tell b, and what is left of the release is noise, if all is well. Then
-- what is left is tested as noise of the accounted deviation, on every parameter (noise.py);
-- along each contribution, and along its part in each parameter, nothing is left of a step's own samples, nor of those
-  of the step before: clipping, padding, the division and what steps have in common are as they should be;
-- the b are independent coins of the sampling probability, over samples and steps.
-Noise, clipping, sampling and division are the same code at every noise multiplier.
+Plain autograd and the clipping function give the contributions c_i of the samples. A release is sum_i b_i c_i + noise,
+with b_i = 1 for drawn samples. At noise multiplier SIGMA, least squares find b; the residual is the noise. Tests:
+- the residual is noise of the accounted deviation in every parameter (noise.py);
+- samples of the step and the step before leave nothing along their contributions, in all parameters and in each;
+- the b are independent coins of the sampling probability, over samples and steps (draws.py).
+Noise, clipping, sampling and division run the same code at every noise multiplier.
 
-Samples are chosen among candidates, so that the gradient of each parameter is a large part of that of one of them, and
-no contribution is hidden behind the others. Two engines are played, with the same seeds of the script's generators.
-Where gradients are random (dropout) or of half precision, all samples are blanks, and the noise alone is tested.
+The samples are candidates with a large part of the gradient in each parameter, and contributions not hidden by others.
+If gradients are random (dropout) or of half precision, all samples are blanks, and only noise is tested.
 """
 
 from __future__ import annotations
@@ -45,30 +42,30 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
 SIGMA = 0.01
-"""Noise multiplier: little enough to see who was drawn, and far above the rounding of float32 sums."""
+"""Noise multiplier: small enough to reveal draws, far above the rounding of float32 sums."""
 MOST_SAMPLES = 8
 MOST_ELEMENTS = 2**26
-"""Elements of the gradients of all candidates: of a large model fewer are looked at."""
+"""Maximum number of gradient elements of all candidates."""
 FEWEST_STEPS = 16
 HIDDEN_BEYOND = 0.05
-"""Deviation of the noise in some b_i beyond which one may be mistaken, in a thousand steps with 1e-20."""
+"""Maximum deviation of the noise in b_i; at it, some b_i of a thousand steps is wrong with probability 1e-20."""
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasesAudit:
-    """What the releases of two engines showed."""
+    """Findings about the releases."""
 
     findings: tuple[Finding, ...]
     steps: int
     elements: int
     """Trained elements with tested noise."""
     samples: int
-    """Samples whose sums were tested; 0 if noise alone was."""
+    """Samples with tested sums; 0 if only noise was tested."""
 
     @property
     def fault(self) -> Finding | None:
-        """What does not fit; of a sound engine with probability FALSE_ALARM at most."""
+        """Likeliest fault, or None; of a sound engine with probability at most FALSE_ALARM."""
         return likeliest_fault(list(self.findings), FALSE_ALARM)
 
 
@@ -85,11 +82,10 @@ def audit_releases(
     on_step: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> ReleasesAudit:
-    """Test what `steps` steps release, half of them of a second engine; see [Note: Nearly without noise].
+    """Test the releases of `steps` steps, half of them of a second engine; see [Note: Nearly without noise].
 
-    `x` and `y` are candidates; at most MOST_SAMPLES become the data set; the other arguments are those of
-    `audit_steps`. On several ranks, all of them call it with the same arguments, and get the same result.
-    Raises ConfigurationError if there are too few steps, or no candidate has a gradient.
+    At most MOST_SAMPLES of the candidates `x`, `y` become the data set. Other arguments are those of `audit_steps`.
+    All ranks must pass equal arguments. Raises ConfigurationError for too few steps, or no candidate with a gradient.
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
@@ -136,7 +132,7 @@ def audit_releases(
 
 
 def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[list[int], list[dict[str, Tensor]], bool]:
-    """Return the candidates to play with, their gradients, and True if these are the same at each step."""
+    """Return the chosen candidates, their gradients, and True if these are reproducible."""
     elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
     candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
     gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
@@ -145,7 +141,7 @@ def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[li
 
 
 class _Game:
-    """The releases of an engine, taken apart; `gradients` are those of the samples, `known` if they are always so."""
+    """Releases of an engine, split into sums and noise; `known` if `gradients` are reproducible."""
 
     def __init__(
         self,
@@ -166,7 +162,7 @@ class _Game:
         self._drawn: list[list[NDArray[np.bool_]]] = [[]]
         n = len(gradients)
         self._left = {name: np.zeros((2, n)) for name in ("", *names)}
-        """What is left along the samples' parts in a parameter, or in all (""): of steps of a sample, and after."""
+        """Residuals [2, n] along samples' parts in a parameter ("": in all), at steps with the sample and after."""
         self._times = np.zeros((2, n))
         self.known = known
         self._ranks = Ranks()
@@ -176,14 +172,14 @@ class _Game:
             self.known = float(np.sqrt(np.diag(self._inverse)).max()) * self._noise < HIDDEN_BEYOND
 
     def next_engine(self, engine: PrivacyEngine) -> None:
-        """Go on with the releases of another engine of the same settings."""
+        """Continue with another engine of the same settings."""
         self.engine = engine
         self._drawn.append([])
 
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
     ) -> Iterator[tuple[dict[str, NDArray[np.float64]], bool]]:
-        """Yield the noise of each step over its deviation, and True if nothing was added to it."""
+        """Yield the noise of each step over its deviation, and True if the release held nothing else."""
         mechanism, device = self.engine.mechanism, next(model.parameters()).device
         model.train()
         for logical_batch in self.engine.batches(data, micro_batch_size):
@@ -208,11 +204,11 @@ class _Game:
         mechanism = self.engine.mechanism
         if mechanism.adaptive_clipping is not None:
             return tuple(self.engine.thresholds.values())
-        groups = len(mechanism.clipping_groups)  # as they should be, whatever the engine has
+        groups = len(mechanism.clipping_groups)  # the specified thresholds, whatever the engine has
         return (mechanism.max_grad_norm / math.sqrt(groups),) * groups
 
     def _aim(self, thresholds: tuple[float, ...]) -> None:
-        """Find what the samples contribute at these thresholds, in units of the sensitivity."""
+        """Compute the samples' contributions at these thresholds, in units of the sensitivity."""
         if thresholds == self._last:
             return
         self._last, self._unit = thresholds, math.hypot(*thresholds)
@@ -254,7 +250,7 @@ class _Game:
         return noise, not drawn_n.any()
 
     def findings(self) -> list[Finding]:
-        """Return the tests of the sums and the draws."""
+        """Return the tests of sums and draws."""
         found = [Finding("ranks are given different gradients", -math.inf)] if self._disagreement else []
         if not self.known:
             return found
@@ -269,7 +265,7 @@ class _Game:
 
 
 def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
-    """Return candidates: for each parameter one with much of its gradient there, none hidden behind the others."""
+    """Return candidates with a large part of the gradient in each parameter, none hidden by others."""
     m = len(gradients)
     gram, parts = np.zeros((m, m)), []
     for name in gradients[0]:
@@ -304,7 +300,7 @@ def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
 
 
 def _reproducible(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> bool:
-    """Whether a sample has one gradient, to more than half precision."""
+    """Return True if a sample has the same gradient twice, to more than half precision."""
     if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.requires_grad):
         return False
     with _seeds_given_back():

@@ -1,26 +1,23 @@
-"""The two-distribution audit: the same steps many times over, with and without one sample, and who tells them apart.
+"""The two-distribution audit: repeat the same steps with and without one sample, and tell the trials apart.
 
 [Note: The game]
-The engine under audit, with its real model, loss, sampling, backward, clipping, noise and sharding, takes the same
-steps again and again, at a learning rate of 0. In half of the trials one sample, the canary, is among the data. An
-adversary who knows everything else looks at the gradients that are released to the optimizer, in the direction of what
-clipping leaves of the canary (whose gradient plain autograd computes beforehand), parameter by parameter, in units of
-the noise that a noise multiplier of 1 would have: z_p ~ N(0 or r_p, sigma^2) where all is well, for r of norm nearly 1.
-It has three ways to tell "in" from "out" by the z of the steps of a trial:
-- the likelihood ratio of a Poisson-sampled Gaussian, the best there is against a sound engine;
-- the same with the deviation of every z_p as the first fifth of the trials shows it, rather than as accounted: weights
-  r_p / var_p find a parameter with too little noise, however small its part;
-- the spread of sum r_p z_p, max - min, which noise that is re-used across steps gives away.
-The first fifth of each kind chooses the way and the threshold, the others are counted (bounds.py).
+The engine under audit repeats the same steps at a learning rate of 0. Half of the trials include one sample, the
+canary. The adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
+from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives
+z_p ~ N(0 or r_p, sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
+- the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
+- the same with the deviation of z_p in the first fifth of the trials: weights r_p / var_p find a parameter with too
+  little noise, however small its part;
+- the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
+The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).
 
-The canary's loss is multiplied by what makes most of it pass the clipping of the step (canary.py): a
-guarantee holds for every loss, and clipping may drop what is long, or follow the gradients.
+The audit scales the canary's loss so that clipping leaves most of it (canary.py): a guarantee holds for every loss,
+and clipping may drop long gradients, or thresholds may follow them.
 
-With a sampling probability of 1 the other samples are live, so that a canary that changes *their* gradients is noticed;
-below, they are blanks, which contribute nothing, so that the other samples' own draws do not drown the canary's. They
-are blanks under adaptive thresholds, too: these move from trial to trial, and with them what they leave of the other
-samples, which would drown it as well. Trials with and without the canary come in random order: the first half of a run
-differs from the second in its thresholds, which is nothing that the canary did.
+At sampling probability 1 the other samples are live, so the audit notices a canary that changes *their* gradients.
+Below 1 they are blanks, because their draws would drown the canary's. They are blanks under adaptive thresholds, too,
+which change their clipped sum from trial to trial. Trials come in random order, because thresholds drift over a run
+whatever the canary does.
 """
 
 from __future__ import annotations
@@ -48,37 +45,36 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
 DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
-"""Where on the curve of epsilon over delta a guarantee is held against the trials."""
+"""Deltas at which the trials test a guarantee."""
 
 PREFERRED = 1.15
-"""What another way to tell has to promise, over what the one before promises."""
+"""Factor by which a statistic must promise more than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsAudit:
-    """What the trials proved, beside what was accounted for the same steps."""
+    """Bounds that the trials prove, and the accounted epsilon."""
 
     trials: Trials
     steps: int
     """Steps of a trial."""
     mechanism: Mechanism
-    """Of the engine under audit."""
 
     @property
     def accounted_mu(self) -> float | None:
-        """Mu of the guarantee, if it is Gaussian: every sample in every step, and Gaussian noise."""
+        """Mu of a Gaussian guarantee (every sample in every step, Gaussian noise); None for others."""
         mechanism = self.mechanism
         sure = mechanism.schedule[0] == mechanism.sample_size and mechanism.max_batch_size is None
         gaussian = sure and mechanism.noise == "gaussian"
         return math.sqrt(self.steps) / mechanism.noise_multiplier if gaussian else None
 
     def accounted(self, delta: float) -> float:
-        """Epsilon of the steps of one trial by the engine's accountant."""
+        """Return the accounted epsilon of one trial."""
         releases = ((self.mechanism.release(0), self.steps),)
         return epsilon_of(releases, delta, self.mechanism.accountant)
 
     def lower_bound(self, delta: float, confidence: float) -> float:
-        """Epsilon at `delta` is at least this, with probability `confidence`; of Gaussian noise, by its mu."""
+        """Return a lower bound on epsilon that holds with probability `confidence`, from mu if Gaussian."""
         if self.accounted_mu is not None:
             return gdp_epsilon(self.trials.mu(confidence), delta)
         return self.trials.epsilon(delta, confidence)
@@ -86,7 +82,7 @@ class StepsAudit:
     def refuted_at(self) -> float | None:
         """Return a delta at which the trials refute the accounted epsilon, or None.
 
-        A sound engine is refuted with probability 1 - REFUTED_BEYOND at most, over all deltas together.
+        They refute a sound engine with probability at most 1 - REFUTED_BEYOND, over all deltas together.
         """
         mu = self.accounted_mu
         if mu is not None and self.trials.mu(REFUTED_BEYOND) > mu:
@@ -114,18 +110,18 @@ def audit_steps(
     """Play `trials` trials of `steps` steps with the last of the N samples, and as many without it.
 
     Args:
-        model: The model; it is trained at a learning rate of 0, and given back as an ordinary one.
-        x, y: Inputs and targets of the N samples, rows of tensors; the last one is the canary.
-        loss: The loss of every sample, [B].
-        trials, steps: Trials with the canary, and as many without, of `steps` steps; a fifth chooses the test.
-        batch_size: Expected batch size; by default N, so that every sample is in every batch.
-        micro_batch_size: Rows that are computed at once; one that does not divide N has padding in every batch.
-        prepare: Wraps the model for sharded training (for DeepSpeed, what deepspeed.initialize() returns).
+        model: The model; trained at a learning rate of 0, and an ordinary one afterwards.
+        x, y: Inputs and targets, N rows each; the last row is the canary.
+        loss: Returns the losses [B].
+        trials, steps: Trials of either kind, and steps of each; a fifth of the trials selects the test.
+        batch_size: Expected batch size; default N, so that every batch holds every sample.
+        micro_batch_size: Rows per forward; a number that does not divide N causes padding.
+        prepare: Wraps the model for sharded training; for DeepSpeed, by deepspeed.initialize().
         on_step: Called after each of the 2 * trials * steps steps.
-        noise_multiplier, clipping_fn, options: Of PrivacyEngine; neither tiny nor huge epsilons prove most.
+        noise_multiplier, clipping_fn, options: Arguments of PrivacyEngine; moderate epsilons prove most.
 
-    On several ranks, all of them call it with the same arguments, and get the same result.
-    Raises ConfigurationError for too few trials, no noise, no loss of every sample, or a canary without a gradient.
+    All ranks must pass equal arguments, and get equal results. Raises ConfigurationError for too few trials, no noise,
+    a loss that is not [B], or a canary without a gradient.
     """
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: at least 20; a fifth of them chooses the test.")
@@ -159,39 +155,39 @@ def audit_steps(
 
 
 def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
-    """Return (x, y, weight, is canary) of a trial; the weight of the canary is `canary`."""
+    """Return (x, y, weight, is canary) of a trial; `canary` is the weight of the canary."""
     n, mechanism = len(x), engine.mechanism
     live = float(mechanism.schedule[0] == n and mechanism.adaptive_clipping is None)
     weights = torch.full((n,), live)
     weights[-1] = canary
-    # Nothing of an absent canary is left: its row is a blank, with the values of another sample.
+    # The row of an absent canary is a blank with the values of another sample.
     rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
     return TensorDataset(x[rows], y[rows], weights, torch.arange(n) == n - 1)
 
 
 def _order(trials: int) -> list[float]:
-    """1.0 for each trial with the canary, 0.0 for each without it, mixed; the same on all ranks."""
-    # What the steps before have left behind must tell nothing: adaptive thresholds, say.
+    """Return 1.0 per trial with the canary and 0.0 per trial without it, in a random order equal on all ranks."""
+    # Effects of earlier steps, such as adaptive thresholds, must not reveal the canary.
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
 
 class _Scores(NamedTuple):
-    """Of N trials of T steps, for P parameters."""
+    """Scores of N trials of T steps, for P parameters."""
 
     z_NTP: NDArray[np.float64]
-    """What was released in the canary's direction."""
+    """Release in the canary's direction."""
     shift_NTP: NDArray[np.float64]
-    """What the canary contributes to it if it is drawn."""
+    """Contribution of the canary to z if it is drawn."""
 
     def likelihood(self, var_P: NDArray[np.float64], q: float) -> NDArray[np.float64]:
-        """Of each trial, [N]: the log likelihood ratio for these variances of the noise."""
+        """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
-        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum, and what the canary adds to it
+        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; equal to the canary's part of it
         ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, np.sqrt(var_NT))
         return ratio_NT.sum(1)
 
     def spread(self) -> NDArray[np.float64]:
-        """Of each trial, [N]: how far the steps are apart."""
+        """Return the spread over the steps of each trial, [N]."""
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
 
 
@@ -205,7 +201,7 @@ def _releases(
     steps: int,
     micro_batch_size: int,
 ) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield each release in the canary's direction, and the contribution [P] of the canary if it is drawn."""
+    """Yield each release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
     mechanism, device = engine.mechanism, next(model.parameters()).device
     model.train()
     for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
@@ -229,8 +225,8 @@ def _releases(
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
-    """Return a function that takes a step at a learning rate of 0, and drops the gradients."""
-    if is_model_engine(prepared):  # DeepSpeed has the optimizer, and a step of its own
+    """Return a function that steps at a learning rate of 0, and drops the gradients."""
+    if is_model_engine(prepared):  # DeepSpeed owns optimizer and step
         for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
             group["lr"] = 0.0
         return prepared.step  # type: ignore[return-value]
@@ -244,7 +240,7 @@ def stepping(prepared: nn.Module) -> Callable[[], None]:
 
 
 def noise_unit(engine: PrivacyEngine, step: int) -> float:
-    """Return the L2 sensitivity in force at `step`, the last one released: std of the noise on the sum / sigma.
+    """Return the L2 sensitivity in force at `step`, the last released one: noise std of the sum / sigma.
 
     With fixed thresholds it is max_grad_norm.
     """
@@ -255,12 +251,12 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
 
 
 def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
-    """Choose a test on the first fifth of the trials, and count its errors on the others."""
+    """Select a test on the first fifth of the trials, and count its errors on the others."""
     without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
-    # Noise that is missing altogether has the rounding of the sums for a deviation; it must not be 0.
+    # Without any noise the variance is that of rounding, or 0, by which `likelihood` must not divide.
     found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
     ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
         lambda scores: scores.likelihood(accounted_P, q),
@@ -272,7 +268,7 @@ def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
     for way in ways:
         out, into = way(without), way(within)
         threshold, promise = _threshold(out[:head], into[:head])
-        # The first is the best against a sound engine, so another one has to promise more than luck may.
+        # The first is optimal against a sound engine, so another must promise more than by luck.
         if best is None or promise > PREFERRED * best[0]:
             best = promise, _count(out[head:], into[head:], threshold)
     assert best is not None
@@ -285,13 +281,13 @@ def log_likelihood_ratio(
     q: float,
     sigma: NDArray[np.float64] | float,
 ) -> NDArray[np.float64]:
-    """Of releases z: log of the density with a sample that adds `shift` with probability `q`, over that without it."""
+    """Return log p(z with a sample that adds `shift` with probability `q`) - log p(z without it)."""
     drawn = (shift * z - np.square(shift) / 2) / sigma**2
     return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the threshold for "in" that proves most on these trials, and the bound that it would prove."""
+    """Return the threshold for "in" that proves most on these trials, and the mu that it would prove."""
     values = np.unique(np.concatenate([without, within]))
     middles: Sequence[float] = [*((values[1:] + values[:-1]) / 2)] or [float(values[0])]
     thinned = middles[:: max(1, len(middles) // 100)]

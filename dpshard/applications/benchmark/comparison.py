@@ -1,4 +1,4 @@
-"""The cost of privacy for a user's model, per clipping style and mode, and a recommendation."""
+"""The cost of privacy for a user's model, by clipping style and mode."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ DEFAULT_CLIPPINGS = (
     ("layer-wise", "auto"),
     ("param-wise", "auto"),
 )
-"""One variant of each style, and a mode with two backward passes, which is slower and needs less
-memory."""
+"""All styles, and a mode with two backward passes: slower, with less memory."""
 WARMUP = 2
-"""Number of steps before timing begins."""
+"""Steps before timing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,12 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """`all-layer, auto`; `not private, compiled`."""
+        """Name for users, such as `not private, compiled`."""
         parts = ["not private"] if self.clipping is None else list(self.clipping)
         return ", ".join([*parts, "compiled"] if self.compiled else parts)
 
     def training(self, subject: Subject) -> Training:
-        """Return a training of `subject` with this kind of step."""
+        """Return a training of `subject` in this variant."""
         if self.clipping is None:
             return NonPrivate(subject, compiled=self.compiled)
         style, mode = self.clipping
@@ -54,40 +53,39 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of a step of one variant."""
+    """Costs of a step."""
 
     variant: Variant
     seconds: Spread
     ratio: Spread
-    """Ratio to the ordinary step of the same round, which is compiled if this one is."""
+    """Ratio to the ordinary step of the same round, compiled if this one is."""
     flops: int
-    """FLOPs of matrix products, convolutions and attention."""
+    """Of matrix products, convolutions and attention."""
     peak: int | None
-    """Peak memory in bytes, model included; None if it was not measured."""
+    """Peak memory in bytes, model included; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All variants: the ordinary step first, compiled variants after eager ones."""
+    """All variants, the ordinary step first and compiled ones last."""
 
     rows: int
-    """Number of samples of the micro-batch."""
+    """Samples of the micro-batch."""
     parameters: int
-    """Number of trained parameters."""
     device: str
     measured: list[Measured]
 
     def baseline(self, measured: Measured) -> Measured:
-        """Return the ordinary step that `measured` is compared with."""
+        """Return the ordinary step to compare `measured` with."""
         return self.find(Variant(None, measured.variant.compiled))
 
     def find(self, variant: Variant) -> Measured:
-        """Return the measurement of `variant`."""
+        """Return the costs of `variant`."""
         return next(m for m in self.measured if m.variant == variant)
 
 
 def steps_of(clippings: Sequence[tuple[str, str]], rounds: int, *, compiled: bool, memory: bool) -> int:
-    """Return how often `compare` calls `on_step`."""
+    """Return the number of calls of `on_step` by `compare`."""
     variants = (len(clippings) + 1) * (1 + compiled)
     return variants * (WARMUP + rounds + memory)
 
@@ -103,9 +101,8 @@ def compare(
 ) -> Comparison:
     """Measure the model of the function `path` (package.module:function) with and without privacy.
 
-    All variants share the memory while they are timed. Peaks are measured afterwards, each in a
-    fresh process. Raises ConfigurationError if the function does not return the four parts of a
-    Subject, and the engine's errors about the model.
+    All variants share the memory while they are timed. Then each peak is measured in a fresh process. Raises
+    ConfigurationError if the function does not return the parts of a Subject, and the engine's errors about the model.
     """
     make = load(path)
     variants = [
@@ -118,7 +115,7 @@ def compare(
     for training in trainings.values():
         if isinstance(training, Private):
             training.verify()
-            break  # one is enough: model and loss can mix samples, clipping cannot
+            break  # model and loss are the same in all variants
     times = interleave(
         {label: training.step for label, training in trainings.items()}, rounds=rounds, warmup=WARMUP, on_step=on_step
     )
@@ -145,7 +142,7 @@ def peak_of_variant(path: str, variant: Variant) -> int:
     make = load(path)
     x = torch.randn(4, 2)
     rehearsal = variant.training(Subject(nn.Linear(2, 2), x, x, nn.functional.mse_loss))
-    rehearsal.step()  # loads the code that a step needs
+    rehearsal.step()  # loads code
     del rehearsal
     return peak_of(lambda: variant.training(make()).step)
 
@@ -161,7 +158,7 @@ def _parameters(model: nn.Module) -> int:
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Return sentences that recommend a style and a mode."""
+    """Return sentences that recommend style and mode."""
     private = [m for m in comparison.measured if m.variant.clipping is not None]
     fastest = min(private, key=lambda m: m.ratio.median * comparison.baseline(m).seconds.median)
     said = [f"Fastest: {fastest.variant.label} ({fastest.ratio.median:.2f} times the ordinary step)."]

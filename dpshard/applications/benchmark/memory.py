@@ -1,8 +1,7 @@
-"""Peak memory of a training step, measured in a fresh process.
+"""Peak memory of a training step in a fresh process.
 
-On the CPU it is the high-water mark of resident memory (VmHWM of /proc/self/status), minus the
-resident memory before the model was built. /proc/self/clear_refs resets the mark after a first
-step. On a GPU it is the maximum that torch's allocator handed out.
+On the CPU: the high-water mark of resident memory (VmHWM of /proc/self/status, reset after a first step) minus resident
+memory before the model. On a GPU: the maximum of torch's allocator.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from dpshard.applications.benchmark.timing import Step
 from dpshard.errors import DpshardError
 
 Make = Callable[[], Step]
-"""A function that builds model and optimizer, and returns the step."""
+"""Function that builds model and optimizer, and returns the step."""
 
 STEPS = 3
-"""Number of measured steps; more than one, because Poisson batches differ."""
+"""Measured steps; several, because Poisson batches differ."""
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt(3)
 
 
 class OutOfMemoryError(DpshardError, MemoryError):
-    """Error of a measured process that was killed, or filled its GPU."""
+    """The measured process was killed, or filled its GPU."""
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `function` in a new process; function and arguments must be picklable.
+    """Return the result of `function` in a new process; it and its arguments must be picklable.
 
     Raises the errors of `function`, and OutOfMemoryError if the process was killed.
     """
@@ -49,7 +48,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def peak_of(make: Make) -> int:
     """Return the peak memory of a training in bytes, model included; call it in a fresh process.
 
-    Use all libraries once before, so that the figure excludes code that they load at first use.
+    Use all libraries before, so that the figure excludes code that they load at first use.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -59,7 +58,7 @@ def peak_of(make: Make) -> int:
     step = make()
     step()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark: proc(5)
     for _ in range(STEPS):
         step()
     return _status("VmHWM") - before
@@ -81,7 +80,7 @@ def _peak_of_gpu(make: Make) -> int:
 
 
 def return_what_is_freed() -> None:
-    """Make glibc return freed memory to the system at once, so resident memory is all in use."""
+    """Make glibc return freed memory at once."""
     libc = ctypes.CDLL(None)
     for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
         libc.mallopt(parameter, 65536)

@@ -1,4 +1,4 @@
-"""The subject of a measurement: a model with its data and its loss, built by a user's function."""
+"""A model to measure, with data and loss, from a user's function."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, one micro-batch of B samples, and the mean loss over them."""
+    """A model, a micro-batch of B samples, and their mean loss."""
 
     model: nn.Module
     x: Any
     """Inputs: a tensor, a tuple (positional), or a dict (by keyword) of tensors with B rows."""
     y: Any
-    """Targets: a tensor, or a tuple or dict of them; B rows each."""
+    """Targets: a tensor, or a tuple or dict of them, with B rows."""
     loss_fn: Callable[[Any, Any], Tensor]
-    """Function of the model's output and the targets that returns the mean loss []."""
+    """Returns the mean loss [] of output and targets."""
 
     @property
     def rows(self) -> int:
-        """Number of samples B of the micro-batch."""
+        """Number of samples B."""
         return len(tree_flatten(self.x)[0][0])
 
     @property
@@ -43,7 +43,7 @@ class Subject:
         return next(self.model.parameters()).device
 
     def loss(self, x: Any, y: Any) -> Tensor:
-        """Return the mean loss [] over a micro-batch."""
+        """Return the mean loss []."""
         if isinstance(x, Mapping):
             output = self.model(**x)
         else:
@@ -52,7 +52,7 @@ class Subject:
 
 
 def load(path: str) -> Callable[[], Subject]:
-    """Return the function at `path` (package.module:function), wrapped to check every result.
+    """Return the function at `path` (package.module:function), with checks of its results.
 
     Raises ConfigurationError if `path` names no function.
     """

@@ -1,4 +1,4 @@
-"""Times of steps that take turns, so that other load on the machine slows all of them alike."""
+"""Times of steps in turns, so that other load slows all alike."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from statistics import quantiles
 import torch
 
 Step = Callable[[], object]
-"""One whole training step; the device may still compute when it returns."""
+"""A training step; the device may still compute when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and quartiles of `count` figures."""
+    """Median and quartiles."""
 
     median: float
     low: float
@@ -35,10 +35,9 @@ class Spread:
 def interleave(
     steps: Mapping[str, Step], *, rounds: int, warmup: int = 2, on_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[float]]:
-    """Return the seconds of every step in each of `rounds` rounds.
+    """Return the seconds of every step in each of `rounds` rounds, which take each step once, in random order.
 
-    A round takes each step once, in a random order. Before, each step runs `warmup` times, so that
-    the times exclude verification and compilation. `on_step` gets the name of each finished step.
+    `warmup` runs of each step exclude verification and compilation. `on_step` gets the name of each finished step.
     """
     for name, step in steps.items():
         for _ in range(warmup):
@@ -59,11 +58,11 @@ def interleave(
 
 
 def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Return the spread of the ratios of `times` to the `baseline` of the same round."""
+    """Return the spread of `times` over the `baseline` of the same round."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if one was used."""
+    """Wait for the GPU, if used."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Whole training steps, private and ordinary: batch, forward, backward, noise, SGD, zero_grad."""
+"""Whole training steps, private and ordinary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpshard.applications.benchmark.subject import Subject
 from dpshard.engine import PrivacyEngine
 
 LEARNING_RATE = 1e-4
-"""Learning rate of timed steps; so small that weights hardly change."""
+"""So small that weights hardly change."""
 STEPS = 100_000
-"""Length of a run in steps; more than any benchmark takes."""
+"""Length of a run, beyond any benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch of one step."""
+    """Batch of a step."""
 
     x: Any
     y: Any
@@ -32,10 +32,10 @@ class Batch:
 
 
 class Training(Protocol):
-    """A training that takes one step at a time."""
+    """A training, step by step."""
 
     def step(self) -> Batch:
-        """Take one whole step on the next batch, and return the batch."""
+        """Take one whole step, and return its batch."""
         ...
 
 
@@ -50,15 +50,12 @@ class Privacy:
 
 
 def expected_batch(rows: int) -> int:
-    """Return the expected batch size for micro-batches of `rows` rows.
-
-    A batch seldom reaches the cap.
-    """
+    """Return an expected batch size under which batches seldom reach the cap `rows`."""
     return max(1, round(0.75 * rows))
 
 
 class NonPrivate:
-    """Ordinary training on `rows` random rows per step; by default all rows of the subject."""
+    """Ordinary training on `rows` random rows per step; by default as many as the subject has."""
 
     def __init__(self, subject: Subject, *, rows: int | None = None, lr: float = LEARNING_RATE, compiled: bool = False):
         self.subject = subject
@@ -82,8 +79,7 @@ class NonPrivate:
 class Private:
     """Training with dpshard: Poisson sampling, padding, clipping, noise and ledger.
 
-    Each logical batch is one micro-batch of B rows. Its size is Poisson, capped at B; the other
-    rows are padding.
+    A logical batch is one micro-batch of B rows: at most B samples, then padding.
     """
 
     def __init__(
@@ -121,14 +117,11 @@ class Private:
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """Names of the parameters of each clipping group."""
+        """Parameter names of each clipping group."""
         return self.engine.mechanism.clipping_groups
 
     def verify(self) -> None:
-        """Compare clipping and loss with plain autograd.
-
-        Raises VerificationError if the loss mixes samples.
-        """
+        """Compare with plain autograd; raise VerificationError if the loss mixes samples."""
         x, loss_fn = self.subject.x, self.subject.loss_fn
         args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         leaves, tree = tree_flatten(self.subject.y)
@@ -142,7 +135,7 @@ class Private:
     def step(self) -> Batch:
         """Take one step on the next logical batch."""
         logical_batch, taken = next(self._batches), []
-        for leaves in logical_batch:  # one micro-batch, because the size is capped
+        for leaves in logical_batch:  # one micro-batch
             x, y = tree_unflatten(list(leaves), self._tree)
             self.subject.loss(x, y).backward()
             taken.append(Batch(x, y, logical_batch.is_padding))

@@ -1,6 +1,6 @@
 """The command line `dpshard`: a module per command, and helpers.
 
-Commands import heavy modules when they run, because `dpshard --help` must not wait for torch.
+Commands import heavy modules when they run, so that `dpshard --help` does not wait for torch.
 """
 
 from typing import Annotated

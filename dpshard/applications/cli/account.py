@@ -1,4 +1,4 @@
-"""`dpshard account`: what a run costs, how much noise it needs, or how many steps a budget allows."""
+"""`dpshard account`: epsilon, noise, or number of steps of a run."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ CURVE_POINTS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run; two of length, noise and budget are known."""
+    """A run; two of length, noise and budget are given."""
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
-    """What is asked for: the name of a field of Answer."""
+    """The field of Answer to compute."""
     mechanism: SampledMechanism | CorrelatedMechanism
-    """The run; of one step if the length is asked for."""
+    """The run, of one step if its length is unknown."""
     target_epsilon: float | None
     target_delta: float
     search: Search | None
-    """How many such runs there are; the best one is kept. None for a single run. The budget is that of all."""
+    """A search over many such runs, under one budget; None for a single run."""
 
     def known(self) -> dict[str, Any]:
-        """Return what is known, for JSON: a length or noise that is asked for is null."""
+        """Return the given facts for JSON, null if unknown."""
         facts = asdict(self.mechanism)
         del facts["schedule"]
         if isinstance(self.mechanism, CorrelatedMechanism):
@@ -69,37 +69,36 @@ class Plan:
 
     @property
     def samples(self) -> int:
-        """Expected number of samples that are drawn."""
+        """Expected number of drawn samples."""
         return sum(self.mechanism.schedule.sizes)
 
     def releases(self, noise_multiplier: float, steps: int) -> Counts:
-        """Return the releases of the first `steps` steps with this noise; of none, nothing."""
+        """Return the releases of the first `steps` steps with this noise."""
         run = replace(self.mechanism, noise_multiplier=noise_multiplier)
         if self.unknown == "steps" and isinstance(run, SampledMechanism):
             return ((run.release(0), steps),) if steps else ()
         return run.releases(steps)
 
     def question(self, accountant: AccountantName) -> dict[str, Any]:
-        """Return the arguments that the functions of dpshard.accounting share."""
+        """Return the arguments shared by the functions of dpshard.accounting."""
         return {"target_delta": self.target_delta, "accountant": accountant, "search": self.search}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one accountant says about a run."""
+    """Figures of one accountant."""
 
     accountant: AccountantName
     epsilon: float
-    """Of the whole run."""
     noise_multiplier: float
     steps: int
     neighbouring_relation: str
     upper_bound: bool
-    """Whether the true epsilon is certainly not larger."""
+    """True if the true epsilon is certainly not larger."""
     error_over_dp_sgd: float | None
-    """Error of prefix sums over that of Poisson-sampled DP-SGD at this epsilon, for `--sampling` of another kind."""
+    """Error of prefix sums over that of DP-SGD (Poisson) at this epsilon; None for DP-SGD."""
     found_by: str
-    """The accountant that gave the figure: "rdp" where "pld" was asked and "rdp" bounds more tightly."""
+    """Accountant of the figure: "rdp" if "pld" was asked and "rdp" is tighter."""
 
 
 Phases = Annotated[
@@ -191,7 +190,7 @@ def command(
         target_delta=target_delta,
         search=_search(search_runs, search_distribution, search_also or [], sample_size),
     )
-    # What the warning about gdp says, the table says.
+    # The table says what the warning about gdp says.
     chosen = accountant or _able(plan)
     warnings.filterwarnings("ignore", message="accountant='gdp'")
     with console.err.status("computing ..."):
@@ -215,7 +214,6 @@ def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sam
 
 
 def _unknown(**given: object) -> Any:
-    """Return the name of the one that is not given."""
     unknown = [name for name, value in given.items() if value is None]
     if len(unknown) != 1:
         raise ConfigurationError(
@@ -226,7 +224,6 @@ def _unknown(**given: object) -> Any:
 
 
 def _candidate(text: str, sample_size: int) -> Counts:
-    """Return what a run of `text`, BATCHxSTEPS,...@SIGMA, releases."""
     phases, _, sigma = text.partition("@")
     try:
         noise_multiplier = float(sigma)
@@ -247,7 +244,6 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 
 def _able(plan: Plan) -> Sequence[str]:
-    """Return the accountants that can analyse `plan`."""
     if isinstance(plan.mechanism, CorrelatedMechanism):
         return ["pld"] if plan.search is None else ["rdp"]
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
@@ -270,9 +266,9 @@ def _schedule(
 
 
 def work_out(plan: Plan, accountant: AccountantName) -> Answer:
-    """Return the unknown of `plan`, and epsilon of the run that it completes."""
+    """Return the unknown of `plan`, and epsilon of the completed run."""
     run, question = plan.mechanism, plan.question(accountant)
-    budget: Any = plan.target_epsilon  # given, unless it is epsilon that is asked for
+    budget: Any = plan.target_epsilon  # not None unless epsilon is unknown
     if plan.unknown == "noise_multiplier":
         run = calibrate(run, target_epsilon=budget, **question)
     steps = run.schedule.steps
@@ -346,7 +342,7 @@ def _print(plan: Plan, answers: Sequence[Answer]) -> None:
 
 
 def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
-    """Draw epsilon over the steps of the run, or over sigma if that was asked for."""
+    """Draw epsilon over the steps, or over sigma if that was unknown."""
     over_sigma = plan.unknown == "noise_multiplier"
     with plots.styled():
         figure = plots.new_figure(figsize=(6.4, 4))
@@ -371,15 +367,14 @@ def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
 
 
 def _more_or_less_noise(answer: Answer) -> list[tuple[float, int]]:
-    """Return (sigma, steps) of the run with 0.8 to 1.4 times the noise."""
+    """Return (sigma, steps) for 0.8 to 1.4 times the noise."""
     return [(answer.noise_multiplier * 2 ** (k / 16), answer.steps) for k in range(-5, 9)]
 
 
 def _shorter_runs(plan: Plan, answer: Answer) -> list[tuple[float, int]]:
-    """Return (sigma, steps) of the first steps of the run."""
     if not answer.steps:
         return []
     lengths = {math.ceil(answer.steps * k / CURVE_POINTS) for k in range(1, CURVE_POINTS + 1)}
-    # The curve has a kink where a phase ends.
+    # The curve has a kink at the end of a phase.
     ends = itertools.accumulate(count for _, count in plan.mechanism.schedule.phases())
     return [(answer.noise_multiplier, steps) for steps in sorted(lengths | {1} | set(ends))]

@@ -1,4 +1,4 @@
-"""`dpshard audit`: attacks on a training configuration, and what they prove."""
+"""`dpshard audit`: attacks on a training configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dpshard.backends.ranks import Ranks
 
 REFUTED = 3
-"""Exit code if an attack proved more than was accounted."""
+"""Exit code if an attack proves more than was accounted."""
 NAMES = {
     "releases": "releases",
     "step": "one step",
@@ -30,9 +30,9 @@ NAMES = {
     "noise": "fresh noise",
     "run": "whole run",
 }
-"""The attacks by their keys in audit.json."""
+"""Attacks by their keys in audit.json."""
 RELEASES = 200
-"""Steps with tested releases, at most."""
+"""Maximum number of steps with tested releases."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
@@ -104,7 +104,6 @@ def command(
 
 
 def _check(plan: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a plan that would prove nothing."""
     trials = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
     for name, least in (("trials", trials), ("canaries", FEWEST_CANARIES)):
         if 0 < plan[name] < least:
@@ -159,22 +158,22 @@ def _print(figures: dict[str, Any]) -> None:
 
 
 class Attack(NamedTuple):
-    """What one attack found, in words."""
+    """Findings of one attack, in words."""
 
     name: str
     how: str
     proved: str
-    """Lower bound of epsilon; "" if the attack is one on the releases, which proves none."""
+    """Lower bound of epsilon; "" for the attack on the releases, which proves none."""
     accounted: str
     confidence: str
     delta: str
     refuted: bool
     fault: str = ""
-    """What a refuted attack on the releases found."""
+    """Fault that the attack on the releases found."""
 
     @property
     def verdict(self) -> str:
-        """What follows."""
+        """The conclusion."""
         if self.refuted:
             found = self.fault or "the attack proves more than was accounted"
             return f"REFUTED: {found} (chance of a false alarm, in all attacks together: 1e-6)"
@@ -184,7 +183,7 @@ class Attack(NamedTuple):
 
 
 def attacks(figures: Mapping[str, Any]) -> list[Attack]:
-    """Return the attacks in audit.json."""
+    """Return the attacks of audit.json."""
     from dpshard.accounting import rounded_up
 
     found = []
@@ -200,7 +199,7 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
             Attack(
                 name,
                 f"sigma = {result['noise_multiplier']:.4g}, {_how(result)}",
-                f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # rounded down: no more than was proved
+                f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # a lower bound is rounded down
                 rounded_up(math.inf if result["accounted"] is None else result["accounted"]),
                 f"{result['confidence']:g}",
                 f"{result['delta']:g}",
@@ -211,13 +210,11 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
 
 
 def _tested(result: Mapping[str, Any]) -> str:
-    """Describe the data of the attack on the releases."""
     sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
     return f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
 
 
 def _how(result: Mapping[str, Any]) -> str:
-    """Describe an attack."""
     if "canaries" in result:
         return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
     sampled = ""

@@ -1,4 +1,4 @@
-"""Audits of a `dpshard train` configuration: its model, data, loss, engine and optimizer under attack."""
+"""Audits of a `dpshard train` configuration."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
-"""Odd samples; the one with the longest gradient is the canary of the games."""
+"""Odd samples; that with the longest gradient is the canary of the games."""
 
 INPUT_SIZES = (0.0, 0.3, 1.0, 3.0)
-"""What inputs of odd samples are multiplied by, one after the other, where releases are tested."""
+"""Factors of the inputs of odd samples, in turn, in the test of releases."""
 
 OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
-"""Settings of the mechanism that a game replaces by its own; all others are audited as they are."""
+"""Settings that a game replaces by its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """Steps that are played many times, with an odd sample and without; what it is good for, see docs/audit.md."""
+    """Steps to play many times with and without an odd sample; see docs/audit.md."""
 
     steps: int = 1
     """Steps of a trial."""
     rows: int = 4
-    """Samples, the odd one included."""
+    """Samples, with the odd one."""
     batch_size: int
-    """Expected batch size; all rows are in every batch if it is their number."""
+    """Expected batch size; if equal to `rows`, every batch holds all rows."""
     noise_multiplier: float
-    """Where few trials prove much."""
+    """Chosen so that few trials prove much."""
     micro_batch_size: int
-    """Rows that are computed at once: less than all, so that some are padding."""
+    """Rows per forward; fewer than all, so that some are padding."""
 
 
 def games(steps: int) -> dict[str, Game]:
-    """Return the games with trials of so many steps, by their keys in audit.json.
+    """Return the games with trials of `steps` steps, by their keys in audit.json.
 
-    Faults of sampling show where there is little noise, and noise that is used again where there is much.
+    Little noise shows faults of sampling; much noise shows noise that is re-used.
     """
     if steps == 1:
         return {"step": Game(batch_size=4, noise_multiplier=0.5, micro_batch_size=3)}
     return {
-        # An epoch, in which a shuffled loader shows every sample for certain.
+        # An epoch: a shuffled loader shows every sample for certain.
         "sampling": Game(steps=steps, rows=steps, batch_size=1, noise_multiplier=0.2, micro_batch_size=2),
         "noise": Game(steps=steps, batch_size=2, noise_multiplier=2.0, micro_batch_size=2),
     }
@@ -80,9 +80,9 @@ def audit_game(
     confidence: float,
     on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Play many noisy releases with and without an odd sample; return the figures of audit.json.
+    """Play noisy releases with and without an odd sample; return the figures of audit.json.
 
-    `on_step` is called after each of the 2 * trials * game.steps steps.
+    Calls `on_step` after each of the 2 * trials * game.steps steps.
     """
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
     model = _awake(_model(settings, data, device, ranks))
@@ -109,12 +109,12 @@ def audit_game(
 def audit_all_releases(
     settings: TrainSettings, data: Data, ranks: Ranks, steps: int, on_step: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Test the releases for anything beside noise and clipped sums; return the figures of audit.json."""
+    """Test that releases are clipped sums plus noise; return the figures of audit.json."""
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
     model = _awake(_model(settings, data, device, ranks))
     x, y = odd_samples(data, CANDIDATES // 2)
     if x.is_floating_point():
-        # Of a small input, biases have most of the gradient; of a large one, the weights.
+        # Biases have most of the gradient of a small input, weights of a large one.
         sizes = torch.tensor(INPUT_SIZES).repeat(len(x))[: len(x)]
         x = x * sizes.view(-1, *[1] * (x.ndim - 1))
     audit = audit_releases(
@@ -139,7 +139,7 @@ def audit_all_releases(
 
 
 def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """Return the settings of an audit's engine, and `prepare`, which shards its model."""
+    """Return the settings of an audit's engine, with `prepare`, which shards its model."""
 
     def prepare(model: nn.Module) -> nn.Module:
         return sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings)).model
@@ -178,11 +178,10 @@ def audit_run(
     confidence: float,
     on_step: Callable[[int], object] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Train a whole run with canaries; return the figures of audit.json.
+    """Train a run with canaries; return the figures of audit.json.
 
-    Calls `on_step(steps of the run)` after each step.
-
-    Noise is calibrated anew for the data set with the canaries, and epsilon is that of this run.
+    Noise is calibrated for the data set with the canaries, and epsilon is that of this run. Calls `on_step` with the
+    steps of the run after each step.
     """
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
     included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
@@ -199,7 +198,7 @@ def audit_run(
     for logical_batch in engine.batches(dataset, settings.micro_batch_size):
         sharded.model.train()
         if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
-            canaries.below_threshold(engine)  # it drops what is longer
+            canaries.below_threshold(engine)  # global clipping drops longer gradients
         for x, y, canary_B, weight_B in logical_batch:
             torch.manual_seed(draw_seed(settings.seed, logical_batch.step, logical_batch.position, ranks.rank))
             x, y, canary_B, weight_B = (part.to(device) for part in (x, y, canary_B, weight_B))
@@ -245,7 +244,6 @@ def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sample with the longest gradient."""
     plain = copy.deepcopy(model).train()
     samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
     norms = [norm_of(sample_gradient(plain, *sample, sample_losses).values()) for sample in samples]
@@ -254,7 +252,7 @@ def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _awake(model: nn.Module) -> nn.Module:
-    """Fill parameters of zeros with small values, because a head of zeros passes no gradient on; return `model`."""
+    """Fill zero parameters with small values, because a head of zeros blocks gradients."""
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():

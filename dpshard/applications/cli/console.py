@@ -1,4 +1,4 @@
-"""Terminal output: progress bars, and one line per error or warning."""
+"""Terminal output: progress bars, and errors and warnings on one line each."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from dpshard.errors import DpshardError
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
 
-# Some versions of Typer vendor click, others use the installed one.
+# Typer vendors click in some versions only.
 UsageError: Any = typer.BadParameter.__base__
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")]
-"""The option --json of commands that print a table, too."""
+"""The option --json of commands that print a table."""
 
 USER_ERROR = 2
-"""Exit code of a refusal, as for a wrong option; bugs have 1."""
+"""Exit code of a refusal; bugs have 1."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, by the shell's convention 128 + SIGINT."""
+"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 
 class OneLineErrors(TyperGroup):
-    """A command group that prints each error and each warning on one line."""
+    """A command group that prints each error and warning on one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; print a refusal on stderr and exit with code 2, and let bugs pass."""
-        # dp-accounting's method skips some Renyi orders, and it logs a warning for each.
+        """Run the command; print a refusal on stderr and exit with code 2; let bugs pass."""
+        # absl logs a warning for each Renyi order that dp-accounting skips.
         logging.getLogger("absl").setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.showwarning = _warning_printer()
@@ -58,17 +58,17 @@ def print_error(message: object) -> None:
 
 
 class Advance(Protocol):
-    """A function that advances a progress bar by one step."""
+    """Function that advances a progress bar by one step."""
 
     def __call__(self, description: str | None = None, *, total: int | None = None) -> None:
-        """Advance the bar by one step; replace its `description` and `total` if given."""
+        """Advance the bar; replace its `description` and `total` if given."""
 
 
 @contextmanager
 def progress(description: str, total: int | None, *, speaking: bool = True) -> Iterator[Advance]:
-    """Yield a function that advances a bar over `total` steps (None: not known yet).
+    """Yield a function that advances a bar over `total` steps (None: unknown).
 
-    The bar shows only on a terminal, and only if `speaking`, which one of several ranks sets.
+    The bar shows only on a terminal, and only if `speaking`.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -92,7 +92,7 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
 
 @contextmanager
 def warnings_only_if(speaking: bool) -> Iterator[None]:
-    """Silence warnings within the block unless `speaking`: all ranks would repeat them."""
+    """Silence warnings unless `speaking`, because all ranks would repeat them."""
     if speaking:
         yield
         return
@@ -102,7 +102,7 @@ def warnings_only_if(speaking: bool) -> Iterator[None]:
 
 
 def one_line(message: object) -> str:
-    """Return the text of `message` on a single line."""
+    """Return `message` on one line."""
     return " ".join(str(message).split())
 
 

@@ -1,4 +1,4 @@
-"""The options of `dpshard account` for noise that is correlated over steps, and for sampling that goes with it."""
+"""Options of `dpshard account` for noise that is correlated over steps, and its sampling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bands = Annotated[int | None, typer.Option(help="Number of bands of --correlatio
 def parse(
     run: SampledMechanism, sampling: str, name: str | None, bands: int | None, *, of_known_length: bool
 ) -> SampledMechanism | CorrelatedMechanism:
-    """Return `run` with this sampling and correlation. Raises ConfigurationError for what is not analysed together."""
+    """Return `run` with this sampling and correlation; raise ConfigurationError for pairs that cannot be analysed."""
     check_choice("--sampling", sampling, ("poisson", *get_args(CorrelatedSampling)))
     check_choice("--correlation", name, (None, *KINDS))
     if (name is None) != (bands is None):
@@ -63,7 +63,7 @@ def parse(
 
 
 def error_over_dp_sgd(run: SampledMechanism | CorrelatedMechanism, epsilon: float, **question: Any) -> float | None:
-    """Return the error of prefix sums over that of Poisson-sampled DP-SGD at `epsilon`; None for such a run itself."""
+    """Return the error of prefix sums over that of DP-SGD (Poisson) at `epsilon`; None for DP-SGD."""
     if isinstance(run, SampledMechanism) or not 0 < epsilon < math.inf:
         return None
     plain = SampledMechanism(schedule=run.schedule, sample_size=run.sample_size)
@@ -72,7 +72,7 @@ def error_over_dp_sgd(run: SampledMechanism | CorrelatedMechanism, epsilon: floa
 
 
 def in_words(run: SampledMechanism | CorrelatedMechanism, ratio: float) -> str:
-    """Return what `error_over_dp_sgd` says, and what the noise multiplier means."""
+    """Describe `error_over_dp_sgd` and the noise multiplier."""
     assert isinstance(run, CorrelatedMechanism)
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
     advice = "this noise pays" if ratio < 1 else "take --sampling poisson, which has less noise"

@@ -1,4 +1,4 @@
-"""Data that ship with Python and scikit-learn, and the form of all data: three splits of (x, y)."""
+"""Data that ship with Python and scikit-learn, and `Data`, the form of all data."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dpshard.applications.extras import require
 from dpshard.errors import DataError
 
 BYTES = 256
-"""Number of byte tokens. The ids are the 256 bytes, a public vocabulary, then BEGIN and PAD."""
+"""Number of byte tokens. Token ids are the 256 bytes, then BEGIN and PAD: a public vocabulary."""
 BEGIN, PAD = BYTES, BYTES + 1
 VOCABULARY = BYTES + 2
 MASK = VOCABULARY
 """Token id of a masked byte."""
 IGNORED = -100
-"""Target of a position that has no loss."""
+"""Target without loss."""
 
 MASKED_SHARE = 0.15
 
 SPLIT_SEED = 0
-"""Seed of the splits: every run holds out the same samples, because no run may tune on them."""
+"""Every run holds out the same samples, because no run may tune on them."""
 
 
 class Kind(Enum):
@@ -43,22 +43,22 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Three disjoint splits; the run trains on and protects only `train`."""
+    """Disjoint splits; the run trains on and protects only `train`."""
 
     train: Dataset[Any]
     validation: Dataset[Any]
     test: Dataset[Any]
     kind: Kind
     sample: str
-    """Name of one protected sample in the privacy statement, such as "one image"."""
+    """One protected sample in the privacy statement, such as "one image"."""
     classes: int = VOCABULARY
-    """Number of classes, or of tokens."""
+    """Classes, or tokens."""
     guessing: float | None = None
     """Share of the commonest class in the test samples; None without classes."""
 
 
 def load(settings: TrainSettings) -> Data:
-    """Return the data of a run. Raises DataError if they cannot be read, or if `train` is empty."""
+    """Return the data of a run; raise DataError if they cannot be read, or `train` is empty."""
     if settings.task == "digits":
         data = _digits(settings)
     elif settings.task == "pydoc":
@@ -92,10 +92,7 @@ def _pydoc(settings: TrainSettings) -> Data:
 
 
 def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
-    """Split `dataset` at random, by SPLIT_SEED, into the fractions of the settings.
-
-    `labels` are [N] or None.
-    """
+    """Split `dataset` at random by SPLIT_SEED into the settings' fractions; `labels` are [N] or None."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
     test = round(len(order) * settings.test_fraction)
     validation = test + round(len(order) * settings.validation_fraction)
@@ -104,7 +101,7 @@ def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = Non
         facts["guessing"] = float(labels[torch.from_numpy(order[:test])].bincount().max()) / test
 
     def part(indices: Any) -> Dataset[Any]:
-        if isinstance(dataset, TensorDataset):  # the engine reads whole micro-batches of a TensorDataset
+        if isinstance(dataset, TensorDataset):  # for fast reading of whole micro-batches
             return TensorDataset(*dataset[torch.from_numpy(indices)])
         return Subset(dataset, indices.tolist())
 
@@ -114,26 +111,26 @@ def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = Non
 
 
 def tokens(text: str, length: int) -> Tensor:
-    """Return the token ids [length + 1] of a text: BEGIN, its first `length` bytes, PAD."""
+    """Return the token ids [length + 1]: BEGIN, the first `length` bytes of `text`, PAD."""
     ids = [BEGIN, *text.encode()[:length]]
     return torch.tensor(ids + [PAD] * (length + 1 - len(ids)))
 
 
 def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) -> Data:
-    """Return the splits of `texts` for the objective of the settings; each text is a sample."""
+    """Return the splits of `texts`, one sample each, for the objective of the settings."""
     if settings.objective == "masked":
         return splits(masked(texts, settings), settings, kind=Kind.MASKED, sample=sample, classes=VOCABULARY + 1)
     return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample=sample)
 
 
 def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Return each text, and the text shifted by one: targets are the next bytes."""
+    """Return each text, and its next bytes as targets."""
     ids = _all_tokens(texts, settings)
     return TensorDataset(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORED))
 
 
 def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Return each text with 15% of its bytes masked (at least one), and the masked bytes."""
+    """Return each text with 15% of its bytes (at least one) masked, and these bytes as targets."""
     ids = _all_tokens(texts, settings)
     own = ids < BYTES
     lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)

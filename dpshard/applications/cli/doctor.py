@@ -1,4 +1,4 @@
-"""`dpshard doctor`: what this installation has, what is off, and what to do about it."""
+"""`dpshard doctor`: parts of this installation, and remedies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "lightning": ("lightning", "Lightning's callback"),
     "deepspeed": ("deepspeed", "ZeRO by DeepSpeed"),
 }
-"""Extras of dpshard: the package that each brings, and what needs it."""
+"""Extras of dpshard: package and purpose."""
 
 
 class State(StrEnum):
-    """Whether a part works."""
+    """State of a part."""
 
     ON = "on"
     OFF = "off"
@@ -47,7 +47,7 @@ class Finding:
     state: State
     found: str
     remedy: str = ""
-    """What to do if it is not on; empty if nothing need be done."""
+    """Remedy if it is not on."""
 
 
 def command(as_json: console.JsonFile = None) -> None:
@@ -156,7 +156,6 @@ def _extras() -> list[Finding]:
 
 
 def _installed(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

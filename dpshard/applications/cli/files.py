@@ -1,4 +1,4 @@
-"""The user's own data: image folders, JSON lines, CSV, .npz, and Hugging Face data sets."""
+"""The user's data: image folders, JSON lines, CSV, .npz, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tif
 
 
 def load(settings: TrainSettings) -> Data:
-    """Read the data that `settings.data` names; raise DataError if they cannot be read."""
+    """Read the data at `settings.data`; raise DataError if that fails."""
     source = str(settings.data)
     if source.startswith("hf:"):
         return _hugging_face(source.removeprefix("hf:"), settings)
@@ -55,7 +55,6 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         self.size = size
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -68,7 +67,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def image_tensor(image: Any, size: int) -> Tensor:
-    """Convert a PIL image to a float tensor [3, size, size] in [0, 1]."""
+    """Convert a PIL image to float [3, size, size] in [0, 1]."""
     pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float32) / 255
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
@@ -90,7 +89,6 @@ def _image_folder(folder: Path, settings: TrainSettings) -> Data:
 
 
 def _check_images(paths: Sequence[Path]) -> None:
-    """Raise DataError for a broken file, before the run starts."""
     from PIL import Image
 
     for path in paths:
@@ -111,7 +109,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
-"""Rows by their place in the file, such as "line 7"."""
+"""Rows by place in the file, such as "line 7"."""
 
 
 def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> Rows:
@@ -150,7 +148,7 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
 def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
     text, label = settings.text_column, settings.label_column
     columns = list(next(iter(rows.values())))
-    named = text != TEXT_COLUMN  # then the column must exist; else the data may be numbers
+    named = text != TEXT_COLUMN  # a named column must exist; else the data may be numbers
     if text in columns:
         texts = [str(cell) for cell in _column(rows, text, source)]
         if label not in columns:
@@ -191,7 +189,7 @@ def _numbers(rows: Rows, column: str, source: str) -> list[float]:
 
 
 def _classes(labels: Sequence[Any]) -> tuple[Tensor, int]:
-    """Return class numbers [N] of the labels, in sorted order, and the number of classes."""
+    """Return class numbers [N], by sorted labels, and the number of classes."""
     try:
         names = sorted(set(labels), key=lambda label: (str(type(label)), label))
     except TypeError as error:
@@ -233,7 +231,7 @@ def _npz(path: Path, settings: TrainSettings) -> Data:
 
 
 class HubImages(Dataset[tuple[Tensor, int]]):
-    """The images of a Hugging Face data set, decoded at access."""
+    """Images of a Hugging Face data set, decoded at access."""
 
     def __init__(self, rows: Any, column: str, labels: Tensor, size: int) -> None:
         self.rows = rows
@@ -242,7 +240,6 @@ class HubImages(Dataset[tuple[Tensor, int]]):
         self.size = size
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -255,10 +252,10 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     import datasets
 
     name, _, config = name.partition(":")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no message per retry; our error follows
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no message per retry
     try:
         parts = datasets.load_dataset(name, config or None)
-    except Exception as error:  # hub, network and damaged files raise many types
+    except Exception as error:  # many types
         raise DataError(f"The data set {name!r} cannot be loaded from the Hugging Face hub: {error}") from error
     rows = parts["train"] if "train" in parts else next(iter(parts.values()))
     image = next((name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)

@@ -1,4 +1,4 @@
-"""The final report of a run: what came out, and exactly what is promised about the training data."""
+"""The final report of a run: results, and the exact privacy guarantee."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_COVERED = (
 
 
 def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return the report as plain values; `scores` on the test split are "before" and "after"."""
+    """Return the report as plain values; `scores` are of the test split, "before" and "after"."""
     data, engine, mechanism = run.data, run.engine, run.engine.mechanism
     return {
         "task": run.settings.task,
@@ -76,7 +76,7 @@ def write(folder: RunFolder, report: Mapping[str, Any]) -> None:
 
 
 def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None:
-    """Print the result, the guarantee, and where the files are."""
+    """Print results, guarantee, and paths."""
     table = Table.grid(padding=(0, 2))
     for name, value in [*result_rows(report), *_privacy_rows(report["privacy"])]:
         table.add_row(f"[bold]{name}[/]", value)
@@ -85,7 +85,7 @@ def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None
 
 
 def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the results as names and values."""
+    """Return results as names and values."""
 
     def shown(scores: Mapping[str, float]) -> str:
         return f"perplexity {scores['perplexity']:.2f}" if "perplexity" in scores else f"{scores['accuracy']:.1%} right"

@@ -1,4 +1,4 @@
-"""Defaults of open settings, from the kind and the size of the data and nothing else about them."""
+"""Defaults of open settings, from only the kind and the size of the data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT
 
 LARGEST_BATCH = 256
-"""Expected batch size on data with more than twice as many samples."""
+"""Expected batch size on data with over twice as many samples."""
 LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
 LARGEST_PRETRAINING_BATCH = 4096
-"""Final expected batch size of pre-training on data with more than four times as many samples."""
+"""Final expected batch size of pre-training on data with over four times as many samples."""
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     """Return `settings` with defaults of model, batch size, optimizer and learning rate for `data`.
 
-    Raises ConfigurationError if the model cannot learn this kind of data, or if a batch is larger
-    than the data set.
+    Raises ConfigurationError if the model does not fit the data, or a batch is larger than the data set.
     """
     samples = size(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:
@@ -49,6 +48,6 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
 
 
 def _growing(samples: int, steps: int) -> str:
-    """Return the batches of DP-BERT, scaled down to `samples`, as --phases."""
+    """Return DP-BERT's batches, scaled down to `samples`, as --phases."""
     recipe = DP_BERT.scaled(steps=steps, last_batch=min(LARGEST_PRETRAINING_BATCH, max(1, samples // 4)))
     return ",".join(f"{size}x{count}" for size, count in recipe.engine_settings()["batch_size"])

@@ -1,4 +1,4 @@
-"""Formats of figures, for users and as JSON."""
+"""Formats of figures, for users and JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NEIGHBOURS = {
     "zero-out": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of one "
     "sample in the order",
 }
-"""The neighbouring relations of dpshard.accounting, in words."""
+"""Neighbouring relations of dpshard.accounting, in words."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return `value` as strict JSON; NaN and infinity become null."""
+    """Return `value` as strict JSON, with null for NaN and infinity."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

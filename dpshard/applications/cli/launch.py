@@ -1,10 +1,9 @@
-"""Launcher of the ranks of a sharded run; it also detects ranks of another launcher.
+"""Launcher of the ranks of a sharded run.
 
 [Note: Who reports an error]
-When a rank fails, its connections to other ranks break, and these fail too. Only the first one
-prints the error (world.py). A killed rank cannot print, so the launcher does. The launcher also
-ends ranks that hang after another failed. Ranks have sessions of their own, so Ctrl-C reaches only
-the launcher. It forwards the signal to all ranks; they agree on a last step, save, and stop.
+When a rank fails, other ranks lose their connections and fail, too. Only the first prints the error (world.py); for a
+killed rank the launcher does. The launcher ends ranks that hang after a failure. Ranks have sessions of their own, so
+only the launcher gets Ctrl-C. It forwards the signal to all ranks; they agree on a last step, save, and stop.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from dpshard.applications.cli import console
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 STORE = "DPSHARD_STORE"
-"""Environment variable: path of the file through which ranks of `start` find each other."""
+"""Environment variable: path of the file through which ranks of `start` connect."""
 LIFELINE = "DPSHARD_LIFELINE"
 """Environment variable: a file descriptor that closes when the launcher ends."""
 LOST = 75
-"""Exit code of a rank that lost the connection to another, and so did not cause the error."""
+"""Exit code of a rank that lost a connection, and so did not cause the error."""
 PATIENCE = 20.0
-"""Seconds that other ranks have to end after one failed."""
+"""Seconds that other ranks have to end after a failure."""
 
 
 def joined() -> bool:
-    """Return True if this process is a rank that `start`, torchrun, or SLURM's srun started."""
+    """Return True if this process is a rank, started by `start`, torchrun, or SLURM's srun."""
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "RANK" not in os.environ:
         _translate_slurm()
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start(count: int, arguments: Sequence[str]) -> int:
-    """Run `dpshard ARGUMENTS` as `count` ranks, and return the exit code of the run."""
+    """Run `dpshard ARGUMENTS` as `count` ranks; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
         lifeline, ours = os.pipe()
         environment = {
@@ -77,7 +76,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Yield a list that collects SIGINT and SIGTERM within the block; a second signal acts as usual."""
+    """Yield a list that collects SIGINT and SIGTERM; a second signal acts as usual."""
     received: list[int] = []
     before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -100,7 +99,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
         for number in signals[forwarded:]:
             forwarded += 1
             for rank in ranks:
-                rank.send_signal(number)  # no effect on a rank that has ended
+                rank.send_signal(number)  # no effect on an ended rank
         if deadline is None and set(codes) - {None, 0, console.INTERRUPTED}:
             deadline = time.monotonic() + PATIENCE
         if deadline is not None and time.monotonic() > deadline:
@@ -123,7 +122,6 @@ def _watch(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
 
 
 def _translate_slurm() -> None:
-    """Set torch's environment variables from srun's."""
     environment = os.environ
     environment["RANK"], environment["LOCAL_RANK"] = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
     environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]

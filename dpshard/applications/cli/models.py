@@ -1,4 +1,4 @@
-"""Small networks for the embedded data and for first tries on the user's own data."""
+"""Small networks for the embedded data, and for first tries on user data."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ FITTING: dict[Kind, list[str]] = {
     Kind.LANGUAGE: ["gpt", "gpt2"],
     Kind.MASKED: ["bert"],
 }
-"""Models for each kind of data."""
+"""Models by kind of data."""
 
 
 def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
     """Build the model `name` for `data`; logits are [B, classes], or per token [B, T, classes].
 
-    Raises ConfigurationError if the model cannot learn this kind of data, or has layers without
-    per-sample gradients.
+    Raises ConfigurationError if it does not fit the data, or has layers without per-sample gradients.
     """
     if own_model.is_own(name):
         model = own_model.build(name, data)
@@ -53,7 +52,7 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
 
 
 def check_fits(name: str, data: Data) -> None:
-    """Raise ConfigurationError if the model `name` cannot learn this kind of data."""
+    """Raise ConfigurationError if the model `name` does not fit this kind of data."""
     if name not in FITTING[data.kind] and not own_model.is_own(name):
         raise ConfigurationError(
             f"model={name!r} does not fit these data ({data.sample}); choose one of {['auto', *FITTING[data.kind]]}."
@@ -73,9 +72,9 @@ def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
 
 
 def choose(data: Data, task: str) -> str:
-    """Return the name of the model for `auto`."""
+    """Return the model for `auto`."""
     if data.kind is Kind.IMAGE and task == "data":
-        return "cnn"  # the MLP suits the digits, but drops brightness and contrast
+        return "cnn"  # the MLP drops brightness and contrast
     if data.kind is not Kind.LANGUAGE:
         return FITTING[data.kind][0]
     try:
@@ -93,8 +92,7 @@ def gpt(length: int, width: int = 64, depth: int = 2, heads: int = 4) -> GPT:
 class MLP(nn.Module):
     """Two layers with a cosine between.
 
-    The first starts as random Fourier features, which suit few noisy steps: Rahimi and Recht 2007,
-    "Random features for large-scale kernel machines".
+    The first starts as random Fourier features (Rahimi and Recht 2007), which suit few noisy steps.
     """
 
     def __init__(self, features: int, classes: int, *, normalize: bool, width: int = 512) -> None:
@@ -110,7 +108,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes] of x [B, ...]."""
         x_BD = x.flatten(1)
-        if self.normalize:  # by each image's own mean and norm, not by statistics of the data set
+        if self.normalize:  # by each image's own mean and norm
             x_BD = F.normalize(x_BD - x_BD.mean(1, keepdim=True), dim=1)
         return self.head(torch.cos(self.hidden(x_BD)))
 
@@ -146,12 +144,11 @@ class VisionTransformer(nn.Module):
         channels, side = shape[0], max(2, shape[1] // 8)
         self.patches = nn.Conv2d(channels, width, side, side)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        # As large as the patches, because few noisy steps cannot learn to distinguish positions.
+        # As large as patches, because few noisy steps cannot learn to distinguish positions.
         self.positions = nn.Parameter(torch.randn(1, 1 + (shape[1] // side) * (shape[2] // side), width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        # The head reads all tokens, because few noisy steps do not train attention to fill the
-        # class token.
+        # The head reads all tokens, because few noisy steps do not train attention to fill the class token.
         self.head = nn.Linear(self.positions[0].numel(), classes)
         nn.init.zeros_(self.head.weight)
         with torch.no_grad():
@@ -167,10 +164,7 @@ class VisionTransformer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 of transformers, untrained and small.
-
-    Token embedding and output head are one parameter.
-    """
+    """Small, untrained GPT-2 of transformers, with tied embeddings."""
 
     def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -184,15 +178,12 @@ class GPT2(nn.Module):
         self.lm = GPT2LMHeadModel(config)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits [B, T, VOCABULARY] of the next token at every position."""
+        """Return logits [B, T, VOCABULARY] of the next token."""
         return self.lm(input_ids=ids_BT, use_cache=False).logits
 
 
 class BERT(nn.Module):
-    """BERT of transformers, untrained and small.
-
-    Token embedding and output head are one parameter.
-    """
+    """Small, untrained BERT of transformers, with tied embeddings."""
 
     def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -207,15 +198,12 @@ class BERT(nn.Module):
         self.lm = BertForMaskedLM(config)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary] of the token at every position."""
+        """Return logits [B, T, vocabulary] of the same positions."""
         return self.lm(input_ids=ids_BT, attention_mask=(ids_BT != PAD).long()).logits
 
 
 class TextClassifier(nn.Module):
-    """A bidirectional transformer over bytes.
-
-    Its head reads the mean over the text's own positions.
-    """
+    """A bidirectional transformer over bytes; the head reads the mean without padding."""
 
     def __init__(self, length: int, classes: int, width: int = 64, depth: int = 1, heads: int = 4) -> None:
         super().__init__()

@@ -16,16 +16,15 @@ from dpshard.errors import ConfigurationError
 
 
 def is_own(name: str) -> bool:
-    """Return True if `name` has the form package.module:function."""
+    """Return True if `name` is package.module:function."""
     return re.fullmatch(OWN_MODEL, name) is not None
 
 
 def build(name: str, data: Data) -> nn.Module:
-    """Return the network that `name` builds for the shape of one x and the number of classes.
+    """Return the network of `name` for the shape of one x and the number of classes.
 
-    Its logits must be [B, classes], or [B, T, classes] for a language model. Raises
-    ConfigurationError if the function cannot be imported, or if its result is not a module with
-    such logits.
+    Raises ConfigurationError if the function cannot be imported, or returns no module with logits [B, classes], or
+    [B, T, classes] for a language model.
     """
     model = user_code.load(name)(tuple(data.train[0][0].shape), data.classes)
     if not isinstance(model, nn.Module):
@@ -35,7 +34,7 @@ def build(name: str, data: Data) -> nn.Module:
 
 
 def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
-    """Raise ConfigurationError on all ranks unless `model` has the same values on each rank."""
+    """Raise ConfigurationError on all ranks unless `model` has equal values on all."""
     digest = hashlib.sha256()
     for x in model.state_dict().values():
         digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

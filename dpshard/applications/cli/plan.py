@@ -113,10 +113,7 @@ def command(
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
-    """Return style and mode of `STYLE[:MODE]`.
-
-    Raises ConfigurationError for unknown ones, with a list.
-    """
+    """Return style and mode of `STYLE[:MODE]`; raise ConfigurationError for unknown ones."""
     style, _, mode = text.partition(":")
     check_choice("clipping", style, get_args(ClippingStyle))
     check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
@@ -200,7 +197,7 @@ def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw peak memory by part, and FLOPs, of every step of the plan."""
+    """Draw peak memory by part, and FLOPs, of every step."""
     from dpshard.applications.planner.meter import PARTS
 
     estimates = plan.estimates[::-1]

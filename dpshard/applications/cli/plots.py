@@ -1,4 +1,4 @@
-"""Pictures of a run's metrics."""
+"""Plots of metrics."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: metrics over the step."""
+    """A plot of metrics over the step."""
 
     name: str
     title: str
     series: Mapping[str, str]
-    """The legend of each metric that is drawn."""
+    """Legends by metric."""
     percent: bool = False
     log: bool = False
 
@@ -58,16 +58,16 @@ PANELS = (
 
 
 def new_figure(**arguments: Any) -> Any:
-    """Return a matplotlib figure, without the global state of pyplot."""
+    """Return a matplotlib figure, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     return Figure(**arguments)
 
 
 def draw(folder: RunFolder) -> list[Path]:
-    """Draw metrics.jsonl: plots/overview.png, and a picture of each of its panels.
+    """Draw metrics.jsonl: plots/overview.png, and a picture of each panel.
 
-    Raises RunFolderError if there are no metrics yet, ConfigurationError if matplotlib is missing.
+    Raises RunFolderError if there are no metrics yet, ConfigurationError without matplotlib.
     """
     rows = folder.read_metrics()
     if not rows:
@@ -76,7 +76,7 @@ def draw(folder: RunFolder) -> list[Path]:
     pictures = {"overview": panels} | {panel.name: [panel] for panel in panels}
     paths = {name: folder.plots / f"{name}.png" for name in pictures}
     for name, path in paths.items():
-        with suppress(OSError):  # save explains it
+        with suppress(OSError):  # save raises it again
             path.parent.mkdir(mode=0o700, exist_ok=True)
             path.touch(mode=0o600)
         save(_figure(pictures[name], rows, folder.settings().target_epsilon), path)
@@ -84,7 +84,7 @@ def draw(folder: RunFolder) -> list[Path]:
 
 
 def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:
-    """Return an <svg> element for each panel that `rows` have points for."""
+    """Return an <svg> element for each panel with points."""
     panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
     return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in panels}
 
@@ -93,10 +93,10 @@ def _svg(figure: Any, name: str) -> str:
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same each time
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # reproducible
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     element = "<svg " + text.getvalue().partition("<svg ")[2]
-    # The names of parts must differ between the pictures of one page.
+    # Names of parts must differ between the pictures of a page.
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
 
 
@@ -151,7 +151,7 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], 
 
 
 def styled() -> Any:
-    """Return a context with our style of figures; raise ConfigurationError if matplotlib is missing."""
+    """Return a context with dpshard's style of figures; raise ConfigurationError without matplotlib."""
     require("matplotlib", "plots", "A plot")
     import matplotlib
 

@@ -22,7 +22,7 @@ _CAPTIONS = {
     "clip_fraction": "Share of samples with a gradient longer than the clipping norm.",
     "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
 }
-"""Captions of pictures; epsilon does not cover their figures."""
+"""Captions of pictures that epsilon does not cover."""
 
 
 def command(
@@ -46,14 +46,14 @@ def command(
 
 
 def render(folder: RunFolder, *, public: bool = False) -> str:
-    """Return the page as text. Raises RunFolderError if the run has not finished."""
+    """Return the page; raise RunFolderError if the run has not finished."""
     from dpshard.accounting import rounded_up
     from dpshard.applications.cli.final_report import result_rows
 
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
         raise RunFolderError(f"{folder.path} has not finished: run {resume} first.")
-    settings = folder.settings()  # raises for a damaged config.yaml, which the page quotes
+    settings = folder.settings()  # raises for a damaged config.yaml
     quoted = folder.config.read_text("utf-8")
     if public and settings.data is not None:  # file names may identify people
         quoted = quoted.replace(settings.data, "(your data)")
@@ -81,7 +81,6 @@ def render(folder: RunFolder, *, public: bool = False) -> str:
 
 
 def _filled(**context: Any) -> str:
-    """Return report.html.jinja with the values of `context`."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -93,7 +92,6 @@ def _filled(**context: Any) -> str:
 
 
 def _attacks(folder: RunFolder) -> list[Attack] | None:
-    """Return what `dpshard audit` found; None if it did not run."""
     if not folder.audit.exists():
         return None
     with intact(folder.audit, f"dpshard audit {folder.path} writes it anew"):

@@ -17,9 +17,8 @@ from dpshard.accounting import epsilon_of, rounded_up
 class TrainingProgress:
     """A bar with step, loss, epsilon and its target, samples per second and remaining time.
 
-    Without a terminal, the class prints one line per evaluation instead. Computing epsilon takes a
-    tenth of a second or more, so the bar shows the epsilon of the next evaluation. The spent
-    epsilon never exceeds it.
+    Without a terminal, it is one line per evaluation. Computing epsilon takes a tenth of a second or more, so the bar
+    shows the epsilon of the next evaluation, an upper bound.
     """
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
@@ -72,7 +71,7 @@ class TrainingProgress:
             self._console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
-        """Return the epsilon of the first evaluation at or after `step`."""
+        """Return epsilon of the first evaluation at or after `step`."""
         mechanism, every = self._engine.mechanism, self._evaluate_every
         releases = mechanism.releases(math.ceil(step / every) * every)
         return epsilon_of(releases, mechanism.target_delta, mechanism.accountant)

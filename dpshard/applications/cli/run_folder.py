@@ -1,12 +1,10 @@
 """A run on disk: settings, metrics, checkpoints, plots and the report; a killed run can resume.
 
 [Note: What survives kill -9]
-Each file that a resumed run reads is replaced as a whole: written beside its place, flushed to the
-disk, renamed. metrics.jsonl grows by one line per step. After a kill it may be ahead of the last
-checkpoint, or end in half a line, so resuming cuts it back to the checkpoint's step. Nothing
-private depends on it: damaged lines are dropped, and a missing file is begun anew. The steps in
-between are computed again with the same samples. With the same sums, they cost no further budget
-(dpshard/noise/digest.py).
+Files that a resumed run reads are written beside their place, flushed to the disk, and renamed. metrics.jsonl grows by
+one line per step. After a kill it may be ahead of the last checkpoint, or end in half a line, so resuming cuts it back
+to the checkpoint. Nothing private depends on it: damaged lines are dropped, and a missing file starts anew. The steps
+between are computed again with the same samples. With the same sums, they cost no budget (dpshard/noise/digest.py).
 """
 
 from __future__ import annotations
@@ -30,21 +28,21 @@ from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
 
 class RunFolder:
-    """The files of the run at `path`. Epsilon covers only the weights."""
+    """Files of the run at `path`; epsilon covers only the weights."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"  # a line of JSON per step: NOT private
-        self.checkpoints = path / "checkpoints"  # they hold the run secret: NOT private
-        self.plots = path / "plots"  # pictures of the metrics: NOT private
-        self.model = path / "model.pt"  # the trained weights: epsilon is about them
-        self.report = path / "report.md"  # report.json beside it says the same
-        self.audit = path / "audit.json"  # bounds that `dpshard audit` proved for the settings
+        self.metrics = path / "metrics.jsonl"  # JSON per step: NOT private
+        self.checkpoints = path / "checkpoints"  # with the run secret: NOT private
+        self.plots = path / "plots"  # NOT private
+        self.model = path / "model.pt"  # weights, which epsilon covers
+        self.report = path / "report.md"  # as report.json
+        self.audit = path / "audit.json"
 
     @classmethod
     def create(cls, path: Path | None, settings: TrainSettings) -> RunFolder:
-        """Create a folder at `path`, or runs/TASK-DATE-TIME; raise RunFolderError if it is taken or unwritable."""
+        """Create `path`, or runs/TASK-DATE-TIME; raise RunFolderError if it is taken or unwritable."""
         path = path or Path("runs") / f"{settings.task}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = cls(path)
         if path.exists() and not path.is_dir():
@@ -61,7 +59,7 @@ class RunFolder:
         return folder
 
     def remove(self) -> None:
-        """Remove the folder of a run that has released nothing."""
+        """Remove the folder of a run without releases."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
@@ -73,7 +71,7 @@ class RunFolder:
         return folder
 
     def settings(self) -> TrainSettings:
-        """Return the settings of the run."""
+        """Return the run's settings."""
         try:
             return resolve(read_yaml(self.config))
         except ConfigurationError as error:
@@ -81,7 +79,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training in this folder at the same time."""
+        """Keep other processes from training in this folder."""
         with _explained(self.path):
             lock = (self.path / ".lock").open("w")
         with lock:
@@ -92,7 +90,7 @@ class RunFolder:
             yield
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the complete lines of metrics.jsonl; raise RunFolderError if one is of no step."""
+        """Return the complete lines of metrics.jsonl; raise RunFolderError for one without a step."""
         rows = self._rows()
         for number, row in enumerate(rows, 1):
             if row is None:
@@ -102,7 +100,6 @@ class RunFolder:
         return [row for row in rows if row is not None]
 
     def _rows(self) -> list[dict[str, Any] | None]:
-        """Return the metrics in each complete line, or None for a damaged line."""
         with _explained(self.path):
             lines = self.metrics.read_bytes().splitlines(keepends=True)
         return [_row(line) for line in lines if line.endswith(b"\n")]
@@ -111,8 +108,7 @@ class RunFolder:
     def append_metrics(self, *, after_step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         """Cut the metrics back to the first `after_step` steps, and yield a function that appends a row.
 
-        Warns of damaged lines and drops them: plots work without. The operating system gets a row
-        at once, so it survives if this process is killed.
+        Warns of damaged lines and drops them. Each row is flushed at once, so it survives a kill of this process.
         """
         rows = [row for row in self._rows() if row is not None] if self.metrics.exists() else []
         if len({row["step"] for row in rows}) < after_step:
@@ -136,11 +132,11 @@ class RunFolder:
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace `path` by `content` as a whole, so that a power cut leaves the old file or the new one.
+    """Replace `path` by `content`; a power cut leaves the old file or the new one.
 
-    Only the user may read it, unless it is `public`.
+    Only the user may read it, unless `public`.
     """
-    # A name of this process: two reports of one run may be written at once.
+    # Per process, because two may write one file at once.
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
         try:
@@ -160,7 +156,6 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return the metrics in a line, or None if it holds none."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -170,7 +165,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def intact(path: Path, remedy: str) -> Iterator[None]:
-    """Raise RunFolderError with a `remedy` if the block finds that dpshard did not write `path` so."""
+    """Raise RunFolderError with a `remedy` if the block finds `path` damaged."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:

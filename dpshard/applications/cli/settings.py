@@ -1,4 +1,4 @@
-"""The settings of a training run, from defaults, a YAML file and flags, in this order."""
+"""Settings of a training run, from defaults, a YAML file and flags."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TEXT_COLUMN = "text"
 
 MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
-"""The pattern of package.module:function."""
+"""Pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
-"""Settings that may change when a run is resumed. Steps that are repeated then count again."""
+"""Settings that may change at --resume; repeated steps then count again."""
 
 
 def _setting(default: Any, help: str, *, panel: str) -> Any:
@@ -41,9 +41,9 @@ _ranks = partial(_setting, panel="Several processes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """All settings of a run; its folder keeps them, and they must not change later.
+    """All settings of a run; its folder keeps them, and they must not change.
 
-    `dpshard train --help` shows the help texts below. The YAML file uses the field names as keys.
+    The help texts are those of `dpshard train --help`, the field names the keys of the YAML file.
     """
 
     task: Literal["digits", "pydoc", "data"] = _data(
@@ -190,8 +190,8 @@ class TrainSettings:
             raise ConfigurationError(f"max_batch_size={self.max_batch_size!r}: it is a number of samples, or 'auto'.")
 
     def mechanism(self) -> dict[str, Any]:
-        """Return the arguments of PrivacyEngine, except the model and the sample size."""
-        from dpshard.clipping.thresholds import QuantileTracking  # imports torch, which is slow for `dpshard --help`
+        """Return the arguments of PrivacyEngine, except model and sample size."""
+        from dpshard.clipping.thresholds import QuantileTracking  # imports torch: slow for `dpshard --help`
 
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
@@ -201,16 +201,15 @@ class TrainSettings:
         }
 
     def to_yaml(self) -> str:
-        """Return YAML that `read_yaml` and `resolve` turn into the same settings."""
+        """Return YAML of these settings for `read_yaml` and `resolve`."""
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
 
 
 def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     """Return the settings of the task's recipe, overridden by each layer in turn.
 
-    A setting clears settings that it excludes, such as steps and epochs, in the layers below.
-    Raises ConfigurationError for unknown keys (it lists the known ones) and for values of the wrong
-    type.
+    A setting clears excluded ones of the layers below, such as steps clears epochs. Raises ConfigurationError for
+    unknown keys and values of the wrong type.
     """
     hints = get_type_hints(TrainSettings)
     for name in (name for layer in layers for name in layer):
@@ -224,10 +223,7 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
-
-    Raises ConfigurationError if it is unreadable or not a mapping.
-    """
+    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -248,10 +244,7 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**flags` of a command by one option per setting, named after it.
-
-    None means not given.
-    """
+    """Replace the `**flags` of a command by one option per setting; None means not given."""
     hints = get_type_hints(TrainSettings)
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -276,7 +269,7 @@ def _option(setting: Field[Any], hint: Any) -> Any:
     notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in recipes.items()]
     listed = f"One of {', '.join(choices)}. " if choices else ""
     return typer.Option(
-        "--" + setting.name.replace("_", "-"),  # without --no-...: every flag is off by default
+        "--" + setting.name.replace("_", "-"),  # without --no-...: flags are off by default
         help=f"{setting.metadata['help']} {listed}[dim]\\[{'; '.join(notes)}][/]",
         metavar="NAME" if choices else None,
         rich_help_panel=setting.metadata["panel"],
@@ -295,10 +288,7 @@ def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
-    """Convert `value` to the type `hint`: YAML reads 1e-5 as text, and 3 as an int for a float.
-
-    Raises ConfigurationError if it has another type.
-    """
+    """Convert `value` to the type `hint`; YAML reads 1e-5 as text, and 3 as an int."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
     if value is None and NoneType in get_args(hint):
         return None
@@ -350,7 +340,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "pydoc": {"batch_size": 256, "epochs": 10.0, "max_length": 64, "micro_batch_size": 64},
     "data": {"batch_size": None, "epochs": 10.0, "optimizer": "auto", "learning_rate": None},
 }
-"""Defaults of tasks except digits; tuned only on validation splits. None: see fitting.py."""
+"""Defaults of tasks except digits, tuned only on validation splits. None: see fitting.py."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dp-bert": {
@@ -365,5 +355,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr_schedule": "quadratic",
     },
 }
-"""Settings of --recipe. They repeat numbers of dpshard.recipes, which imports torch; fitting.py
-sets batches."""
+"""Settings of --recipe, with numbers of dpshard.recipes, which imports torch; fitting.py sets batches."""

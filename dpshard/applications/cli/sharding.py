@@ -1,4 +1,4 @@
-"""Wrapping of model and optimizer for --shard: whole, replicated, or sharded."""
+"""Wrapping of model and optimizer for --shard."""
 
 from __future__ import annotations
 
@@ -26,22 +26,19 @@ class Sharded:
 
     model: nn.Module
     optimizer: Optimizer
-    """The innermost optimizer, for schedulers and checkpoints."""
+    """Innermost optimizer, for schedulers and checkpoints."""
     step: Callable[[], None]
-    """Function that takes a step, and drops the gradients."""
+    """Takes a step, and drops the gradients."""
     weights: Callable[[], dict[str, Any]]
-    """Function that returns whole parameters and buffers on rank 0; all ranks must call it."""
+    """Returns whole parameters and buffers on rank 0; all ranks must call it."""
     parameters: int
-    """Number of trained elements."""
+    """Trained elements."""
 
 
 def shard(
     model: nn.Module, how: str, device: torch.device, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> Sharded:
-    """Wrap `model`, which must be equal on all ranks, for training on all of them.
-
-    Raises ConfigurationError if the number of ranks does not suit `how`.
-    """
+    """Wrap `model`, which must be equal on all ranks; raise ConfigurationError if their number does not suit `how`."""
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if how.startswith("deepspeed"):
         engine = zero.wrap(model, int(how[-1]), device, make_optimizer(model))
@@ -68,7 +65,7 @@ def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     else:
         mesh = init_device_mesh(device.type, _replicas(world), mesh_dim_names=("replicate", "shard"))
     for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):  # the blocks of a transformer
+        if isinstance(module, nn.ModuleList):  # transformer blocks
             for block in module:
                 fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -76,7 +73,7 @@ def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
 
 
 def _replicas(world: int) -> tuple[int, int]:
-    """Return numbers of replicas (one per machine, or two on one machine) and shards of each."""
+    """Return replicas (one per machine, or two on one machine) and shards of each."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     replicas = world // local if world > local else 2
     if world % replicas:

@@ -65,7 +65,7 @@ def command(
 
 
 def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> tuple[TrainSettings, RunFolder | None]:
-    """Return the settings of a command: of the file `config`, or of the folder of a `run`, changed by `flags`.
+    """Return the settings in `config`, or of `run`, changed by `flags`.
 
     Raises ConfigurationError if a run comes with settings that must not change.
     """
@@ -83,7 +83,7 @@ def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> t
 
 
 def in_other_processes(settings: TrainSettings, command: Sequence[str]) -> None:
-    """Run `command` in as many processes as the settings ask for, and exit; return if they ask for none.
+    """Run `command` in the processes that the settings ask for, and exit; return if they ask for none.
 
     Ranks get the settings as a file, except with --resume.
     """
@@ -103,7 +103,7 @@ def in_other_processes(settings: TrainSettings, command: Sequence[str]) -> None:
 
 
 def processes(settings: TrainSettings) -> int:
-    """Return the number of processes: --nproc, or one for each GPU."""
+    """Return --nproc, or the number of GPUs."""
     import torch
 
     if settings.nproc is not None:
@@ -123,7 +123,6 @@ def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks
 
 
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
-    """Start a run, or resume the run in `folder`, and write its report."""
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
         from dpshard.applications.cli import data, final_report, training
@@ -140,7 +139,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
             stack.enter_context(_kept_if_released(folder, run.engine))
         checkpoints = run.checkpointer(folder)
         if not resumed:
-            checkpoints.save()  # a run that is killed early resumes with the same secret
+            checkpoints.save()  # a run killed early resumes with the same secret
         elif not checkpoints.load():
             raise CheckpointError(
                 f"There is no checkpoint in {folder.checkpoints}: the run was stopped before its first one, or they "
@@ -168,7 +167,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
 
 @contextmanager
 def _kept_if_released(folder: RunFolder, engine: PrivacyEngine) -> Iterator[None]:
-    """Remove the folder if an error ends the block before the first release: there is nothing to resume."""
+    """Remove the folder after an error before the first release."""
     try:
         yield
     except Exception:
@@ -187,6 +186,6 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
     write_atomically(folder.model, content.getvalue())
     try:
         plots.draw(folder)
-    except Exception as error:  # noqa: BLE001 (no matplotlib, a full disk: a missing plot must not cost the report)
+    except Exception as error:  # noqa: BLE001 (a missing plot must not cost the report)
         warnings.warn(f"There are no plots: {error}", stacklevel=2)
-    final_report.write(folder, result)  # last, because the report marks a finished run
+    final_report.write(folder, result)  # last: the report marks a finished run

@@ -1,12 +1,11 @@
 """A training run of data, model, engine and optimizer, which can stop and resume at any step.
 
 [Note: Bit for bit]
-A step is a function of the state at its start. The run secret and the step are the key of the
-batch; these and the sums are the key of the noise. The run's seed, the step and the micro-batch
-seed PyTorch's draws in the forward pass (dropout). So checkpoints need no generator states, and a
-resumed run repeats the steps after its checkpoint exactly. On other ranks it does not: other rows
-share a micro-batch, so sums round otherwise, and dropout differs. Those steps are second releases.
-The journal of the checkpoints records them, and the ledger counts both.
+A step is a function of the state at its start. Run secret and step are the key of the batch; with the sums, they are
+the key of the noise. Seed, step and micro-batch seed PyTorch's draws in forward (dropout). So checkpoints need no
+generator states, and a resumed run repeats steps exactly. On other ranks it does not: other rows share a micro-batch,
+so sums round otherwise, and dropout differs. Those steps are second releases. The checkpoints' journal records them,
+and the ledger counts both.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from dpshard.recipes import DP_BERT, warmup_quadratic_decay
 
 @dataclass
 class Run:
-    """The objects of one run."""
+    """Objects of a run."""
 
     settings: TrainSettings
     data: Data
@@ -57,7 +56,7 @@ class Run:
 
     @classmethod
     def prepare(cls, settings: TrainSettings, data: Data, ranks: Ranks) -> Run:
-        """Return a run before its first step, with settings that fit the data."""
+        """Return a run before its first step, with settings fitted to the data."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         torch.manual_seed(settings.seed)
         model = models.build(settings.model, data, settings).to(device)
@@ -75,10 +74,10 @@ class Run:
         )
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
-        """Take the steps that are left, or that the budget allows; return False if a signal stopped the run."""
+        """Take the steps that are left or in budget; return False if a signal stopped the run."""
         engine, settings = self.engine, self.settings
         score_every = math.ceil(engine.steps / settings.evaluations)
-        with blocked_signals():  # worker processes start here, and inherit the block
+        with blocked_signals():  # worker processes inherit the block
             batches = engine.batches(self.data.train, settings.micro_batch_size, num_workers=settings.num_workers)
         progress = TrainingProgress(console, engine, score_every)
         with self._metrics_file(folder) as append, stop_requests() as stops, progress:
@@ -87,7 +86,7 @@ class Run:
                 row = {"step": logical_batch.step + 1, "learning_rate": self.scheduler.get_last_lr()[0]}
                 try:
                     row |= {"loss": self.take_step(logical_batch)} | engine.metrics()
-                except BudgetExceededError as error:  # steps were repeated with other sums, and counted
+                except BudgetExceededError as error:  # repeated steps with other sums were counted
                     warnings.warn(f"The run ends here: {error}", stacklevel=2)
                     checkpoints.save()
                     return True
@@ -112,10 +111,7 @@ class Run:
         return nullcontext(lambda row: None)
 
     def take_step(self, logical_batch: Any) -> float:
-        """Take one optimizer step.
-
-        Returns the mean loss over samples with a finite loss, or NaN without any.
-        """
+        """Take one step; return the mean of finite losses, or NaN without any."""
         model = self.sharded.model
         model.train()
         for x, y in logical_batch:
@@ -130,13 +126,10 @@ class Run:
 
     @property
     def _number(self) -> tuple[int, ...]:
-        return () if self.ranks.first else (self.ranks.rank,)  # each rank has its own samples and dropout
+        return () if self.ranks.first else (self.ranks.rank,)  # for other dropout on each rank
 
     def score(self, split: Any) -> dict[str, float]:
-        """Return loss and accuracy per sample of a held-out split, or per token with perplexity.
-
-        Returns {} if it is empty.
-        """
+        """Return loss and accuracy of a split per sample, or per token with perplexity; {} if empty."""
         if size(split) == 0:
             return {}
         model = self.sharded.model
@@ -158,7 +151,7 @@ class Run:
 
 
 def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:
-    """Return this rank's batches, and for each True if it counts; all ranks get the same number."""
+    """Return this rank's batches, and for each True if it counts; all ranks get equally many."""
     batches = list(BatchSampler(range(samples), batch_size, drop_last=False))
     numbers = range(ranks.rank, math.ceil(len(batches) / ranks.size) * ranks.size, ranks.size)
     return [batches[i % len(batches)] for i in numbers], [i < len(batches) for i in numbers]
@@ -172,11 +165,9 @@ class _Unchanged:
     settings: TrainSettings
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that must not change."""
         return {name: value for name, value in asdict(self.settings).items() if name not in MAY_CHANGE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise CheckpointError if a setting has changed."""
         own = self.state_dict()
         changed = sorted(key for key in own.keys() | state_dict.keys() if own.get(key) != state_dict.get(key))
         if changed:
@@ -187,7 +178,7 @@ class _Unchanged:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
-    """Return the optimizer of the settings, over the trainable parameters."""
+    """Return the optimizer of the settings, over trainable parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr, decay = settings.learning_rate, settings.weight_decay
     assert lr is not None  # see fitting
@@ -200,7 +191,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
 
 
 def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) -> LambdaLR:
-    """Return the learning rate schedule of the settings over `steps` steps."""
+    """Return the learning-rate schedule of the settings."""
     if settings.lr_schedule == "quadratic":
         return warmup_quadratic_decay(optimizer, warmup_steps=3 * steps // 8, steps=steps)
     # A cosine from 1 to 0, or 1 throughout.
@@ -209,10 +200,7 @@ def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `name`; for "auto" a GPU if available.
-
-    Raises ConfigurationError if it cannot be used.
-    """
+    """Return the device `name`, for "auto" a GPU if available; raise ConfigurationError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -229,13 +217,13 @@ def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
 
 
 def draw_seed(*key: int) -> int:
-    """Return the seed of PyTorch's draws under `key`; see [Note: Bit for bit]."""
+    """Return PyTorch's seed under `key`; see [Note: Bit for bit]."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block STOP_SIGNALS in child processes that start within: Ctrl-C then lets a step finish."""
+    """Block STOP_SIGNALS in child processes that start within, so Ctrl-C lets a step finish."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""One rank of a sharded run: it joins the process group, leaves it, and prints only on rank 0."""
+"""One rank of a sharded run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ _LOST = re.compile(
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Yield all ranks of the run, or only this process.
+    """Yield all ranks of the run, or only this process; exit after a run of several ranks.
 
-    After a run of several ranks, end the process. Only rank 0 prints. The first rank that fails
-    prints the error, once.
+    Only rank 0 prints, and the first rank that fails prints the error.
     """
     if not launch.joined():
         yield Ranks()
@@ -59,11 +58,11 @@ def joined(device: str) -> Iterator[Ranks]:
         code = _report(error, store, rank)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of the process group may still run, and would abort an ordinary exit
+    os._exit(code)  # threads of the process group would abort an ordinary exit
 
 
 def local_rank() -> int | None:
-    """Return the number of this rank on its machine; None in a run of one process."""
+    """Return the number of this rank on its machine; None for one process."""
     return int(os.environ.get("LOCAL_RANK", 0)) if launch.joined() else None
 
 
@@ -86,11 +85,11 @@ def _report(error: BaseException, store: Any, rank: int) -> int:
     code = console.USER_ERROR if isinstance(error, DpshardError) else 1
     lost = _LOST.search(str(error)) is not None
     if lost and launch.STORE in os.environ:
-        return launch.LOST  # the launcher or the failed rank reports the reason
+        return launch.LOST  # the failed rank or the launcher reports the reason
     try:
         first = store is None or int(store.compare_set("error", "", str(rank))) == rank
     except (RuntimeError, ValueError):
-        first = True  # rank 0 holds the store, and has exited
+        first = True  # rank 0, which holds the store, has exited
     if first:
         where = f"rank {rank}: " if rank else ""
         if isinstance(error, DpshardError):

@@ -1,4 +1,4 @@
-"""DeepSpeed for `dpshard train`: an exact configuration, a quiet start, and the final weights."""
+"""DeepSpeed for `dpshard train`: exact configuration, quiet start, final weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.errors import ConfigurationError
 
 
 def require_deepspeed() -> None:
-    """Raise ConfigurationError with the installation command unless DeepSpeed is installed."""
+    """Raise ConfigurationError unless DeepSpeed is installed."""
     if find_spec("deepspeed") is None:
         raise ConfigurationError(
             'DeepSpeed is not installed. Run: pip install --no-build-isolation "dpshard[deepspeed]", or take --shard '
@@ -26,8 +26,7 @@ def require_deepspeed() -> None:
 def wrap(model: nn.Module, stage: int, device: torch.device, optimizer: Optimizer) -> Any:
     """Return the DeepSpeedEngine of `model`, in float32, at ZeRO `stage`."""
     deepspeed = _imported(device)
-    # See docs/sharding-deepspeed.md. Only DeepSpeed's samplers and counters use the size of a
-    # micro-batch.
+    # See docs/sharding-deepspeed.md. Only samplers and counters use the size of a micro-batch.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -41,7 +40,7 @@ def wrap(model: nn.Module, stage: int, device: torch.device, optimizer: Optimize
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    """Return whole parameters and buffers on rank 0; a rank gathers one parameter at a time."""
+    """Return whole parameters and buffers on rank 0, gathered one by one."""
     import deepspeed
 
     found: dict[str, Any] = {}
@@ -53,12 +52,11 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 def _imported(device: torch.device) -> Any:
-    # DeepSpeed selects an accelerator during its import, and would select a GPU that the user
-    # excluded.
+    # DeepSpeed selects an accelerator during its import, even a GPU that the user excluded.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # DeepSpeed would compile this C++ extension for CPU collectives now; gloo does not need it.
+    # DeepSpeed would compile this C++ extension for CPU collectives; gloo does not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,4 +1,4 @@
-"""Sentences about a plan: styles that fit, styles that do not fit, and ways out."""
+"""Sentences about a plan: styles that fit, that do not, and ways out."""
 
 from __future__ import annotations
 

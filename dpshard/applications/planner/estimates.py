@@ -1,4 +1,4 @@
-"""A plan: estimates of ordinary and private steps, and the largest micro-batches that fit."""
+"""Estimates of ordinary and private steps, and the largest micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ DEFAULT_CLIPPINGS = (
     Clipping("block-wise"),
     Clipping("layer-wise"),
 )
-"""Default variants of a plan."""
 
 LARGEST = 2**16
 """Upper limit of the search for micro-batches."""
@@ -26,27 +25,22 @@ LARGEST = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Costs of one step of one rank.
-
-    Bytes count tensors, without memory of allocator or libraries.
-    """
+    """Costs of one step of one rank; bytes are of tensors, without allocator and libraries."""
 
     clipping: Clipping | None
-    """Clipping; None for ordinary training."""
+    """None for ordinary training."""
     flops: int
-    """Floating-point operations of matrix products, convolutions and attention; a multiply-add is
-    two."""
+    """Operations of matrix products, convolutions and attention; a multiply-add is two."""
     traffic: dict[tuple[str, str], Traffic]
     """Collectives by (kind, dtype)."""
     parts: dict[str, int]
-    """Bytes by part at the moment of peak memory."""
+    """Bytes by part at peak memory."""
     largest_micro_batch: int | None = None
-    """The largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a
-    search."""
+    """Largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a search."""
 
     @property
     def label(self) -> str:
-        """Name of the variant for users."""
+        """Name for users."""
         if self.clipping is None:
             return "not private"
         passes = "one pass" if self.clipping.passes == 1 else "two passes"
@@ -59,36 +53,35 @@ class Estimate:
         return sum(self.parts.values())
 
     def sent(self, kind: str) -> Traffic:
-        """Return the collectives of one kind, summed over dtypes."""
+        """Return the collectives of one kind, over all dtypes."""
         found = [traffic for (name, _), traffic in self.traffic.items() if name == kind]
         return Traffic(sum(t.calls for t in found), sum(t.nbytes for t in found))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of `dpshard plan`."""
+    """Result of `dpshard plan`."""
 
     setup: Setup
     micro_batch: int
-    """Number of samples of a rank in one forward."""
+    """Samples of a rank in one forward."""
     parameters: int
     gpu_memory: int | None
-    """Memory of a GPU in bytes."""
+    """Bytes."""
     estimates: tuple[Estimate, ...]
-    """Estimates, ordinary training first."""
+    """Ordinary training first."""
 
     @property
     def model_states(self) -> dict[str, float]:
         """Bytes per rank of parameters, gradients and Adam states by ZeRO stage, mixed precision.
 
-        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023
-        Sec. 2.2.2.
+        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023 Sec. 2.2.2.
         """
         return zero_model_states(self.parameters, self.setup.ranks)
 
 
 def zero_model_states(parameters: int, ranks: int) -> dict[str, float]:
-    """Return the figures of Plan.model_states."""
+    """Return Plan.model_states."""
     return {
         "stage 0 (DDP)": 16.0 * parameters,
         "stage 1": (4 + 12 / ranks) * parameters,
@@ -107,9 +100,8 @@ def make_plan(
 ) -> Plan:
     """Count a step of ordinary training, and one per item of `clippings`, on one rank of `setup`.
 
-    With `gpu_memory` (GiB) find the largest micro-batch that fits, for each. `report` gets the name
-    of each count. Raises ConfigurationError for an unknown model, an impossible mesh, or within a
-    process group.
+    With `gpu_memory` (GiB) find the largest micro-batch that fits. `report` gets the name of each count. Raises
+    ConfigurationError for an unknown model, an impossible mesh, or within a process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
@@ -142,17 +134,16 @@ def make_plan(
 
 
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
-    """Return the largest B with peak(B) <= limit, or 0.
+    """Return the largest B with peak(B) <= limit, or 0; `known` is one pair (B, peak).
 
-    `known` is one pair (B, peak) of the growing `peak`. Peaks are nearly linear in B, or linear
-    beyond a plateau, so the line through two values finds the answer in a few counts.
+    Peaks grow nearly linearly in B, perhaps beyond a plateau, so lines through two values find B in a few counts.
     """
     points, width = [known], LARGEST
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])
     while exceeds - fits > 1:
         middle = 2 * fits if exceeds == LARGEST else (fits + exceeds) // 2
         guess = middle if len(points) == 1 else _where(limit, points, 8 * fits)
-        if guess != fits and 2 * (exceeds - fits) > width:  # the last count has not halved the range
+        if guess != fits and 2 * (exceeds - fits) > width:  # the last count did not halve the range
             guess = middle
         guess = min(max(guess, fits + 1), exceeds - 1, 8 * fits or exceeds)
         width = exceeds - fits if exceeds < LARGEST else 2 * LARGEST
@@ -164,7 +155,7 @@ def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int
 def _where(limit: int, points: list[tuple[int, int]], otherwise: int) -> int:
     """Return where a line through two of the points meets the limit; `otherwise` if it does not rise."""
     above = sorted(point for point in points if point[1] > limit)[:2]
-    # Two values beyond the plateau tell more than one on it.
+    # A point on the plateau gives a wrong slope.
     (first, low), (last, high) = above if len(above) == 2 else sorted(points[-2:])
     slope = (high - low) / (last - first)
     return int(last + (limit - high) / slope) if slope > 0 else otherwise

@@ -1,9 +1,9 @@
 """Counts of a step on fake tensors: collectives, FLOPs, and live memory by part.
 
 [Note: Fake tensors and their values]
-A fake tensor has a shape and a dtype, and no values. The step reads values, for example to test a
-norm for infinity. `UnreadValues` returns False for every bool and 0 for every number. Only this
-mode replaces values, and only for fake tensors, so it cannot weaken a check in training.
+A fake tensor has no values, but the step reads some, for example to test a norm for infinity. `UnreadValues` returns
+False for every bool and 0 for every number. Only this mode replaces values, and only of fake tensors, so it cannot
+weaken a check in training.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
 """Parts of memory.
 
-parameters: shards and gathered parameters; optimizer: its states; gradients: gradients of
-parameters, whole and sharded, with their reduction buffers; records: tensors that book-keeping
-keeps from a layer's backward for the clipped sum; activations: all other tensors, saved for
-backward or temporary.
+parameters: shards and gathered parameters; optimizer: its states; gradients: of parameters, whole and sharded, with
+reduction buffers; records: tensors kept from a layer's backward for the clipped sum; activations: all others.
 """
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
@@ -45,10 +43,9 @@ _KINDS = {
 
 
 class UnreadValues(TorchDispatchMode):
-    """A mode that returns values for fake tensors; see [Note: Fake tensors and their values]."""
+    """A mode that replaces values of fake tensors; see [Note: Fake tensors and their values]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; return False or 0 for the value of a fake tensor."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -59,11 +56,11 @@ class UnreadValues(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The collectives of one kind and dtype in a step of one rank."""
+    """Collectives of one kind and dtype in a step of one rank."""
 
     calls: int
     nbytes: int
-    """Bytes of the whole tensors (gathered, before the scatter, or reduced), summed over calls."""
+    """Bytes of whole tensors (gathered, before the scatter, or reduced), over all calls."""
 
 
 @dataclass(slots=True)
@@ -81,18 +78,17 @@ class Counts:
 
     flops: int = 0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Collectives by kind and dtype."""
     nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     peak: int = 0
     at_peak: list[_Storage] = field(default_factory=list)
     time_of_peak: int = 0
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Return the collectives by (kind, dtype)."""
+        """Return collectives by (kind, dtype)."""
         return {key: Traffic(self.calls[key], self.nbytes[key]) for key in sorted(self.calls)}
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part at the moment of peak memory."""
+        """Return bytes by part at peak memory."""
         found: dict[str, int] = dict.fromkeys(PARTS, 0)
         for storage in self.at_peak:
             was_record = storage.recorded is not None and storage.recorded <= self.time_of_peak
@@ -101,10 +97,7 @@ class Counts:
 
 
 class Meter(TorchDispatchMode):
-    """A mode that counts operations on the tensors of one fake mode.
-
-    Enter it before you build the model.
-    """
+    """A mode that counts operations on tensors of one fake mode; enter it before you build the model."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -120,7 +113,7 @@ class Meter(TorchDispatchMode):
         self._note_peak()
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
-        """Set the part of `tensors`; an activation becomes a record only from now on."""
+        """Set the part of `tensors`; an activation becomes a record from now on."""
         for x in tensors:
             local = x._local_tensor if isinstance(x, DTensor) else x
             if not self._is_ours(local):
@@ -134,7 +127,6 @@ class Meter(TorchDispatchMode):
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count it."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -160,7 +152,7 @@ class Meter(TorchDispatchMode):
         kind = next((kind for kind, prefixes in _KINDS.items() if name.startswith(prefixes)), None)
         if kind is None:
             return  # waits and barriers
-        # Inputs and outputs are tensors or lists of tensors; the larger side is the whole tensor.
+        # The larger of inputs and outputs is the whole tensor.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
         tensors = [x for side in sides for x in side]
         key = (kind, str(tensors[0].dtype).removeprefix("torch."))
@@ -171,8 +163,7 @@ class Meter(TorchDispatchMode):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Meter:
-        # FSDP frees and allocates gathered parameters by resizing their storage; dispatch modes
-        # miss that.
+        # FSDP frees and allocates gathered parameters by resizing storage, which dispatch modes miss.
         self._resize = torch.UntypedStorage.resize_
         meter, resize = self, self._resize
 

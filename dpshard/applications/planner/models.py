@@ -1,6 +1,6 @@
 """Models of the planner: shapes of the DP-ZeRO paper, and any configuration of transformers.
 
-Their parameters are fake tensors without values, so a hundred billion parameters cost no memory.
+Parameters are fake tensors, so a hundred billion cost no memory.
 """
 
 from __future__ import annotations
@@ -25,35 +25,34 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of a plan, with its inputs and its loss."""
+    """A model of a plan, with inputs and loss."""
 
     model: nn.Module
     blocks: list[nn.Module]
-    """Modules that FSDP shards and gathers as units; the rest of the model is one more unit."""
+    """Modules that FSDP shards as units; the rest of the model is one more unit."""
     inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
-    """Function of the micro-batch size that returns keyword inputs of the model, and targets."""
+    """Returns keyword inputs and targets of a micro-batch size."""
     loss: Callable[[Any, Tensor], Tensor]
-    """Function of the model's output and the targets that returns the mean loss over the
-    micro-batch."""
+    """Returns the mean loss of output and targets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
-    """The shape of a GPT, or of a ViT if it has patches."""
+    """Shape of a GPT, or of a ViT if it has patches."""
 
     width: int
     layers: int
     heads: int
     hidden: int | None = None
-    """Width between the two linear maps of a block; None: 4 * width."""
+    """Width within a block's MLP; None: 4 * width."""
     vocabulary: int = 50257
     """Tokens of a GPT; classes of a ViT."""
     seq: int = 2048
-    """Default number of tokens of a GPT; pixels along a side of an image of a ViT."""
+    """Default tokens of a GPT; pixels along a side of a ViT's image."""
     patch: int | None = None
     """Pixels along a side of a patch; None: a GPT."""
     tied: bool = False
-    """True if a GPT's output head is its token embedding."""
+    """True if a GPT's head is its token embedding."""
 
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
         """Build the model for inputs of `seq` tokens or pixels."""
@@ -83,9 +82,8 @@ PRESETS: dict[str, Transformer] = {
 }
 """Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
 
-GPT2-XL and ViT-Gigantic are the models of Radford et al. 2019 and Zhai et al. 2022. For the others
-the paper gives only the number of parameters, and heads and layers of ViT-10B. The other values
-here meet this number.
+GPT2-XL and ViT-Gigantic follow Radford et al. 2019 and Zhai et al. 2022. For the others the paper gives only the
+number of parameters (and heads and layers of ViT-10B), which the other values here meet.
 """
 
 
@@ -95,10 +93,9 @@ def _cross_entropy(output: Any, targets: Tensor) -> Tensor:
 
 
 class _Checkpointed(Block):
-    """A block that computes its activations again in backward."""
+    """A block that recomputes its activations in backward."""
 
     def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Return hidden states [B, T, D]."""
         return checkpoint(super().forward, x_BTD, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -113,7 +110,6 @@ class _ViT(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores [B, classes] of images [B, 3, H, W]."""
         h_BTD = self.patches(x).flatten(2).mT
         h_BTD = torch.cat([self.class_token.expand(len(h_BTD), -1, -1), h_BTD], 1) + self.positions
         for block in self.blocks:
@@ -124,8 +120,7 @@ class _ViT(nn.Module):
 def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
     """Build a preset, or a transformers configuration hf:NAME_OR_PATH (name, folder, or JSON).
 
-    Raises ConfigurationError for an unknown preset, or for a configuration that cannot be read or
-    sharded.
+    Raises ConfigurationError if it is unknown, or cannot be read or sharded.
     """
     if name.startswith("hf:"):
         return _from_transformers(name.removeprefix("hf:"), seq, checkpointing)

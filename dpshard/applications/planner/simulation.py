@@ -1,11 +1,10 @@
 """The real training step of one rank, private or not, on fake tensors and a fake process group.
 
 [Note: What is real]
-Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are those of
-training. Tensors have no values, and collectives send nothing. The counted step is not the first
-one: the first step also creates the optimizer's states and probes the batch dimensions. The
-simulation omits verification at start-up, because it needs values. It also omits noise: its blocks
-of 2**20 elements cost little memory and no matrix products.
+Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are real. Tensors have no values,
+and collectives send nothing. The counted step is not the first, which also creates optimizer states and probes batch
+dimensions. Verification at start-up needs values, so it is omitted. So is noise: its blocks of 2**20 elements cost
+little memory and no matrix products.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ Sharding = Literal["ddp", "zero2", "fsdp2", "hsdp"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A model and its training set-up, private or not."""
+    """A model and its training set-up."""
 
     model: str | Transformer
-    """Name of a preset, hf:NAME_OR_PATH, or the shape of a transformer."""
+    """Preset, hf:NAME_OR_PATH, or shape of a transformer."""
     ranks: int
-    """Number of GPUs."""
+    """GPUs."""
     shard: Sharding = "fsdp2"
-    """ddp: no shards; zero2: parameters stay gathered from forward to backward; fsdp2: shards of
-    everything (ZeRO-3); hsdp: shards within a node, replicated over nodes."""
+    """ddp: no shards; zero2: parameters stay gathered until backward; fsdp2: shards of everything (ZeRO-3); hsdp:
+    shards within a node, replicated over nodes."""
     node: int = 8
-    """Ranks of a node, which are the shards of hsdp."""
+    """Ranks of a node, the shards of hsdp."""
     micro_batches: int = 1
-    """Number of forward and backward passes per step."""
+    """Forward and backward passes per step."""
     seq: int | None = None
-    """Tokens (pixels along a side) of a sample; None: the default of the model."""
+    """Tokens (pixels along a side) of a sample; None: the model's default."""
     checkpointing: bool = False
-    """True to recompute activations in backward, block by block."""
+    """True to recompute activations in backward, by block."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Dtype of parameters in forward and backward; storage, reduction and update are float32."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -70,7 +69,7 @@ class Clipping:
 
     @property
     def passes(self) -> int:
-        """Number of backward passes."""
+        """Backward passes."""
         return 2 if self.mode in ("mixed-ghost", "ghost", "fast-gradient") else 1
 
 
@@ -78,7 +77,7 @@ class Clipping:
 def simulated(setup: Setup) -> Iterator[Simulation]:
     """Yield a simulation of one rank.
 
-    Raises ConfigurationError if a process group exists, or if the mesh does not divide the ranks.
+    Raises ConfigurationError if a process group exists, or the mesh does not divide the ranks.
     """
     if dist.is_initialized():
         raise ConfigurationError("A plan needs a process of its own: torch.distributed is initialised already.")
@@ -86,10 +85,10 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
         raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each; {setup.ranks} ranks are not.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    gc.freeze()  # each step collects garbage, and needs not look at what was there before
+    gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches, which are intended here
+            warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches
             yield Simulation(setup, fake, Meter(fake))
     finally:
         gc.unfreeze()
@@ -97,12 +96,12 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
 
 
 class Simulation:
-    """One rank with its sharded model and optimizer; it counts steps."""
+    """One rank with its sharded model and optimizer."""
 
     def __init__(self, setup: Setup, fake: FakeTensorMode, meter: Meter) -> None:
         self.setup, self.fake, self.meter = setup, fake, meter
-        self._stepped = False  # True when the optimizer has its states
-        self._layouts: dict[Any, Layout] = {}  # the first engine finds them for all engines
+        self._stepped = False  # the optimizer has its states
+        self._layouts: dict[Any, Layout] = {}  # shared by all engines
         mesh = self._mesh()
         with fake, UnreadValues(), meter:
             self.subject = self._build()
@@ -139,14 +138,13 @@ class Simulation:
             else MixedPrecisionPolicy()
         )
         for unit in (*subject.blocks, subject.model):
-            # With None, FSDP reshards blocks after their forward, and keeps the root for the
-            # backward that follows.
+            # None: FSDP reshards blocks after forward, but not the root.
             kept = False if self.setup.shard == "zero2" else None
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
         return subject.model
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """Return the costs of a step; without `clipping`, of ordinary training."""
+        """Return the costs of a step, ordinary without `clipping`."""
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
@@ -157,8 +155,7 @@ class Simulation:
             self.model,
             self.meter,
             self._layouts,
-            # Every row is in every batch, so that every rank has exactly setup.micro_batches
-            # micro-batches.
+            # Every row is in every batch, so every rank has exactly setup.micro_batches micro-batches.
             batch_size=rows,
             sample_size=rows,
             steps=2,
@@ -175,14 +172,14 @@ class Simulation:
                     before = self._stepped, len(self._layouts)
                     self._step(logical_batch, micro_batch)
                     if before == (True, len(self._layouts)):
-                        break  # this step created no state and probed nothing
+                        break  # no new states, no new layouts
         finally:
             engine.detach()
         return self.meter.counts
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
-        # Tensors of earlier steps in reference cycles would count until Python collects them.
+        # Earlier tensors in reference cycles would count until Python collects them.
         gc.collect()
         self.meter.restart()
         for _ in logical_batch:
@@ -203,7 +200,7 @@ class Simulation:
 
 
 class _Engine(PrivacyEngine):
-    """An engine that labels its records, and shares the layouts of calls with the other engines."""
+    """An engine that labels its records, and shares layouts with other engines."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -217,7 +214,6 @@ class _Engine(PrivacyEngine):
 
 
 def _labelled(tape: Tape, meter: Meter) -> Tape:
-    """Make `tape` label its records in `meter`, and return it."""
     arrive = tape.arrive
 
     def labelled(use: Use, tensors: Any) -> None:
@@ -234,7 +230,7 @@ def _labelled(tape: Tape, meter: Meter) -> Tape:
 
 
 class _MicroBatches:
-    """Micro-batches of a step of ordinary training; DDP reduces only in the last one."""
+    """Micro-batches of an ordinary step; DDP reduces only in the last one."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self.model, self.count = model, count
@@ -248,11 +244,11 @@ class _MicroBatches:
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Return DDP for fake tensors: its C++ reducer must not read or await them."""
+    """Return DDP for fake tensors, which its C++ reducer must not read or await."""
     ddp = _UnhookedDDP(model, init_sync=False)
 
     def reduce(group, bucket):  # no annotations: DDP reads them, and rejects postponed ones
-        # As the reducer itself does: the mean over ranks.
+        # The mean over ranks, as in the reducer.
         total = bucket.buffer().div_(dist.get_world_size())
         dist.all_reduce(total)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -265,14 +261,14 @@ def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class _UnhookedDDP(DistributedDataParallel):
-    """DDP that does not log its hook, because the hook computes the same as the reducer."""
+    """DDP without the log of its hook, which computes the same as the reducer."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
 
 
 class _Reducer:
-    """DDP's reducer that keeps its first buckets; a rebuild would broadcast their composition."""
+    """DDP's reducer with its first buckets; a rebuild would broadcast their composition."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -285,7 +281,7 @@ class _Reducer:
 
 
 class _Rows(Dataset[int]):
-    """A data set of `rows` indices; the step creates the inputs."""
+    """Indices; the step creates the inputs."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,7 +1,6 @@
-"""The interface of Opacus on the engine of dpshard: change the import, keep the script (docs/coming-from-opacus.md).
+"""Opacus's interface on dpshard's engine: change the import, keep the script (docs/coming-from-opacus.md).
 
-Modules have Opacus's names, such as `utils.batch_memory_manager`. Features of Opacus that dpshard cannot account for
-are refused with a reason.
+Modules have Opacus's names. Features that dpshard cannot account for are refused with a reason.
 """
 
 from dpshard.integrations.opacus.grad_sample import GradSampleModule

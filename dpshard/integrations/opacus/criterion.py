@@ -1,4 +1,4 @@
-"""The criterion that `make_private` returns with grad_sample_mode="ghost"."""
+"""The criterion of `make_private` with grad_sample_mode="ghost"."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpshard.errors import ConfigurationError
 
 
 class DPLoss:
-    """A criterion reduced sample by sample, so that no loss depends on the other samples; its value is a tensor.
+    """A criterion reduced sample by sample; its value is a tensor.
 
-    `reduction="mean"` of torch divides by the counted positions of the whole batch, or by the weights of its classes:
-    that mixes samples. Here each sample takes the mean over its own positions.
+    torch's `reduction="mean"` mixes samples, because it divides by the positions or class weights of the whole batch.
+    Here each sample takes the mean over its own positions.
     """
 
     def __init__(self, criterion: Any, loss_reduction: LossReduction) -> None:
@@ -30,9 +30,9 @@ class DPLoss:
         self.reduction = loss_reduction
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
-        """Return the mean or sum over samples of each one's own loss, [].
+        """Return the mean or sum [] over samples (dimension 0) of their own losses.
 
-        Samples are dimension 0. `shape` is that of the logits [B, T, ...] if B and T were flattened into one.
+        `shape` is that of the logits [B, T, ...] if B and T were flattened.
         """
         losses = self.criterion(*args, **kwargs)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)

@@ -15,15 +15,14 @@ from dpshard.integrations.loaders import loading_options
 from dpshard.integrations.opacus.progress import Progress
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""Samplers that only order all samples, or assign them to ranks: Poisson sampling replaces them."""
+"""Samplers that only order samples, or assign them to ranks: Poisson sampling replaces them."""
 
 
 class DPDataLoader:
-    """The data set of a DataLoader, Poisson-sampled; one round has as many steps as the DataLoader had.
+    """The data set of a DataLoader, Poisson-sampled, with as many steps per round.
 
-    It yields every logical batch as a whole, of the size that was drawn, or in micro-batches of at most
-    `physical_batch_size` rows. All rows are samples, and the script may reorder them. A batch without a sample has one
-    row that counts nothing.
+    It yields logical batches whole, or in micro-batches of at most `physical_batch_size` rows. All rows are samples,
+    which the script may reorder. A batch without a sample has one row that counts nothing.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class DPDataLoader:
         )
 
     def in_physical_batches(self, size: int) -> DPDataLoader:
-        """Return the same loader, in micro-batches of at most `size` rows."""
+        """Return this loader in micro-batches of at most `size` rows."""
         return DPDataLoader(self.original, self.engine, self.progress, physical_batch_size=size)
 
     def __len__(self) -> int:
-        """Return the logical batches of one round, or, as Opacus does, the expected number of micro-batches."""
+        """Return the logical batches of a round, or as in Opacus the expected number of micro-batches."""
         rounds = len(self.original)
         if self.physical_batch_size is None:
             return rounds
@@ -75,7 +74,7 @@ class DPDataLoader:
 
 
 def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
-    """Return the user's DataLoader. Raises ConfigurationError if Poisson sampling cannot replace its sampler."""
+    """Return the user's DataLoader; raise ConfigurationError for samplers and options that would be lost."""
     if isinstance(loader, DPDataLoader):
         return loader.original
     if not isinstance(loader, DataLoader):

@@ -1,4 +1,4 @@
-"""Opacus's data-parallel wrapper: dpshard works with torch's own."""
+"""Opacus's data-parallel wrapper, here torch's own."""
 
 from torch.nn.parallel import DistributedDataParallel as DifferentiallyPrivateDistributedDataParallel
 

@@ -12,9 +12,9 @@ from dpshard.integrations.opacus.progress import Progress
 
 
 class GradSampleModule(nn.Module):
-    """The private model around the user's one, which is `_module` and may be called directly, too.
+    """The private model around the user's `_module`, which may also be called directly.
 
-    Keys of the state dict begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
+    State-dict keys begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GradSampleModule(nn.Module):
         self._dpshard = (engine, progress)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the user's model."""
+        """Run the user's model."""
         return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -46,12 +46,12 @@ class GradSampleModule(nn.Module):
             super().zero_grad(set_to_none)
 
     def cleanup(self) -> None:
-        """Make the user's model an ordinary one again."""
+        """Detach the engine from the user's model."""
         self._dpshard[0].detach()
 
     remove_hooks = cleanup
 
     def to_standard_module(self) -> nn.Module:
-        """Return the user's model, an ordinary one again."""
+        """Detach the engine, and return the user's model."""
         self.cleanup()
         return self._module

@@ -1,4 +1,4 @@
-"""Opacus's layers: dpshard trains those of torch."""
+"""Opacus's layers, here torch's own."""
 
 from torch.nn import GRU as DPGRU
 from torch.nn import LSTM as DPLSTM

@@ -14,13 +14,13 @@ from dpshard.integrations.opacus.progress import Progress
 
 
 class DPOptimizer(Optimizer):
-    """The user's optimizer, stepping once per logical batch, on gradients that the engine made private.
+    """The user's optimizer; it steps once per logical batch, on private gradients.
 
     It shares groups and state with `original_optimizer`, so learning-rate schedulers may hold either.
     """
 
     def __init__(self, optimizer: Optimizer, engine: PrivacyEngine, progress: Progress, *, sums: bool) -> None:
-        # Optimizer.__init__ would register parameters again: the original has them all.
+        # Optimizer.__init__ would register the original's parameters again.
         self.original_optimizer = optimizer
         self.engine = engine
         self._progress = progress
@@ -35,17 +35,17 @@ class DPOptimizer(Optimizer):
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that it steps on."""
+        """Parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the sensitivity; fixed for the run."""
+        """Noise standard deviation over the sensitivity."""
         return self.engine.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
-        """Largest L2 norm that one sample contributes; fixed for the run."""
+        """L2 clipping norm of a sample."""
         return self.engine.mechanism.max_grad_norm
 
     @property
@@ -58,7 +58,7 @@ class DPOptimizer(Optimizer):
         self._step_hook = fn
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the logical batch is complete; otherwise keep its clipped sums for the next micro-batch."""
+        """Step if the logical batch is complete; otherwise keep its clipped sums."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +70,7 @@ class DPOptimizer(Optimizer):
         self.engine.privatize()
         if self.engine.step > released:
             if self._sums:
-                # Opacus does not divide the sum of a sum loss; after the noise, a public factor is free.
+                # Opacus does not divide the sum of a sum loss. A public factor after the noise is free.
                 gradients = [p.grad for p in self.params if p.grad is not None]
                 torch._foreach_mul_(gradients, float(self.expected_batch_size))
             if self._step_hook is not None:

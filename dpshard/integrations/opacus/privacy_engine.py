@@ -28,13 +28,13 @@ _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "g
 
 
 class PrivacyEngine:
-    """Makes model, optimizer and data loader private; the interface is that of Opacus.
+    """Opacus's interface that makes model, optimizer and data loader private.
 
     Args:
         accountant: "prv" (dpshard's "pld"), "rdp", or "gdp".
-        secure_mode: Draw the noise on the CPU from a cryptographic stream, for every device; needs no other package.
+        secure_mode: Draw the noise on the CPU from a cryptographic stream; needs no other package.
 
-    `engine` is the `dpshard.PrivacyEngine` beneath, after `make_private`.
+    After `make_private`, `engine` is the `dpshard.PrivacyEngine`.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
@@ -45,7 +45,7 @@ class PrivacyEngine:
 
     @property
     def engine(self) -> core.PrivacyEngine:
-        """The engine beneath. Raises ConfigurationError before `make_private`."""
+        """The dpshard engine. Raises ConfigurationError before `make_private`."""
         if self.accountant.engine is None:
             raise ConfigurationError("Nothing is private yet: call make_private first.")
         return self.accountant.engine
@@ -70,13 +70,12 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         """Return (module, optimizer, data_loader), or with "ghost" modes (module, optimizer, criterion, data_loader).
 
-        `noise_multiplier` is the standard deviation of the noise over the sensitivity, `max_grad_norm` the L2 norm at
-        which each sample's gradient is clipped; with clipping="per_layer" a list with one equal norm per parameter.
-        The user's model stays as it is and may be used beside the returned one, so `wrap_model` changes nothing; nor
-        does `rand_on_empty`, because an empty batch is one row that counts nothing.
+        `noise_multiplier` is the noise standard deviation over the sensitivity, `max_grad_norm` the L2 clipping norm of
+        a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect, because
+        the user's model stays usable; nor has `rand_on_empty`, because an empty batch is one row that counts nothing.
 
         Raises ConfigurationError for settings that cannot be accounted: poisson_sampling=False, batch_first=False, a
-        noise_generator, adaptive clipping; EngineInUseError when called a second time.
+        noise_generator, adaptive clipping; EngineInUseError on a second call.
         """
         check_accounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
@@ -104,7 +103,7 @@ class PrivacyEngine:
         wrap_model: bool = True,
         rand_on_empty: bool = False,
     ) -> tuple[Any, ...]:
-        """Do as `make_private`, with the smallest noise that keeps `epochs` rounds of the loader within the budget.
+        """Make private with the least noise that keeps `epochs` rounds of the loader within the budget.
 
         A step that would exceed `target_epsilon` raises BudgetExceededError.
         """
@@ -149,8 +148,7 @@ class PrivacyEngine:
         size = len(loader.dataset)  # type: ignore[arg-type]
         engine = core.PrivacyEngine(
             module,
-            # Opacus divides by int(N * q) with q = 1 / len(loader). The sampler takes the same number, so that the
-            # divisor is the expected batch size.
+            # Opacus divides by int(N * q), q = 1 / len(loader); this makes the divisor the expected batch size.
             batch_size=max(1, size // len(loader)),
             sample_size=size,
             steps=epochs * len(loader),
@@ -175,7 +173,7 @@ class PrivacyEngine:
         return (*private, batches) if loss is None else (*private, loss, batches)
 
     def get_epsilon(self, delta: float) -> float:
-        """Return the epsilon spent so far at `delta`."""
+        """Return epsilon so far at `delta`."""
         return self.accountant.get_epsilon(delta)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -199,7 +197,7 @@ class PrivacyEngine:
         optimizer: Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Save model, optimizer, and the engine's state with the run secret: guard the file like the data."""
+        """Save model, optimizer and engine, with the run secret: guard the file like the data."""
         saved = dict(checkpoint_dict or {})
         saved["module_state_dict"] = module.state_dict()
         saved["privacy_engine_state_dict"] = self.engine.state_dict()
@@ -214,9 +212,9 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Resume a saved run, after `make_private` with its settings; return everything saved.
+        """Resume a saved run after `make_private` with its settings; return everything saved.
 
-        Raises CheckpointError if the state is damaged, or that of other settings.
+        Raises CheckpointError for a damaged state or other settings.
         """
         saved = torch.load(path, weights_only=True)
         self.engine.load_state_dict(saved["privacy_engine_state_dict"])

@@ -1,4 +1,4 @@
-"""Opacus's settings in terms of dpshard, and the refusal of those that cannot be accounted."""
+"""Opacus's settings in terms of dpshard; settings that cannot be accounted are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dpshard.config import LossReduction
 from dpshard.errors import ConfigurationError
 
 _MODES = {"hooks": "auto", "functorch": "auto", "ew": "auto", "ghost": "mixed-ghost", "ghost_fsdp": "auto"}
-"""Clipping modes by grad_sample_mode; they differ only in time and memory."""
+"""Clipping modes by grad_sample_mode; they differ only in cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClippingSettings:
-    """Opacus's clipping settings. Raises ConfigurationError for an unknown `grad_sample_mode`."""
+    """Clipping settings. Raises ConfigurationError for an unknown `grad_sample_mode`."""
 
     max_grad_norm: float | Sequence[float]
     clipping: str
@@ -34,16 +34,16 @@ class ClippingSettings:
 
     @property
     def mode(self) -> str:
-        """The clipping mode of dpshard."""
+        """Clipping mode of dpshard."""
         return _MODES[self.grad_sample_mode]
 
     @property
     def ghost(self) -> bool:
-        """True if `make_private` returns a criterion, too."""
+        """True if `make_private` returns a criterion."""
         return self.grad_sample_mode.startswith("ghost")
 
     def style_and_norm(self, module: nn.Module) -> tuple[Any, float]:
-        """Return the clipping style of dpshard, and the norm over all parameters of `module`."""
+        """Return dpshard's clipping style, and the norm over all parameters of `module`."""
         norm = self.max_grad_norm
         if self.clipping == "flat" and isinstance(norm, (int, float)):
             return "all-layer", float(norm)

@@ -1,4 +1,4 @@
-"""Opacus's accountants, on the accounting of dpshard: of an engine, and alone."""
+"""Opacus's accountants, of an engine and without one."""
 
 from dpshard.integrations.opacus.accountants.alone import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 from dpshard.integrations.opacus.accountants.of_engine import Accountant

@@ -1,4 +1,4 @@
-"""Accountants without an engine: the caller counts the steps, and vouches for Poisson sampling."""
+"""Accountants without an engine: the caller counts steps, and guarantees Poisson sampling."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from dpshard.errors import ConfigurationError
 
 
 class IAccountant:
-    """Counts steps of DP-SGD under Poisson sampling; subclasses name the mathematics."""
+    """Counter of Poisson-sampled DP-SGD steps; subclasses choose the accountant."""
 
     method: ClassVar[AccountantName]
-    """The accountant of dpshard."""
+    """dpshard's accountant."""
 
     def __init__(self) -> None:
         self._counts: Counter[Release] = Counter()
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Count a step with this noise, whose batch held each sample with probability `sample_rate`.
-
-        Raises ConfigurationError for impossible figures.
-        """
+        """Count a step. Raises ConfigurationError for impossible figures."""
         # Without a cap on batches, epsilon does not depend on the number of samples.
         self._counts[Release(noise_multiplier, sample_rate, sample_size=1)] += 1
 
@@ -33,11 +30,10 @@ class IAccountant:
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """Noise, sample rate and number of the steps of each kind."""
+        """(noise multiplier, sample rate, number) of steps of each kind."""
         return [(r.noise_multiplier, r.sampling_probability, count) for r, count in self._counts.items()]
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return self._counts.total()
 
     @classmethod
@@ -46,11 +42,11 @@ class IAccountant:
         return _NAMES[cls.method]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps, as plain values."""
+        """Return the steps as plain values."""
         return {"history": self.history, "mechanism": self.mechanism()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the steps of a saved accountant of this kind; raise ConfigurationError for another one."""
+        """Load the steps of an accountant of this kind; raise ConfigurationError for another."""
         if state_dict.get("mechanism") != self.mechanism():
             raise ConfigurationError(
                 f"The state is that of {state_dict.get('mechanism')!r}; this accountant is {self.mechanism()!r}. "
@@ -69,12 +65,12 @@ class RDPAccountant(IAccountant):
 
 
 class PRVAccountant(IAccountant):
-    """Composes privacy loss distributions numerically, as Opacus's does; an upper bound."""
+    """Numerical composition of privacy loss distributions; an upper bound."""
 
     method = "pld"
 
 
 class GaussianAccountant(IAccountant):
-    """The central limit of Gaussian differential privacy: NOT a bound, and often below the true epsilon."""
+    """Central limit of Gaussian differential privacy: NOT a bound, often below the true epsilon."""
 
     method = "gdp"

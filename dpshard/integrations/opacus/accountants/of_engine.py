@@ -6,15 +6,14 @@ from dpshard.engine import PrivacyEngine
 
 
 class Accountant:
-    """The ledger of an engine; before `make_private`, an empty one."""
+    """The ledger of an engine; empty before `make_private`."""
 
     def __init__(self) -> None:
         self.engine: PrivacyEngine | None = None
 
     def get_epsilon(self, delta: float) -> float:
-        """Return the epsilon spent so far at `delta`."""
+        """Return epsilon so far at `delta`."""
         return 0.0 if self.engine is None else self.engine.epsilon(delta)
 
     def __len__(self) -> int:
-        """Return the number of releases so far."""
         return 0 if self.engine is None else self.engine.step

@@ -23,9 +23,9 @@ def get_noise_multiplier(
     steps: int | None = None,
     accountant: str = "rdp",
 ) -> float:
-    """Return the smallest noise multiplier that keeps the run within the budget; `epochs` are 1 / `sample_rate` steps.
+    """Return the smallest noise multiplier within the budget; `epochs` are 1 / `sample_rate` steps.
 
-    Raises ConfigurationError for impossible settings, AccountingError if no noise is enough.
+    Raises ConfigurationError for impossible settings, AccountingError if no noise suffices.
     """
     check_choice("accountant", accountant, tuple(_METHODS))
     if (epochs is None) == (steps is None):
@@ -35,7 +35,7 @@ def get_noise_multiplier(
     count = math.ceil(epochs / sample_rate) if epochs is not None else steps
     drawn = math.ceil(sample_rate * _RESOLUTION)
     schedule = BatchSchedule.parse(min(drawn, _RESOLUTION), sample_size=_RESOLUTION, steps=count)
-    with warnings.catch_warnings():  # the size of the data set, to compare delta with, is unknown here
+    with warnings.catch_warnings():  # about delta over the unknown sample size
         warnings.simplefilter("ignore")
         mechanism = calibrate(
             SampledMechanism(schedule=schedule, sample_size=_RESOLUTION),

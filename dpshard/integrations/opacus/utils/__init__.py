@@ -1,1 +1,1 @@
-"""Helpers under the names that they have in Opacus."""
+"""Opacus's helpers."""

@@ -1,4 +1,4 @@
-"""Opacus's errors of layers: dpshard has one class for them."""
+"""Opacus's errors of layers, here one class."""
 
 from dpshard.errors import UnsupportedParameterError
 

@@ -13,16 +13,16 @@ from dpshard.replacements import replace_unsupported
 
 
 class ModuleValidator:
-    """Finds layers that mix samples, and replaces them in a copy of the model.
+    """Find layers that mix samples, and replace them in a copy of the model.
 
-    It checks layers, not functions: other parts without an exact per-sample gradient raise when the model runs.
+    Functions without an exact per-sample gradient raise when the model runs.
     """
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedParameterError]:
-        """Return an error for every layer that must be replaced; `strict` raises the first."""
+        """Return an error per layer that must be replaced; if `strict`, raise the first."""
         tensors = chain(module.parameters(), module.buffers())
-        # A copy of only the structure: it shares the tensors.
+        # The copy shares the tensors.
         skeleton = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
         try:
             errors = [
@@ -44,8 +44,8 @@ class ModuleValidator:
     def fix(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
         """Return a copy of `module` with such layers replaced; make the optimizer from its parameters.
 
-        `replace_bn_with_in`: BatchNorm becomes InstanceNorm without running statistics (not for inputs [B, C]), rather
-        than GroupNorm.
+        With `replace_bn_with_in`, BatchNorm becomes InstanceNorm without running statistics, not GroupNorm; this does
+        not work for inputs [B, C].
         """
         fixed = copy.deepcopy(module)
         if replace_bn_with_in:
@@ -71,7 +71,6 @@ _INSTANCE_NORMS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _instance_norm(kind: type[nn.Module], norm: Any) -> nn.Module:
-    """Return an InstanceNorm with the parameters of `norm`."""
     new: Any = kind(norm.num_features, eps=norm.eps, affine=norm.affine, track_running_stats=False)
     new.weight, new.bias = norm.weight, norm.bias
     return new.train(norm.training)
