@@ -15,7 +15,7 @@ from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import composite, rule
 
 
-@rule(F.embedding, torch.embedding)
+@rule(F.embedding)
 def embedding(
     call: Call,
     input: Tensor,
@@ -32,6 +32,21 @@ def embedding(
     return _record(call, input, output, weight, padding_idx)
 
 
+@rule(torch.embedding)
+def embedding_of_cpp(
+    call: Call,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table [V, C], by the function in C++: its weight comes first, and a `padding_idx` of -1 means none."""
+    _check(call, None, scale_grad_by_freq, sparse)
+    output = torch.embedding(call.plain(weight), indices, padding_idx)
+    return _record(call, indices, output, weight, None if padding_idx == -1 else padding_idx)
+
+
 def _check(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
     if max_norm is not None:
         raise call.refuse("max_norm rescales the table in forward by what the data reads; drop max_norm", advise=False)
@@ -45,8 +60,7 @@ def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_i
     source, axis, B = call.source(weight), batch_axis(call, input), call.batch_size
     assert source is not None
     rows = source.shape[0]
-    # torch passes -1 (no padding) to the C++ function; its Python one counts negative indices from the end.
-    skipped = -1 if padding_idx in (None, -1) else padding_idx % rows
+    skipped = -1 if padding_idx is None else padding_idx % rows
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
         return [(source, _gathered(source, torch.where(ids == skipped, -1, ids), g, axis, B))]

@@ -45,6 +45,16 @@ def test_padding_idx(padding_idx):
     assert_exact(nn.Embedding(V, C, padding_idx=padding_idx), ids)
 
 
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+@pytest.mark.parametrize(
+    "function", [lambda ids, w, p: F.embedding(ids, w, p), lambda ids, w, p: torch.embedding(w, ids, p)]
+)
+def test_functions_read_padding_idx_in_their_own_ways(function, padding_idx):
+    """-1 is the last row for F.embedding, and no row for torch.embedding."""
+    ids = torch.tensor([[V - 1, 0], [1, 2], [V - 1, 3]])
+    assert_exact(Use(lambda m, ids: function(ids, m.w, padding_idx), w=randn(V, C)), ids)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 2, -2])
 def test_bags_of_padded_ids(mode, padding_idx):
