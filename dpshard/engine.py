@@ -313,7 +313,7 @@ class PrivacyEngine:
             self._plans(dataset, micro_batch_size, steps, pad=pad),
             sample_size=self.mechanism.sample_size,
             rows_per_unit=self.mechanism.rows_per_unit,
-            collate_fn=verified_collation(collate_fn) if self._verify else collate_fn,
+            collate_fn=verified_collation(collate_fn, self.mechanism.rows_per_unit) if self._verify else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,

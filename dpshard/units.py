@@ -28,8 +28,11 @@ WEIGHT = "row_weight"
 """Key of the weight in a row that is a dict."""
 
 
-class UnitRows(list[Any]):
-    """The K rows of one unit with their weights."""
+@dataclass(frozen=True)
+class UnitRows:
+    """The K rows of one unit with their weights. No sequence: torch's collate function would transpose it."""
+
+    rows: list[Any]
 
 
 class UnitDataset(Dataset):
@@ -53,7 +56,7 @@ class UnitDataset(Dataset):
         self.dataset, self.rows_per_unit = dataset, rows_per_unit
         ids = _checked_ids(unit_ids, len(dataset))
         self.ids, unit_of_row, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        """The id of each unit, sorted."""
+        """The id of each unit, sorted; numbers in order of appearance for ids of several types."""
         self._rows = np.argsort(unit_of_row, kind="stable")  # of unit 0, of unit 1, ...
         self._ends = np.cumsum(counts)
 
@@ -79,7 +82,7 @@ class UnitDataset(Dataset):
             places = np.arange(K).clip(max=n - 1)
         weights = [K / min(n, K) if place < n else 0.0 for place in range(K)]
         rows = self._rows[begin + places].tolist()
-        return UnitRows(_weighted(self.dataset[row], weight) for row, weight in zip(rows, weights, strict=True))
+        return UnitRows([_weighted(self.dataset[row], weight) for row, weight in zip(rows, weights, strict=True)])
 
 
 def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
@@ -96,8 +99,12 @@ def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
             f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none): rows without an id "
             f"are no unit of their own. Leave them out, or give each an id."
         )
-    if ids.dtype.kind == "O":
-        ids = np.array([f"{type(x).__name__} {x!r}" for x in ids.tolist()])  # 1 and "1" are two units
+    if ids.dtype.kind == "O":  # 1 and "1" are two units; 1, 1.0 and np.int64(1) are one
+        numbers: dict[Any, int] = {}
+        try:
+            ids = np.array([numbers.setdefault(x, len(numbers)) for x in ids.tolist()])
+        except TypeError as error:
+            raise DataError(f"A unit id cannot be compared ({error}). Take numbers or strings.") from error
     return ids
 
 
@@ -136,9 +143,9 @@ class CollatedRows:
 def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
     """Return the K rows of an item: of its tensors, arrays, and lists of numbers or strings."""
     if isinstance(unit, UnitRows):
-        if len(unit) != rows_per_unit:
-            raise not_units(f"a unit of {len(unit)} rows", rows_per_unit)
-        return unit
+        if len(unit.rows) != rows_per_unit:
+            raise not_units(f"a unit of {len(unit.rows)} rows", rows_per_unit)
+        return unit.rows
     return [_row(unit, j, rows_per_unit) for j in range(rows_per_unit)]
 
 

@@ -442,13 +442,13 @@ def test_a_unit_of_fewer_rows_is_the_mean_of_its_rows():
 def test_more_rows_are_drawn_anew_in_every_step_and_by_the_key():
     units = UnitDataset(list(range(len(IDS))), IDS, rows_per_unit=2)
     keys = [bytes([i]) * 32 for i in range(200)]
-    draws = [[row for row, _ in units.draw(0, key)] for key in keys]
-    assert draws == [[row for row, _ in units.draw(0, key)] for key in keys]
+    draws = [[row for row, _ in units.draw(0, key).rows] for key in keys]
+    assert draws == [[row for row, _ in units.draw(0, key).rows] for key in keys]
     assert all(len(set(draw)) == 2 for draw in draws)
     counts = torch.bincount(torch.tensor(draws).flatten(), minlength=10)[[0, 2, 5, 6, 9]]
     assert counts.sum() == 400
     assert ((counts - 80).abs() < 40).all()  # five standard deviations of Binomial(200, 2 / 5): 35
-    assert [float(w) for _, w in units.draw(2, keys[0])] == [2.0, 0.0]
+    assert [float(w) for _, w in units.draw(2, keys[0]).rows] == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -498,7 +498,69 @@ def test_an_engine_of_other_rows_refuses_a_unit_dataset():
 
 def test_units_of_ids_of_several_types():
     units = UnitDataset(range(4), np.array([1, "1", 1, (2,)], dtype=object), rows_per_unit=2)
-    assert sorted([row for row, _ in units[i]] for i in range(len(units))) == [[0, 2], [1, 1], [3, 3]]
+    assert sorted([row for row, _ in units[i].rows] for i in range(len(units))) == [[0, 2], [1, 1], [3, 3]]
+
+
+def test_equal_ids_of_several_types_are_one_unit():
+    """A table that is joined of two has ints beside floats; a user in two units would count twice."""
+    ids = np.array([1, np.int64(1), 1.0, "a", np.str_("a")], dtype=object)
+    assert len(UnitDataset(range(5), ids, rows_per_unit=2)) == 2
+    with pytest.raises(DataError, match="cannot be compared"):
+        UnitDataset(range(2), np.array([[1], None], dtype=object)[[0, 0]], rows_per_unit=2)
+
+
+def test_an_ordinary_loader_does_not_take_units_for_rows():
+    """It would make micro-batches of one row each of several units."""
+    loader = torch.utils.data.DataLoader(UnitDataset(range(8), [0, 0, 1, 1, 2, 2, 3, 3], rows_per_unit=2), 4)
+    with pytest.raises(TypeError, match="UnitRows"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_collate_fn_that_sorts_the_rows_of_several_units_is_refused(weighted):
+    """By length, say: rows of several units would be clipped as one."""
+
+    def by_sum(rows):
+        ids, y = zip(*sorted(rows, key=lambda row: int(row[0].sum())), strict=True)
+        return torch.stack(ids), torch.stack(y), *([torch.ones(len(y))] if weighted else [])
+
+    def in_place(rows):
+        ids, y = zip(*rows, strict=True)
+        return torch.stack(ids), torch.stack(y), *([torch.ones(len(y))] if weighted else [])
+
+    class Units(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return units_of(4, 3)[i]
+
+    def first(collate_fn):
+        engine = noise_free_engine(Network(), batch_size=4, sample_size=4, rows_per_unit=3)
+        batches = engine.batches(Units(), 4, collate_fn=collate_fn)
+        return next(iter(next(batches)))
+
+    assert len(first(in_place)[0]) == 12
+    with pytest.raises(VerificationError, match="another order"):
+        first(by_sum)
+
+
+def test_rows_that_tell_no_order_are_refused_where_they_are_zeros():
+    """Zeros have no gradient, so verification cannot see in which order the rows of units came to the layer."""
+
+    class Regrouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.rare = nn.Linear(3, 2), nn.Linear(1, 2, bias=False)
+
+        def forward(self, x):
+            x = torch.cat([x[0::2], x[1::2]])
+            return (self.dense(x[:, :-1]) + self.rare(x[:, -1:])).unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+    x, y = randn(8, 4), torch.arange(8) % 2
+    x[:, -1] = 0
+    with pytest.raises(BatchLayoutError, match="same number everywhere"):
+        private_step(Regrouped().double(), (x, y), F.cross_entropy, rows_per_unit=2, batch_size=4)
 
 
 def test_an_output_that_is_written_to_later_tells_its_order():

@@ -4,7 +4,8 @@
 Half of the rows are replaced by copies of one sample; the other half must come out as before. Rows keep their number,
 so with generators in the same states they draw the same random numbers. If the content of a row decides the number of
 draws, the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad them. If the
-lengths differ, only cuts are looked for.
+lengths differ, only cuts are looked for. The rows of a unit must stay side by side: if the units come in reverse, so
+must what a collate_fn without random numbers makes of them.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ SEEDS = 24
 """Random draws to confirm a fault: by chance, rows may draw the same number of values in another order."""
 
 
-def verified_collation(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+def verified_collation(
+    collate_fn: Callable[[list[Any]], Any] | None, rows_per_unit: int = 1
+) -> Callable[[list[Any]], Any] | None:
     """Return `collate_fn` with its verification; None and torch's own need none."""
-    return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn)
+    return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn, rows_per_unit)
 
 
 class CollationVerified:
     """Calls `collate_fn`, and verifies calls 1, 2, 4, 8, ... of a process."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], rows_per_unit: int = 1) -> None:
         self.collate_fn = collate_fn
+        self._rows_per_unit = rows_per_unit
         self._calls = 0
 
     def __call__(self, rows: list[Any]) -> Any:
@@ -55,7 +59,7 @@ class CollationVerified:
         data = self.collate_fn(rows)
         after = generators.states()
         try:
-            check_collation(self._values, kept, generators, before, self._calls)
+            check_collation(self._values, kept, generators, before, self._calls, self._rows_per_unit)
         finally:
             generators.restore(after)
         return data
@@ -73,8 +77,9 @@ def check_collation(
     generators: _Generators,
     begin: list[Any],
     call: int,
+    rows_per_unit: int = 1,
 ) -> None:
-    """Raise VerificationError if the values of some rows change when other rows do.
+    """Raise VerificationError if the values of some rows change when other rows do, or rows leave their unit.
 
     `begin`: states of the generators. `call`: number of the call.
     """
@@ -87,6 +92,15 @@ def check_collation(
     again, _ = run(rows, begin)
     if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
         return  # it draws from other generators
+    if rows_per_unit > 1 and end == _frozen(begin):
+        reverse = [
+            i
+            for start in range(len(rows) - rows_per_unit, -1, -rows_per_unit)
+            for i in range(start, start + rows_per_unit)
+        ]
+        found, _ = run([rows[i] for i in reverse], begin)
+        if found is not None and not _alike([_picked(x, reverse) for x in expected], found, list(range(len(rows)))):
+            raise VerificationError(_SCATTERS)
     draws, shuffled = end != _frozen(begin), np.random.default_rng((len(rows), call)).permutation
     suspects = []
     for _ in range(SPLITS):
@@ -133,6 +147,11 @@ _MIXES = (
     f"them (mixup, CutMix), or scales them by a statistic of the whole micro-batch, {_PER_SAMPLE} A sample that cannot "
     f"be read may be blank; a value that all samples share must be public."
 )
+_SCATTERS = (
+    "collate_fn gives the rows of units in another order than it gets them: it sorts them by length, say. So rows of "
+    "several units would be clipped as one. Keep the rows of each unit side by side, in its place; "
+    "pack_padded_sequence(enforce_sorted=False) takes unsorted rows."
+)
 _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."
 
 
@@ -169,17 +188,21 @@ def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
     if list(map(_shape, expected)) != list(map(_shape, found)):
         return False
     return all(
-        _equal(x[kept], y[kept]) if isinstance(x, Tensor) else [x[i] for i in kept] == [y[i] for i in kept]
+        _equal(x[kept], y[kept]) if isinstance(x, Tensor) else _picked(x, kept) == _picked(y, kept)
         for x, y in zip(expected, found, strict=True)
     )
+
+
+def _picked(x: Any, kept: list[int]) -> Any:
+    return x[kept] if isinstance(x, Tensor) else [x[i] for i in kept]
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
     if not x.is_floating_point():
         return torch.equal(x, y)
-    x, y = x.flatten(1), y.flatten(1)
     if not x.numel():
         return True
+    x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
     allowed = ROUNDING * x.abs().nan_to_num(0, 0, 0).amax(1, keepdim=True)
     return bool(((x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= allowed)).all())
 

@@ -57,8 +57,6 @@ def settle(
     for position, here in doubts.items():
         for doubt in here:
             order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit)
-            if order is None and doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]:
-                order = 0  # equal rows (positions, zeros) lie as those of the inputs
             if order is None:
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
@@ -66,11 +64,17 @@ def settle(
                     f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
                     f"module of its own for each of the two."
                 )
+    as_given = set(settled.values()) <= {0, rows_per_unit}  # rows of a unit that values tell apart are neighbours
     for doubt in undecided:
         if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
             layout.pop(doubt.rows or ROWS, None)  # equal ids tell nothing: no route, until a parameter asks for one
             continue
-        settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
+        like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
+        # Of equal rows that are not zero (positions) verification can tell. Zeros have no gradient until others come.
+        if like_inputs and as_given and not isinstance(doubt.value, FakeTensor) and bool(doubt.value.any()):
+            settled.setdefault((doubt.key, doubt.place), 0)
+        else:
+            settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
     for (key, place), order in settled.items():
         if order:
             found = layout[key]

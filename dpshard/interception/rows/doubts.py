@@ -38,7 +38,7 @@ class Doubt(Enum):
     SCATTERED = (
         "The model got the rows of units in another order than engine.batches(...) has handed them out, so rows of "
         "several units would be clipped as one. Keep the rows of a unit side by side (no list of first rows before one "
-        "of second rows), and sort rows in the data set or in collate_fn."
+        "of second rows), in the loop as in collate_fn."
     )
     REPEATED = (
         "One row that engine.batches(...) has handed out came to the model in two rows of its micro-batch: in place of "
