@@ -52,6 +52,10 @@ class CorrelatedMechanism:
                 f"sampling={self.sampling!r} needs one batch size in all steps: the number of steps between two "
                 f"participations of a sample follows from it. Give batch_size as an int."
             )
+        if self.schedule[0] > self.sample_size:
+            raise ConfigurationError(
+                f"batch_size={self.schedule[0]} is more than sample_size={self.sample_size}. Take smaller batches."
+            )
         if self.sampling == "cyclic-poisson":
             self._check_groups()
 

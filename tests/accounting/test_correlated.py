@@ -186,3 +186,8 @@ def test_batch_schedules_are_refused():
     schedule = BatchSchedule((50, 100))
     with pytest.raises(ConfigurationError, match="one batch size in all steps"):
         CorrelatedMechanism(schedule=schedule, sample_size=500, sampling="fixed-order")
+
+
+def test_batches_that_are_larger_than_the_data_set_are_refused():
+    with pytest.raises(ConfigurationError, match="batch_size=60 is more than sample_size=50"):
+        run_of(BandedInverse(bands=4), "fixed-order", sample_size=50, batch_size=60, steps=10)
