@@ -5,6 +5,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked child hangs where torch had threads
 
+import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
 import dpshard.engine
 from tests import seeds
 
@@ -21,3 +24,24 @@ def _same_draws_everywhere() -> Iterator[None]:
     seeds.fix(seeds.current_test())
     yield
     dpshard.engine.new_run_secret = original
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    """A test changes no setting of torch that the next one meets, in whatever order they run."""
+    before = _settings()
+    yield
+    assert _settings() == before
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "modes": _len_torch_dispatch_stack(),
+        "process group": torch.distributed.is_initialized(),
+    }

@@ -63,7 +63,7 @@ def _of_small(tensors: Sequence[Tensor]) -> Tensor:
     word = torch.int16 if first.itemsize == 2 else torch.int32
     words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()
     words_a_number = first.itemsize // word.itemsize
-    ends = _ends(tuple([x.numel() * words_a_number for x in tensors]), words_a_number - 1, first.device)
+    ends = _ends(tuple([x.numel() * words_a_number for x in tensors]), words_a_number - 1, words)
     sums = torch.addcmul(words, words, words).cumsum(0).index_select(0, ends)
     return sums[1:] - sums[:-1]
 
@@ -71,14 +71,20 @@ def _of_small(tensors: Sequence[Tensor]) -> Tensor:
 _kept_ends: dict[Any, Tensor] = {}  # not lru_cache: dynamo warns about it
 
 
-def _ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
-    """Return `first`, then the end of each of these consecutive stretches."""
-    key = lengths, first, device
+def _ends(lengths: tuple[int, ...], first: int, like: Tensor) -> Tensor:
+    """Return `first`, then the end of each of these consecutive stretches, on the device of `like`."""
+    if type(like) is not Tensor:  # a FakeTensor without values must not serve real tensors later, nor the reverse
+        return _count_ends(lengths, first, like.device)
+    key = lengths, first, like.device
     if key not in _kept_ends:  # copying these numbers to an accelerator would stall
         if len(_kept_ends) == _MOST_KEPT:
             _kept_ends.clear()
-        _kept_ends[key] = torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
+        _kept_ends[key] = _count_ends(lengths, first, like.device)
     return _kept_ends[key]
+
+
+def _count_ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
+    return torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
 
 
 def checksum(x: Tensor) -> Tensor:

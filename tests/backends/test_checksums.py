@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpshard.backends import checksums as module
 from dpshard.backends.checksums import checksums
@@ -40,3 +41,13 @@ def test_a_change_of_one_gradient_is_seen_there_and_nowhere_else(together, monke
 def test_the_signs_of_as_many_positive_as_negative_numbers_count():
     x = torch.tensor([1.0, -2.0, 3.0, -4.0])
     assert by_name({"x": x, "y": x}) != by_name({"x": -x, "y": x})
+
+
+def test_a_fake_run_leaves_nothing_that_a_real_one_meets():
+    tensors = {"x": torch.arange(7.0), "y": torch.arange(9.0)}
+    with FakeTensorMode() as mode:
+        checksums({name: mode.from_tensor(x) for name, x in tensors.items()})
+    expected = by_name(tensors)
+    with FakeTensorMode() as mode:
+        checksums({name: mode.from_tensor(x) for name, x in tensors.items()})
+    assert by_name(tensors) == expected
