@@ -175,9 +175,10 @@ class PrivacyEngine:
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
-        self._budget = Budget(self.mechanism, allow_overspend=allow_overspend)
-        self._require_agreement(clipping_mode)
+        self._require_agreement(clipping_mode, allow_overspend=allow_overspend)
         self._secret = self._backend.communicator.broadcast(new_run_secret())
+        run = derive_key(self._secret, "run")[:8].hex()
+        self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
@@ -199,14 +200,14 @@ class PrivacyEngine:
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
 
-    def _require_agreement(self, clipping_mode: str) -> None:
+    def _require_agreement(self, clipping_mode: str, *, allow_overspend: bool) -> None:
         """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
         sharding = self._backend.sharding
         facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         facts |= {
             "clipping_mode": clipping_mode,
             "verify": self._verify,
-            "may_exceed_budget": self._budget.allow_overspend,
+            "may_exceed_budget": allow_overspend,
         }
         facts["parameters"] = [(n, tuple(sharding.shapes[n]), p.dtype) for n, p in sharding.parameters.items()]
         if wrong := self._backend.communicator.mismatches(facts):
@@ -427,7 +428,7 @@ class PrivacyEngine:
     ) -> None:
         """Continue the run that saved `state`, with the same batches.
 
-        A repeated step with the same sums has the same noise and costs nothing; with other sums it counts again. The
+        A repeated step with the same sums has the same noise and costs nothing; with other sums it is charged. The
         releases of this engine stay counted.
 
         Args:
@@ -451,12 +452,10 @@ class PrivacyEngine:
                 "Ranks were given different states: they would draw other batches, release steps again that others "
                 "have passed, and count apart. Load one state, saved by one rank, on all of them."
             )
-        Budget(self.mechanism, allow_overspend=True).load_state_dict(
-            account, same_run=False
-        )  # raises before any change
+        Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before = self.step
         self._thresholds.load_state_dict(thresholds)
-        visited = self._budget.load_state_dict(account, same_run=secret == self._secret)
+        visited = self._budget.load_state_dict(account)
         self._secret = secret
         self._collector.restart()
         if released is not None:
@@ -467,7 +466,7 @@ class PrivacyEngine:
         elif self.step < before:
             warnings.warn(
                 f"load_state_dict() goes back from step {before} to step {self.step}. What was released stays counted: "
-                f"a step that is taken again with the same sums costs nothing, with other sums it counts once more.",
+                f"a step that is taken again with the same sums costs nothing, with other sums it is charged.",
                 stacklevel=2,
             )
 

@@ -1,9 +1,9 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch; a ledger is a multiset of releases, because composition ignores
-order. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one of
-them (zero-out at fixed N). Two relations of dp-accounting cover this.
+A step releases one noisy sum over a Poisson batch. Composition ignores the order of steps, so a run is a multiset of
+releases. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one
+of them (zero-out at fixed N). Two relations of dp-accounting cover this.
 - Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
   engine refuses a data set of another length.)
 - With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample

@@ -5,7 +5,6 @@ Failure modes: 20 test_a_cap_is_accounted, test_epsilon_is_that_of_dp_accounting
 Published figures: Bu et al. 2020 (MNIST), dp-accounting itself.
 """
 
-import dataclasses
 import math
 import warnings
 
@@ -15,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from dpshard.accounting import PrivacyLedger, Release, bounds, composition
+from dpshard.accounting.copies import Span
 from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
 from tests.accounting.ledgers import RELEASE, delta_of_gaussian, ledger_of, run_bound, run_epsilon, run_of
@@ -48,14 +48,7 @@ def test_many_steps_at_a_small_delta_are_bounded(delta):
 
 def test_a_figure_of_another_accountant_is_named():
     ledger, release = PrivacyLedger(), Release(100.0, 1.0, 10_000)
-    ledger.load_state_dict(
-        {
-            "steps": 100_000,
-            "again": 0,
-            "unverified_sampling": 0,
-            "releases": [dataclasses.asdict(release) | {"count": 100_000}],
-        }
-    )
+    ledger.load_state_dict({"run": "", "steps": 100_000, "spans": [Span("", 0, 100_000, release, False).state_dict()]})
     assert "(accountant: pld)" in ledger.statement(1e-5)
     assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-12)
 

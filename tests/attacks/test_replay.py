@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard.accounting import Release, compute_epsilon
 from dpshard.checkpoint.facts import of_rows
 from dpshard.config import BatchSchedule
 from dpshard.errors import BudgetExceededError, ConfigurationError
@@ -43,6 +44,7 @@ class Training:
         defaults = {"batch_size": BATCH_SIZE, "sample_size": SAMPLES, "steps": 6, "noise_multiplier": SIGMA}
         self.engine = PrivacyEngine(self.model, **{**defaults, **options})
         self.engine._secret = secret
+        self.engine._budget.ledger.run = secret.hex()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr)
         if state is not None:
             self.load(state, released)
@@ -71,7 +73,7 @@ class Training:
 
     @property
     def count(self):
-        return self.engine.state_dict()["ledger"]["releases"][0]["count"]
+        return self.engine._budget.ledger.releases
 
 
 def drawn_at(step):
@@ -189,6 +191,10 @@ def test_rewinding_one_engine_with_three_learning_rates_counts_every_release():
     assert run.engine.step == 3
     assert run.count == 7  # the first step has equal sums all three times
     assert "7 releases (4 of them of steps that were taken again" in run.engine.statement()
+    # Three releases of one batch are one with a third of the variance: more than three of own batches cost.
+    first, copied = (Release(SIGMA / math.sqrt(k), BATCH_SIZE / SAMPLES, SAMPLES) for k in (1, 3))
+    assert run.engine.epsilon() == compute_epsilon(((first, 1), (copied, 2)), 1e-5)
+    assert run.engine.epsilon() > 1.1 * compute_epsilon(((first, 7),), 1e-5)
 
 
 def test_going_back_and_repeating_exactly_costs_nothing():

@@ -216,14 +216,14 @@ def set_in(state, path, value):
 
 TAMPERED = [
     (("ledger", "steps"), 1),
-    (("ledger", "releases", 0, "count"), 1),
-    (("ledger", "releases", 0, "noise_multiplier"), 9.0),
-    (("ledger", "releases"), []),
+    (("ledger", "spans", 0, "stop"), 1),
+    (("ledger", "spans", 0, "release", "noise_multiplier"), 9.0),
+    (("ledger", "spans"), []),
     (("secret",), "00" * 32),
     (("secret",), "00"),
     (("secret",), 7),
     (("mechanism", "noise_multiplier"), 2.0),
-    (("format",), 3),
+    (("format",), 2),
     (("digest",), "0"),
 ]
 
@@ -243,7 +243,7 @@ def test_tampered_states_are_refused_without_change(path, value):
 
 
 @pytest.mark.parametrize(
-    "state", [None, {}, [], "x", {"model": 1}, 7, {"format": 2}, {"format": 2, "digest": "", "secret": None}]
+    "state", [None, {}, [], "x", {"model": 1}, 7, {"format": 3}, {"format": 3, "digest": "", "secret": None}]
 )
 def test_foreign_states_are_refused_without_change(state):
     victim = Run()

@@ -463,7 +463,7 @@ def test_the_ledger_and_its_state_tell_of_the_counts():
     train(model, engine)
     assert "6 releases of a sum and 2 clipping counts under Poisson sampling" in engine.statement()
     state = json.loads(json.dumps(engine.state_dict()))
-    assert [release["quantile_counts"] for release in state["ledger"]["releases"]] == [2]
+    assert [span["release"]["quantile_counts"] for span in state["ledger"]["spans"]] == [2]
     assert state["thresholds"]["values"] == list(engine.thresholds.values())
     assert "budget_share=0.05" in state["mechanism"]["adaptive_clipping"]
 

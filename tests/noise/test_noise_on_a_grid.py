@@ -220,8 +220,8 @@ def test_the_engine_counts_all_elements_and_says_what_the_noise_is():
     elements = sum(p.numel() for p in model.parameters())
     assert (engine.mechanism.noise, engine.mechanism.discretized_elements) == ("discrete-gaussian", elements)
     released(model, engine, torch.ones(5, 4, dtype=torch.float64))
-    (release,) = engine.state_dict()["ledger"]["releases"]
-    assert release["discretized_elements"] == elements
+    (span,) = engine.state_dict()["ledger"]["spans"]
+    assert span["release"]["discretized_elements"] == elements
     assert "1 releases with discrete Gaussian noise under Poisson sampling" in engine.statement()
 
 
