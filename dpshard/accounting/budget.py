@@ -60,7 +60,8 @@ class Budget:
         warnings.warn(
             f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise and "
             f"costs more than a new step, because it draws the same batch; so does every further repeated step. To "
-            f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in docs/privacy-model.md.",
+            f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
+            f"docs/privacy-model.md.",
             stacklevel=5,
         )
 
