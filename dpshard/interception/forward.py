@@ -1,10 +1,10 @@
-"""The forward of a model whose modules are patched.
+"""The forward of a model with patched modules.
 
 [Note: Where interception happens]
-Every module that holds parameters gets a forward of its own. The outermost such call opens a tape and enters a
-TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
-inside backward: then it enters the mode anew, with slots that lead nowhere, because only the recomputed tensors
-matter. A compiled module is wrapped outside of its compiled call, where its slots are made; see compiled.py.
+Every module with parameters gets its own forward. The outermost call opens a tape and enters a TorchFunctionMode; inner
+modules run unchanged within it. Activation checkpointing runs a module again inside backward: that call enters the mode
+with slots that lead nowhere, because only the recomputed tensors matter. A compiled module is patched outside its
+compiled call, where its slots are made; see compiled.py.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NOT_COMPILED = (
 
 
 class Interception:
-    """The forwards of one model, which are recorded on tapes.
+    """The recorded forwards of one model.
 
-    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
+    `before_forward(run, kind of the inputs)` runs before every recorded forward, to verify if needed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Interception:
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False
-        # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
+        # A model compiled after its engine runs uncompiled from here on: slots cannot be made within.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         self._batch_norms = [
             (path, module)
@@ -80,22 +80,22 @@ class Interception:
         ]
 
     def install(self) -> None:
-        """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
         leave_nodes_out_of_graphs()
         self.patcher.install()
 
     def forget(self) -> None:
-        """Drop what the last forward derived from parameters: no backward follows."""
+        """Drop the context of checkpointing: no backward follows."""
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the call of the model with these arguments, probed, to be repeated beside the training."""
+        """Return the probed call of the model with these arguments, to repeat beside training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None, self._rows_per_unit)
         return self.layouts.probed(run)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        """Run the patched forward of a module: the outermost one, one within, a repetition, or an ordinary one."""
+        """Run the patched forward of a module: outermost, inner, repeated, or ordinary."""
         active = self._active
         if active.running and active.mode is not None:
             if compiled and not torch.compiler.is_compiling():
@@ -161,9 +161,9 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        """Probe inputs of a new kind, and verify the model if that is due."""
+        """Probe inputs of a new kind, and verify the model if due."""
         run = self.layouts.as_read(run)
-        contents = kind_of_contents(run)  # a probe may change them
+        contents = kind_of_contents(run)  # before a probe can change them
         run = self.layouts.probed(run)
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
@@ -178,7 +178,7 @@ class Interception:
                 with self._active.recorded(mode):
                     return call()
             except UnknownCall:
-                # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
+                # An unprobed course (a skipped layer, a new branch): probe it, and start again.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
                 self._parameters.unshard(run.module)

@@ -1,4 +1,4 @@
-"""Where the samples are in the inputs and calls of a model: found by probes, and kept by the kind of the inputs."""
+"""The batch dimensions of a model's inputs and calls, found by probes, and kept by the kind of the inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
-"""How often a forward starts again because it takes a course that was not probed."""
+"""Most starts of one forward; each unprobed course restarts it."""
 NEW_COURSE = (
     "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
     "that depends on random numbers or on the data of a single sample."
@@ -29,24 +29,24 @@ class Layouts:
 
     def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
         self.found: dict[Any, Layout] = {}
-        """By the kind of the inputs."""
+        """Layouts by the kind of the inputs."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # By the kind of the inputs: which carry samples, where probes have corrected what their sizes said.
+        # Batch dimensions by the kind of the inputs, where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
 
     def of(self, run: Run) -> Layout:
-        """Return the layout for the inputs of `run`, which were probed."""
+        """Return the layout for the probed inputs of `run`."""
         return self.found[kind_of_run(run)]
 
     def as_read(self, run: Run) -> Run:
-        """Return `run` with the inputs that carry samples as earlier probes have found."""
+        """Return `run` with the batch dimensions that earlier probes have found."""
         dims = self._readings.get(kind_of_run(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
-        """Return `run` as the model takes it: inputs of a new kind are probed.
+        """Return `run`, after a probe if its inputs are of a new kind.
 
-        An input that has the size of the batch by chance fails when it is cut. So other readings are tried.
+        If an input has the batch size by chance, cutting it may fail; then try other batch dimensions.
         """
         run = self.as_read(run)
         kind = kind_of_run(run)
@@ -56,7 +56,7 @@ class Layouts:
             self.found[kind] = self.probe(run, into={})
             return run
         except BatchLayoutError:
-            if self._parameters.unshards(run.module):  # all ranks probe as often
+            if self._parameters.unshards(run.module):  # all ranks must probe equally often
                 raise
             for reading in run.other_readings():
                 try:
@@ -68,14 +68,14 @@ class Layouts:
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:
-        """Run the model on 2 and on 3 samples, add what is found to a layout, and return it."""
+        """Run the model on 2 and on 3 samples, add the calls to layout `into`, and return it."""
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            if not unshards:  # other ranks need not have failed, and would not take part
+            if not unshards:  # other ranks may not have failed, and would not take part
                 self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
@@ -93,9 +93,9 @@ class Layouts:
                 state.rewind()
                 return state.guarded(functools.partial(run.first, n, rows))
 
-            # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+            # Without a new sample, both runs take the same branch on values (is anything masked?).
             alike = functools.partial(first, rows=min(2, run.rows))
-            if unshards:  # all ranks run as often
+            if unshards:  # all ranks must run equally often
                 return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
             try:
                 varied = functools.partial(first, rows=run.rows)
@@ -104,6 +104,6 @@ class Layouts:
                 return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
 
     def _try_whole(self, run: Run) -> None:
-        """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
+        """Raise any error that `run` raises on all samples: the batch dimensions are not its cause."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))

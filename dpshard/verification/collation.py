@@ -1,11 +1,10 @@
 """Verify that the output of a collate_fn for a sample does not depend on the other samples.
 
 [Note: Other rows beside it]
-Half of the rows are replaced by copies of one sample; the other half must come out as before. Rows keep their number,
-so with generators in the same states they draw the same random numbers. If the content of a row decides the number of
-draws, the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad them. If the
-lengths differ, only cuts are looked for. The rows of a unit must stay side by side: if the units come in reverse, so
-must what a collate_fn without random numbers makes of them.
+Half of the rows become copies of one sample; the other half must not change. Rows keep their number, so they draw the
+same random numbers from generators in the same states. If the content of a row decides the number of draws, the
+generators end elsewhere, and nothing is compared. A collate_fn may sort and pad its rows; if lengths differ, only cuts
+are looked for. Rows of a unit must stay side by side: without random numbers, reversed units must give reversed output.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ ROUNDING = 1e-4
 SPLITS = 2
 """Divisions of a micro-batch into halves."""
 SEEDS = 24
-"""Random draws to confirm a fault: by chance, rows may draw the same number of values in another order."""
+"""Random draws to confirm a fault: rows may by chance draw equally many values in another order."""
 
 
 def verified_collation(
     collate_fn: Callable[[list[Any]], Any] | None, rows_per_unit: int = 1
 ) -> Callable[[list[Any]], Any] | None:
-    """Return `collate_fn` with its verification; None and torch's own need none."""
+    """Return `collate_fn` with verification, unless it is None or torch's own."""
     return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn, rows_per_unit)
 
 
@@ -67,7 +66,7 @@ class CollationVerified:
     def _values(self, rows: list[Any]) -> list[Any] | None:
         try:
             return list(_with_rows(self.collate_fn(_copied(rows)), len(rows)))
-        except Exception:  # noqa: BLE001 - a user's code may raise anything on an invented micro-batch
+        except Exception:  # noqa: BLE001 - user code may raise anything on an invented micro-batch
             return None
 
 
@@ -155,7 +154,7 @@ _SCATTERS = (
 _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------
 
 
 def _with_rows(data: Any, n: int) -> Iterator[Any]:
@@ -184,7 +183,7 @@ def _shape(x: Any) -> Any:
 
 
 def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
-    """Return True if the rows `kept` are the same in both, up to rounding."""
+    """Return True if the rows `kept` agree up to rounding."""
     if list(map(_shape, expected)) != list(map(_shape, found)):
         return False
     return all(
@@ -219,7 +218,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Return True if the longer one continues with more than padding in the rows `kept`; None if they differ before."""
+    """Return True if the longer one adds more than padding to the rows `kept`; None if the common part differs."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
@@ -236,7 +235,7 @@ def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
     return None
 
 
-# --- what goes in ---------------------------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------------------------
 
 
 def _copied(x: Any) -> Any:

@@ -15,11 +15,11 @@ from dpshard.errors import VerificationError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the user, to differentiate instead of the model's output."""
+    """A loss of the user, in place of the model's output."""
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
-    """Samples first; then the rows of each, if they have several."""
+    """Dimensions: samples, then their rows if `rows_per_unit` > 1."""
     rows_per_unit: int = 1
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
@@ -65,7 +65,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
 
 
 def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
-    """Return the samples' dimension, if there is one, and the rows of a sample, given outputs for n samples and one."""
+    """Return (dimension of the samples, rows of a sample), given outputs for n samples and for one; None if none."""
     dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
     if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
         return None

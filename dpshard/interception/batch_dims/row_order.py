@@ -1,8 +1,8 @@
-"""The order of rows that are flattened into the batch: a sample's side by side ([B, k]), or one batch apart ([k, B]).
+"""The order of rows flattened into the batch: those of a sample side by side ([B, k]) or one batch apart ([k, B]).
 
-Where a sample is a unit of K rows in the inputs, these may stay side by side and others one batch apart: [k / K, B, K].
-Shapes cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order the
-rows of these samples are equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
+If a sample is a unit of K input rows, these may stay side by side, with others one batch apart: [k / K, B, K]. Shapes
+cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order their rows are
+equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dpshard.records import as_real
 from dpshard.rules.call import BatchAxis
 
 ROWS: CallKey = ("an index along dimension 0",)
-"""Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
+"""Key where a route begins: there is no layout, but the order must be [B, k]."""
 
 _SAME = 0.1
-"""Largest difference of the same rows in two runs, relative to the largest value; half precision rounds."""
+"""Largest difference of the same rows in two runs, relative to the largest value; allows for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Doubt:
 
     key: CallKey
     place: int
-    """Of the tensor in the layout of that call: among inputs, the output last."""
+    """Place in the layout of that call: inputs first, then the output."""
     dim: int
     value: Tensor
     """The tensor in the second run."""
     seen_at: int
-    """Its place in the call of the first run, which may be another: the one that made it."""
+    """Place of the tensor in the first run's call, perhaps the one that made it."""
     rows: CallKey | None = None
-    """The key under which a layout holds whether a route may begin here."""
+    """The layout's key that tells if a route may begin here."""
 
 
 def settle(
@@ -47,10 +47,10 @@ def settle(
     sizes: tuple[int, int],
     rows_per_unit: int = 1,
 ) -> None:
-    """Write into `layout` in which order flattened dimensions hold their rows.
+    """Write the row order of flattened dimensions into `layout`.
 
-    `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
-    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs.
+    `doubts` and `values` (tensors of the first run) are keyed by the position of a call on the common course; `sizes`:
+    the numbers of samples of the two runs, with `rows_per_unit` input rows each.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
@@ -64,13 +64,14 @@ def settle(
                     f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
                     f"module of its own for each of the two."
                 )
-    as_given = set(settled.values()) <= {0, rows_per_unit}  # rows of a unit that values tell apart are neighbours
+    as_given = set(settled.values()) <= {0, rows_per_unit}  # the rows of a unit are adjacent wherever values tell
     for doubt in undecided:
         if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
-            layout.pop(doubt.rows or ROWS, None)  # equal ids tell nothing: no route, until a parameter asks for one
+            layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Of equal rows that are not zero (positions) verification can tell. Zeros have no gradient until others come.
+        # Verification notices a wrong order of equal rows that are not zero (positions). Zeros have no gradient until
+        # they change.
         if like_inputs and as_given and not isinstance(doubt.value, FakeTensor) and bool(doubt.value.any()):
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
@@ -106,7 +107,7 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
     if fitting == [1, rows_per_unit]:
-        fitting = [rows_per_unit]  # all units are equal (copies of one sample): their rows lie as those of the inputs
+        fitting = [rows_per_unit]  # all units are equal (copies of one sample), so assume the order of the inputs
     if len(fitting) > 1:
         return None
     if fitting != [0] and doubt.key == ROWS:
@@ -118,14 +119,12 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
 
 
 def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
-    """Return the order of rows that are all equal: that of other calls of the kind, or of other arguments."""
+    """Return an order for rows that are all equal: that of other calls of the kind, or of other arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return max(
-            orders, default=0
-        )  # it has no values, and nothing is trained with it: a plan counts what a step costs
+        return max(orders, default=0)  # a fake tensor has no values; a plan only counts costs, so any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "
