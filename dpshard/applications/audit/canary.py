@@ -32,7 +32,7 @@ class CanaryDirection:
     pull: float
     """Factor of the canary's loss."""
     lengths_M: Tensor
-    """Norm of the clipped gradient in each group, float64."""
+    """Norm of the clipped gradient in each group [M], float64."""
 
     @property
     def length(self) -> float:

@@ -2,22 +2,21 @@
 
 [Note: The game]
 The engine under audit repeats the same steps at a learning rate of 0. Half of the trials include one sample, the
-canary. The adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
-from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives
-z_p ~ N(0 or r_p, sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
+canary; the adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
+from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
+sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
 - the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
 - the same with the deviation of z_p in the first fifth of the trials: weights r_p / var_p find a parameter with too
   little noise, however small its part;
 - the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
 The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).
 
-The audit scales the canary's loss so that clipping leaves most of it (canary.py): a guarantee holds for every loss,
-and clipping may drop long gradients, or thresholds may follow them.
+The canary's loss is scaled so that clipping leaves most of it (canary.py): a guarantee holds for every loss, and
+clipping may drop long gradients, or thresholds may follow them.
 
-At sampling probability 1 the other samples are live, so the audit notices a canary that changes *their* gradients.
-Below 1 they are blanks, because their draws would drown the canary's. They are blanks under adaptive thresholds, too,
-which change their clipped sum from trial to trial. Trials come in random order, because thresholds drift over a run
-whatever the canary does.
+At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Below 1 they
+are blanks, because their draws would drown the canary's; also under adaptive thresholds, which change their clipped sum
+from trial to trial. Thresholds drift over a run whatever the canary does, so trials come in random order.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
 """Deltas at which the trials test a guarantee."""
 
 PREFERRED = 1.15
-"""Factor by which a statistic must promise more than the one before."""
+"""Factor by which a later statistic must promise more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +113,8 @@ def audit_steps(
         x, y: Inputs and targets, N rows each; the last row is the canary.
         loss: Returns the losses [B].
         trials, steps: Trials of either kind, and steps of each; a fifth of the trials selects the test.
-        batch_size: Expected batch size; default N, so that every batch holds every sample.
-        micro_batch_size: Rows per forward; a number that does not divide N causes padding.
+        batch_size: Expected batch size; default N, every sample in every batch.
+        micro_batch_size: Rows per forward; one that does not divide N causes padding.
         prepare: Wraps the model for sharded training; for DeepSpeed, by deepspeed.initialize().
         on_step: Called after each of the 2 * trials * steps steps.
         noise_multiplier, clipping_fn, options: Arguments of PrivacyEngine; moderate epsilons prove most.
@@ -155,7 +154,7 @@ def audit_steps(
 
 
 def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
-    """Return (x, y, weight, is canary) of a trial; `canary` is the weight of the canary."""
+    """Return (x, y, weight, is canary) of a trial; `canary` is the canary's weight."""
     n, mechanism = len(x), engine.mechanism
     live = float(mechanism.schedule[0] == n and mechanism.adaptive_clipping is None)
     weights = torch.full((n,), live)
@@ -166,7 +165,7 @@ def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorD
 
 
 def _order(trials: int) -> list[float]:
-    """Return 1.0 per trial with the canary and 0.0 per trial without it, in a random order equal on all ranks."""
+    """Return `trials` times 1.0 (with the canary) and 0.0 (without), in a random order equal on all ranks."""
     # Effects of earlier steps, such as adaptive thresholds, must not reveal the canary.
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
@@ -182,7 +181,7 @@ class _Scores(NamedTuple):
     def likelihood(self, var_P: NDArray[np.float64], q: float) -> NDArray[np.float64]:
         """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
-        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; equal to the canary's part of it
+        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
         ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, np.sqrt(var_NT))
         return ratio_NT.sum(1)
 
@@ -256,7 +255,7 @@ def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
-    # Without any noise the variance is that of rounding, or 0, by which `likelihood` must not divide.
+    # Without noise the variance is that of rounding, or 0, and `likelihood` divides by it.
     found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
     ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
         lambda scores: scores.likelihood(accounted_P, q),
