@@ -56,7 +56,7 @@ class Backend:
         return found, [] if any(found) else self._digest(ranks_WX[:, -LANES:])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return the column maxima without the first column, the faults; raise if any rank has one."""
+        """Return the column maxima, except of the faults, column 0; raise if any rank has one."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

@@ -23,8 +23,8 @@ _meetings: Counter[int] = Counter()  # of groups, by their first rank
 def meet_for_probe(group: dist.ProcessGroup) -> None:
     """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    Raises BatchLayoutError if they do not come: then only this rank met something new, and its forwards would gather
-    parameters while the others are in the middle of theirs.
+    Raises BatchLayoutError if they do not come: then only this rank met something new, and would gather parameters in
+    the middle of the others' forwards.
     """
     if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
         return

@@ -9,8 +9,8 @@ Between an anchor and the noise a clipped sum lies in `.grad`, where any code ma
   foreign optimizer) would alter the accounted sum, or use it without noise. The version reveals writes that change no
   bit (zero_() on zeros). The checksum reveals writes that torch does not count: through `.data`, and by
   torch._foreach_* on shards.
-- checksums are taken of all gradients at once, and compared at the first anchor of the next pass and before the noise.
-  On an accelerator only the release reads the result, because reading in backward would stall. If modules have backward
+- checksums of all gradients are compared at once, at the first anchor of the next pass and before the noise. On an
+  accelerator only the release reads the result, because reading in backward would stall. If modules have backward
   hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
   (A write through `.data` by a tensor hook within the pass is not detected.)
 - foreign hooks on a parameter are refused, because they see and change gradients before the noise.
@@ -36,8 +36,8 @@ from dpshard.records.host import is_at_hand
 class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
-    `local` returns this rank's part of a gradient. `accumulated` receives the name of a parameter after autograd has
-    added to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
+    `local` returns this rank's part of a gradient. `accumulated` gets the name of a parameter after autograd has added
+    to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Guard:
         self._hooked = hooked
         self._at_once = False  # foreign code runs within the backward pass
         self._watching = True
-        # A reference, not an address: another gradient may reuse the address of one that never arrived.
+        # Not an address: another gradient may reuse that of one that never arrived.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
         self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
@@ -165,7 +165,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; raise LogicalBatchError now, or later if reading would stall."""
+        """Compare all gradients with their checksums; raise LogicalBatchError, later if reading would stall."""
         for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
             held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
             names, now_N = checksums(self._bits(held))

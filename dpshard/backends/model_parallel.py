@@ -1,7 +1,7 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and its norm, so the
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm, so the
 sample counts for more than R. Engines on the parts would also draw different batches. Four signs are checked:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
@@ -107,9 +107,9 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """Return a block in which forwards that share samples between ranks raise ConfigurationError; see [Note].
+    """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
 
-    It does nothing in a single process.
+    They raise ConfigurationError. Does nothing in a single process.
     """
     return nullcontext() if processes() == 1 else _watched()
 

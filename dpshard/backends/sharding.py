@@ -29,7 +29,7 @@ class Sharding(ABC):
     """Holds the parameters of a model, and unshards them.
 
     `core` defines the parameter names; a call of `outermost` is a forward of the training. Raises ConfigurationError
-    for parameters that cannot be trained privately: lazy ones, and two of one name.
+    for lazy parameters, and for two of one name.
     """
 
     two_passes = True

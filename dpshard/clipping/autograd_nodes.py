@@ -70,9 +70,9 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 
 
 def leave_nodes_out_of_graphs() -> None:
-    """Keep torch.compile from tracing the marked nodes where a compiled function calls loss.backward() itself.
+    """Keep torch.compile from tracing the marked nodes in a compiled function that calls loss.backward() itself.
 
-    Each engine calls this, because it loads the compiler, which is slow.
+    Each engine calls this, not the import: it loads the compiler, which is slow.
     """
     while _traced:
         node = _traced.pop()
@@ -92,7 +92,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close, as every slot of these parameters has its gradients."""
+        """Close; every slot of these parameters has its gradients."""
         return (None, *ctx.close())
 
 
@@ -135,8 +135,8 @@ class _Hold(torch.autograd.Function):
 def hold(x: Tensor) -> Tensor:
     """Return `x`, saved now for the tap of the function that receives it.
 
-    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
-    checkpointing would repeat the last matrix product of the segment.
+    Activation checkpointing repeats a segment up to its last saved tensor: if the tap saved `x` after its function, it
+    would repeat the last matrix product of the segment.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
@@ -225,8 +225,8 @@ def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
 
-    `ends` get an edge from the tap: the tokens of the anchors, or in a compiled region (`arrive` is None) the dummies
-    of a slot, which carry the kept tensors out.
+    The tap has edges to `ends`: tokens of the anchors, or in a compiled region (`arrive` is None) the dummies of a
+    slot, which carry the kept tensors out.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]

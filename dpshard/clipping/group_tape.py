@@ -23,7 +23,7 @@ class Use:
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """True if the slot's template holds copies of its source, one a sample, rather than zeros."""
+    """True if the slot's template holds copies of its source, one a sample, not zeros."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Roots:
         return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
 
     def placeholder(self, name: str) -> dict[str, Tensor]:
-        """Return an empty tensor of a parameter's shape: FSDP may have freed the value."""
+        """Return an empty tensor of a parameter's shape, because FSDP may have freed the value."""
         value = self.values[name]
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
 
 _FEW = 2
-"""So few small gradients on a CPU are not worth joining."""
+"""Most small gradients on a CPU that are not worth joining."""
 
 
 class GroupTape:
@@ -60,7 +60,7 @@ class GroupTape:
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
         self.small: dict[str, PerSampleGrad] = {}
-        """Small records that are the only one of their parameter; measured and summed together at the end."""
+        """Small single records of parameters; measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
@@ -97,10 +97,7 @@ class GroupTape:
     # --- norms -------------------------------------------------------------------------------------------------------
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter; keep its records if `keep`.
-
-        `closing`: the sums come next, so do not offload the records.
-        """
+        """Add the squared norms of a parameter; keep its records if `keep`, offloaded unless `closing` is next."""
         entries = self.entries.pop(name, [])
         if not entries:
             return
@@ -139,7 +136,7 @@ class GroupTape:
         return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients, and the mask of samples without a finite norm (None if all are finite)."""
+        """Set the coefficients, and the mask of samples without a finite norm, if any."""
         self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
 
     def begin_sums(self) -> None:

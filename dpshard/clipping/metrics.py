@@ -1,7 +1,4 @@
-"""Figures of one logical batch, for tuning and debugging.
-
-They are not private. None of it is covered by epsilon.
-"""
+"""Figures of one logical batch, for tuning and debugging; not private, and not covered by epsilon."""
 
 from __future__ import annotations
 
@@ -85,10 +82,9 @@ class BatchMetrics:
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by those of all ranks.
+        """Replace the figures by those of all ranks; `stack` gathers the vectors of all ranks as rows.
 
-        `stack` gathers the vectors of all ranks as rows. Every rank must pass the labels of all groups, in one order:
-        it may not have used each group.
+        Every rank must pass the labels of all groups, in one order, even of groups that it has not used.
         """
         self._take_stock()
         nothing = torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")
@@ -116,7 +112,7 @@ class BatchMetrics:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
         A sample without a finite gradient in the group counts as unclipped, so one sample always changes each entry by
-        1/2. Other samples of the micro-batch may decide whether a group runs at all (experts, a branch).
+        1/2, whether or not other samples decide that a group runs (experts, a branch).
         """
         self._take_stock()
         nothing = [torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")]

@@ -1,9 +1,9 @@
 """The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-A tape holds the records of one set of samples. All forwards of a micro-batch of `engine.batches` share it, so a sample
-has one gradient and one coefficient however often the model is called. A group's first use makes its anchor. Autograd
-runs younger nodes first, so groups close, and free their records, early. See [Note: Anchor, slot, tap] in
-autograd_nodes.py. With two passes each parameter has its own anchor, because the second pass has all coefficients.
+All forwards of a micro-batch of `engine.batches` share a tape, so a sample has one gradient and one coefficient however
+often the model is called. A group's first use makes its anchor. Autograd runs younger nodes first, so groups close, and
+free their records, early. See [Note: Anchor, slot, tap] in autograd_nodes.py. With two passes each parameter has its
+own anchor, because the second pass has all coefficients.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use)
 
     def tokens(self) -> list[Tensor]:
-        """Return the tokens of this tape's uses; the clipper may have dropped them after another backward."""
+        """Return the tokens of this tape's uses, which the clipper may have dropped after another backward."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients, too."""
+        """Return the tokens of unused anchors in used groups, because DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -266,7 +266,7 @@ class Clipper:
         self.pending: dict[int, dict[int, Tape]] = {}
         """Tapes with records, by anchor."""
         self.epoch = 0
-        """Tapes of earlier epochs take no records: their samples would count in another release."""
+        """Tapes of earlier epochs take no records, which would count in another release."""
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
@@ -302,7 +302,7 @@ class Clipper:
         return self._tokens[anchor]
 
     def close(self, anchor: int) -> Sequence[Tensor | None]:
-        """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
+        """Close an anchor on every tape with records for it, and deliver their sums."""
         names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())
