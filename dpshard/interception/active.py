@@ -1,4 +1,4 @@
-"""The running forward of a model: patched modules read it, `ActiveForward` writes it."""
+"""The running forward of a model: `ActiveForward` writes it, patched modules read it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpshard.rules.call import Source
 
 @dataclass(slots=True)
 class Region:
-    """The parts of the mode of a running compiled region; lists, because dynamo takes dict keys as constants."""
+    """The parts of a running compiled region's mode; lists, because dynamo takes dict keys as constants."""
 
     tensors: list[Tensor]
     sources: list[Source]
@@ -30,7 +30,7 @@ class Region:
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `forward` through a new mode; dynamo traces its creation, so it sets no guards on it."""
+        """Run `forward` through a new mode; dynamo sets no guards on one that it has seen made."""
         mode = InterceptionMode(
             dict(zip(self.tensors, self.sources, strict=True)),
             self.layout,
@@ -52,11 +52,11 @@ class ActiveForward:
     def __init__(self) -> None:
         self.running = False
         self.mode: InterceptionMode | None = None
-        """Mode of the running forward; None if that forward is ordinary."""
+        """Mode of the running forward; None for an ordinary one."""
         self.region: Region | None = None
         """The running compiled region; None outside."""
         self.repeat: Callable[[], AbstractContextManager[Any]] | None = None
-        """Makes the context in which checkpointing may repeat a part of the latest forward, or None."""
+        """Makes the context in which checkpointing may repeat parts of the latest forward, or None."""
 
     @contextmanager
     def through(self, mode: InterceptionMode) -> Iterator[None]:
@@ -70,13 +70,13 @@ class ActiveForward:
             self.running, self.mode = before
 
     def innermost(self) -> InterceptionMode | None:
-        """Return the mode of the next call; if a region broke into several graphs, that of the region."""
+        """Return the mode of the next call, the region's if a region broke into several graphs."""
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, InterceptionMode)]
         return modes[-1] if modes else self.mode
 
     @contextmanager
     def within(self, region: Region, mode: InterceptionMode) -> Iterator[None]:
-        """Leave `mode` for a compiled region with its own mode."""
+        """Leave `mode` for a compiled region."""
         before, self.region = self.region, region
         try:
             with _left(mode):
@@ -93,7 +93,7 @@ class ActiveForward:
             stack = ExitStack()
             if beside is not None:
                 stack.enter_context(beside)
-            # A checkpointed segment takes earlier derived tensors as arguments, so the mode keeps their sources.
+            # A checkpointed segment takes derived tensors as arguments, so the mode keeps their sources.
             stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
             return stack
 
@@ -113,7 +113,7 @@ class ActiveForward:
 
 @contextmanager
 def _left(mode: InterceptionMode) -> Iterator[None]:
-    """Take `mode` off the stack of function modes; keep the user's modes above it."""
+    """Take `mode` off the stack of function modes, but not the user's modes above it."""
     if mode not in _get_current_function_mode_stack():
         yield
         return

@@ -29,13 +29,11 @@ from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
 
 Asked = list[tuple[Use, tuple[Tensor, ...]]]
-"""Uses of a region in order, with the templates of each."""
+"""Uses of a region in order, each with its templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rehearsed:
-    """Uses and calls of a compiled region, for one kind of inputs."""
-
     numbering: Numbering
     layout: Layout
     """Calls within, with sources by number."""
@@ -47,7 +45,7 @@ class _Rehearsed:
 
 
 class CompiledRegions:
-    """The compiled modules of a model, with the slots of each, by the kind of its inputs."""
+    """The compiled modules of a model, with their slots by the kind of inputs."""
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
@@ -91,7 +89,7 @@ class CompiledRegions:
     def _rehearse(
         self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
     ) -> _Rehearsed:
-        """Find the uses and calls of a region by a run in eager mode, without gradients."""
+        """Find the uses and calls of a region in eager mode, without gradients."""
         numbering, recorder = Numbering(), SlotRecorder(mode.slots.batch_size, [])
         layout = NumberedLayout(numbering, mode.layout)
         for x in first:
@@ -105,12 +103,12 @@ class CompiledRegions:
         return _Rehearsed(numbering, dict(layout), recorder.asked, outside, refusal)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
-        """Return the sources that the trace of a region may meet, by number."""
+        """Return the sources, by number, that the trace of a region may meet."""
         numbering = region.numbering
         known = {x: numbering.number(mode.sources[x]) for x in first}
         if len(numbering.names) > len(known):
             for x, source in mode.sources.items():
-                # Dynamo prints its guards, and must not read a parameter that may be freed by then.
+                # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
         return known

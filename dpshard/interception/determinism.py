@@ -1,4 +1,4 @@
-"""Comparable runs of a model: dropout is off, random draws are constant, composites are decomposed."""
+"""Comparable runs of a model: without dropout, with constant random draws and decomposed composites."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _DROPOUT = {
         for name in (kind, f"{kind}_")
     },
 }
-"""Dropout functions, and the name of the argument that switches each."""
+"""Dropout functions, with the argument that switches each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Constants in place of random draws in compared runs, so a sample draws the same beside any other samples.
+    """Constants in place of random draws in compared runs, so a sample draws the same beside any others.
 
     Only flags may be 0, which would hide noise scaled by other samples. LOW and HIGH take both branches of a draw.
     Every verification draws fresh constants, because fixed ones never take some branches.
@@ -45,7 +45,7 @@ class Draws:
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
-        """Return the constant draw of the function `name`."""
+        """Return the draw of the function `name`."""
         if name in _UNIFORM:
             return self.uniform
         if name in _NORMAL:
@@ -84,7 +84,6 @@ _DRAWN = {
 
 
 def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return random integers, all at the same place between their bounds."""
     drawn = func(*args, **kwargs)
     bounds = [x for x in args if isinstance(x, int)]
     high = kwargs.get("high", kwargs.get("to", bounds.pop() if bounds else None))
@@ -93,7 +92,7 @@ def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a random distribution [..., K], for mixup and Beta."""
+    """Return a random distribution [..., K] (mixup, Beta)."""
     drawn = func(*args, **kwargs)
     share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
     share[..., 0] = 1 - draws.uniform
@@ -115,13 +114,12 @@ _ORDERS = (torch.argsort, Tensor.argsort)
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
-    """Return the `order` of elements of `x` [N]; rotated if all are equal, as random draws are here."""
+    """Return `order`; rotated if all elements of `x` [N] are equal, as random draws are here."""
     alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
     return order.roll(1) if alike else order
 
 
 def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a call with its dropout off."""
     if func in _DROPOUT:
         return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
     if func is F.scaled_dot_product_attention:
@@ -133,13 +131,13 @@ def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class DeterministicForward(TorchFunctionMode):
-    """Runs a model with dropout off and constant random draws, in train or eval mode."""
+    """Runs a model, in train or eval mode, without dropout and with constant random draws."""
 
     permuting = True
-    """True if permutations are rotations, which reveal mixing of samples; False for the identity."""
+    """True if permutations rotate, which reveals mixing of samples; False if they do nothing."""
 
     def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
-        """Set `samples`, the number of samples in the run; 0 keeps random subsets of samples."""
+        """Set `samples`, the number in the run; 0 keeps random subsets of samples."""
         super().__init__()
         self.samples = samples
         self.draws = draws

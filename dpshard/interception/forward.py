@@ -47,10 +47,7 @@ _NOT_COMPILED = (
 
 
 class Interception:
-    """The recorded forwards of one model.
-
-    `before_forward(run, kind of the inputs)` runs before every recorded forward, to verify if needed.
-    """
+    """The recorded forwards of one model; `before_forward(run, kind of inputs)` runs first, to verify if needed."""
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class Interception:
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False
-        # A model compiled after its engine runs uncompiled from here on: slots cannot be made within.
+        # A model compiled after its engine runs uncompiled, because slots cannot be made within.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         self._batch_norms = [
             (path, module)
@@ -85,17 +82,17 @@ class Interception:
         self.patcher.install()
 
     def forget(self) -> None:
-        """Drop the context of checkpointing: no backward follows."""
+        """Drop the context of checkpointing, because no backward follows."""
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the probed call of the model with these arguments, to repeat beside training."""
+        """Return the probed call of the model with these arguments, to repeat outside training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None, self._rows_per_unit)
         return self.layouts.probed(run)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        """Run the patched forward of a module: outermost, inner, repeated, or ordinary."""
+        """Run a patched forward: outermost, inner, repeated, or ordinary."""
         active = self._active
         if active.running and active.mode is not None:
             if compiled and not torch.compiler.is_compiling():
@@ -161,7 +158,7 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        """Probe inputs of a new kind, and verify the model if due."""
+        """Probe inputs of a new kind; verify the model if due."""
         run = self.layouts.as_read(run)
         contents = kind_of_contents(run)  # before a probe can change them
         run = self.layouts.probed(run)
@@ -178,7 +175,7 @@ class Interception:
                 with self._active.recorded(mode):
                     return call()
             except UnknownCall:
-                # An unprobed course (a skipped layer, a new branch): probe it, and start again.
+                # An unprobed course (a skipped layer, a new branch): probe it, and restart.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
                 self._parameters.unshard(run.module)

@@ -20,7 +20,7 @@ from dpshard.interception.run import Run
 
 
 class IsolatedForward:
-    """A block of ordinary forwards of `module`, which restores all state at its end."""
+    """A block of ordinary forwards of `module`; restores all state at its end."""
 
     def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
         self._model, self._active, self._writes, self._module = model, active, writes, module
@@ -48,12 +48,12 @@ class IsolatedForward:
             return run.on(samples)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
-        """Restore the state, so that the next forward takes the same course; `draws` may seed the generators."""
+        """Restore the state, so that the next forward takes the same course; `draws` may seed generators."""
         self.model.restore()
         self.rewind_generators(draws)
 
     def rewind_generators(self, draws: Draws = AS_DRAWN) -> None:
-        """Restore the generators, but not the model's state."""
+        """Restore only the generators."""
         if draws.seed is None:
             random.setstate(self._python)
             np.random.set_state(self._numpy)  # noqa: NPY002
@@ -76,5 +76,5 @@ Isolate = Callable[[nn.Module], IsolatedForward]
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a block in which compiled modules run uncompiled."""
+    """Return a block in which nothing is compiled."""
     return torch.compiler.set_stance("force_eager")

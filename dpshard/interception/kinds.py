@@ -1,4 +1,4 @@
-"""Kinds of inputs and attributes: numbers of similar size are of one kind, so that a ramp has few kinds."""
+"""Kinds of inputs and attributes; numbers of similar size are of one kind, so a ramp has few."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kind_of_value(x: Any) -> Any:
 
 
 def _kind_of_collection(x: Any) -> Any:
-    """Return the kinds of the values in a small array or set, or of a range's ends; None for anything else."""
+    """Return the kinds of the values in a small array or set, or of a range; None for anything else."""
     if isinstance(x, nn.Module):
         return ("module", id(x))
     if isinstance(x, range):
@@ -60,7 +60,7 @@ def _kind_of_collection(x: Any) -> Any:
 
 
 def kind_of_object(x: Any, depth: int = 0) -> Any:
-    """Return the kinds of an object's contents: a configuration, a function's closure, one number on the CPU."""
+    """Return the kinds of an object's contents: a configuration, a closure, one number on the CPU."""
     if type(x) is Tensor and x.numel() == 1 and x.device.type == "cpu":
         return kind_of_value(x.item())
     if isinstance(x, _BY_VALUE) or depth == _DEEPEST:
@@ -93,7 +93,7 @@ def _held(x: Any) -> dict[Any, Any] | None:
 
 
 def kind_of_run(run: Run) -> Any:
-    """Return the kind of a call of a module: structure, ranks, dtypes, and all values that are not tensors."""
+    """Return the kind of a module call: structure, ranks, dtypes, and all non-tensors."""
     inputs = [
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
@@ -103,6 +103,6 @@ def kind_of_run(run: Run) -> Any:
 
 
 def kind_of_contents(run: Run) -> Any:
-    """Return the kinds of the contents of objects among the inputs, for use before forward changes them."""
+    """Return the kinds of the contents of objects among the inputs; forward may change them."""
     with torch._C.DisableTorchFunction():
         return tuple(None if d is not None else kind_of_object(x) for x, d in zip(run.leaves, run.dims, strict=True))

@@ -1,4 +1,4 @@
-"""The batch dimensions of a model's inputs and calls, found by probes, and kept by the kind of the inputs."""
+"""The batch dimensions of a model's inputs and calls, found by probes, kept by the kind of inputs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Layouts:
 
     def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
         self.found: dict[Any, Layout] = {}
-        """Layouts by the kind of the inputs."""
+        """By the kind of inputs."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # Batch dimensions by the kind of the inputs, where probes have corrected those inferred from sizes.
+        # Batch dimensions by the kind of inputs, where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
 
     def of(self, run: Run) -> Layout:
@@ -39,14 +39,14 @@ class Layouts:
         return self.found[kind_of_run(run)]
 
     def as_read(self, run: Run) -> Run:
-        """Return `run` with the batch dimensions that earlier probes have found."""
+        """Return `run` with the batch dimensions that earlier probes found."""
         dims = self._readings.get(kind_of_run(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
         """Return `run`, after a probe if its inputs are of a new kind.
 
-        If an input has the batch size by chance, cutting it may fail; then try other batch dimensions.
+        Cutting an input that has the batch size by chance may fail; then try other batch dimensions.
         """
         run = self.as_read(run)
         kind = kind_of_run(run)
@@ -68,7 +68,7 @@ class Layouts:
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:
-        """Run the model on 2 and on 3 samples, add the calls to layout `into`, and return it."""
+        """Run the model on 2 and on 3 samples, and return layout `into` with the calls added."""
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)
@@ -104,6 +104,6 @@ class Layouts:
                 return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
 
     def _try_whole(self, run: Run) -> None:
-        """Raise any error that `run` raises on all samples: the batch dimensions are not its cause."""
+        """Raise any error that `run` raises on all samples: batch dimensions do not cause it."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))

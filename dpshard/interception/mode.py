@@ -1,4 +1,4 @@
-"""The function mode: sees every torch function of a forward, and redirects uses of parameters to their rules."""
+"""The function mode: sees every torch function of a forward, and redirects uses of parameters to rules."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _IN_PLACE = (
 
 
 class UnknownCall(Exception):
-    """A call that the layout does not hold: the model took an unprobed course."""
+    """A call without a layout: the model took an unprobed course."""
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Redirects calls that use parameters to their rules, by a given layout."""
+    """Redirects calls that use parameters to their rules."""
 
     def __init__(
         self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal, rows_per_unit: int = 1
@@ -69,11 +69,11 @@ class InterceptionMode(TorchFunctionMode):
     # --- changes from outside ------------------------------------------------------------------------------------
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
-        """Return another mode with the same sources and layout, which records in `slots`."""
+        """Return a mode with the same sources and layout that records in `slots`."""
         return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit)
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
-        """Add a gathered parameter to the sources, or remove it if it is frozen."""
+        """Add a gathered parameter to the sources; remove a frozen one."""
         if parameter.requires_grad:
             self.sources[parameter] = source
         else:

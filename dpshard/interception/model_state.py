@@ -32,9 +32,9 @@ from dpshard.interception.held_objects import (
 )
 
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-"""Attributes of a module that belong to torch or to the interception."""
+"""Attributes of a module that belong to torch or the interception."""
 HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
-"""Hooks of a module: some models register them in their first forward, and note that they did."""
+"""Hooks of a module, which some models register in their first forward."""
 _MOST = 100_000
 """Most objects of a walk; an attribute with more holds data, not state."""
 
@@ -55,7 +55,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""By layout: methods that return the dense parts of a tensor."""
+"""Methods that return the dense parts of a tensor, by layout."""
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -63,7 +63,7 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return True if two values are equal; NaN is equal to NaN."""
+    """Return True if two values are equal; NaN equals NaN."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device or x.layout != y.layout:
             return False
@@ -87,7 +87,7 @@ class ModelState:
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
-        """Restore the same objects with their content."""
+        """Restore objects and contents."""
         with torch._C.DisableTorchFunction():
             for path, (x, value) in self._saved.items():
                 _put_back(x, value, path)
@@ -96,7 +96,7 @@ class ModelState:
                 p.requires_grad_(trained)
 
     def changes(self) -> dict[str, Any]:
-        """Return copies of the changed state by path; None for what is gone."""
+        """Return copies of changed state by path; None for what is gone."""
         now, found = dict(walk(self._model)), {}
         for path, x in now.items():
             old, value = self._saved.get(path, (None, None))
@@ -111,7 +111,7 @@ class ModelState:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield paths and values of a model's state besides parameters; containers precede their contents."""
+    """Yield paths and values of a model's state; containers precede their contents."""
     seen = {id(p) for p in model.parameters()}
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
@@ -184,7 +184,7 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(x, PLAIN):
         yield path, x
         return
-    if not isinstance(x, Container):  # containers are made for the walk, so their ids repeat
+    if not isinstance(x, Container):  # the walk makes new containers, with repeated ids
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))

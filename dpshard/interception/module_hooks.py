@@ -19,7 +19,7 @@ _FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if calls of `module` run hooks that are not a framework's."""
+    """Return True if calls of `module` run hooks of the user."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,

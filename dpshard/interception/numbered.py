@@ -21,7 +21,7 @@ _LABEL = re.compile(r"source#(\d+)")
 
 
 class Numbering:
-    """The numbers of the sources of one region, in the order of first use."""
+    """Numbers of the sources of one region, in the order of first use."""
 
     def __init__(self) -> None:
         self.names: list[Source] = []
@@ -30,7 +30,7 @@ class Numbering:
         self._named: dict[Source, Source] = {}
 
     def number(self, source: Source) -> Source:
-        """Return `source` for use in the region, as a root."""
+        """Return `source` as a root of the region."""
         if source not in self._numbered:
             transpose_of = source.transpose_of and self.number(source.transpose_of)
             slice_of = source.slice_of and (self.number(source.slice_of[0]), source.slice_of[1])
@@ -45,13 +45,13 @@ class Numbering:
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return the outside source for a source of the region, a root or derived within."""
+        """Return the outside source for one of the region, a root or derived within."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
 
     def name_use(self, use: Use) -> Use:
-        """Return a use within the region with its outside sources."""
+        """Return a use of the region with its outside sources."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [(self.name(source), record) for source, record in use.build(*tensors)]
@@ -59,11 +59,11 @@ class Numbering:
         return Use(tuple(map(self.name, use.sources)), build, use.copies)
 
     def name_all(self, labels: str) -> str:
-        """Replace the numbers in text by outside labels."""
+        """Replace numbers in text by outside labels."""
         return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
 
     def name_forms(self, form: str) -> str:
-        """Replace the numbers in a form by outside forms."""
+        """Replace numbers in a form by outside forms."""
         return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
 
     def _outside(self, label: str) -> Source:
@@ -106,7 +106,7 @@ def _root(
 
 
 class NumberedSources(dict[Tensor, Source]):
-    """The sources that a rehearsal may meet; the first read of each gives it a number."""
+    """Sources that a rehearsal may meet; the first read of each gives it a number."""
 
     def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
         super().__init__(outside)
@@ -120,7 +120,7 @@ class NumberedSources(dict[Tensor, Source]):
 
 
 class NumberedLayout(dict[CallKey, CallLayout]):
-    """The calls of a rehearsal, with sources by number, and the outside layouts."""
+    """Calls of a rehearsal, with sources by number and outside layouts."""
 
     def __init__(self, numbering: Numbering, outside: Layout) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Refuses writes into parameters by forwards outside training, before they happen."""
+"""Refuse writes into parameters by forwards outside training, before they happen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ParameterWrites(TorchDispatchMode):
 
 
 class WriteGuard:
-    """Runs forwards of a model that may not write into parameters."""
+    """Runs forwards that must not write into parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class WriteGuard:
     def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
         """Return the result of `forward`; UnsupportedParameterError before it writes into a parameter.
 
-        `rewind` restores the state of the model before a second try.
+        `rewind` restores the model's state before a second try.
         """
         if not self._scripted:
             try:

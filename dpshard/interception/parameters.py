@@ -34,19 +34,19 @@ class TrainedParameters:
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
 
     def trainable(self) -> dict[Tensor, Source]:
-        """Return the parameters that require gradients now; frozen ones are constants."""
+        """Return the parameters that require gradients now; others are constants."""
         return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
 
     def values(self) -> dict[str, Tensor]:
-        """Return the tensors by name, the latest of gathered parameters."""
+        """Return the parameters by name; gathered ones as last seen."""
         return {source.label: x for x, source in self.sources.items()}
 
     def versions(self) -> list[int]:
-        """Return the version of each parameter; optimizers write between forwards, never within one."""
+        """Return the version of each parameter; optimizers write only between forwards."""
         return [p._version for _, p in self._plain]
 
     def refuse_writes(self, before: list[int]) -> None:
-        """Raise UnsupportedParameterError if a parameter's version is not that in `before`."""
+        """Raise UnsupportedParameterError if a parameter's version differs from `before`."""
         for (name, p), version in zip(self._plain, before, strict=True):
             if p._version != version:
                 raise written(name)
@@ -68,7 +68,7 @@ class TrainedParameters:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original`, which gathers its parameters itself: backward frees those that hooks gathered."""
+        """Return `original` with its own gathering: backward frees the parameters that hooks gathered."""
         if not self.unshards(module):
             return original
 

@@ -22,11 +22,11 @@ from dpshard.names import is_compiled_wrapper
 from dpshard.rules.torch_functions import Passthrough
 
 Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
-"""(module, its own forward, True if that is compiled, args, kwargs) -> output."""
+"""(module, its own forward, True if compiled, args, kwargs) -> output."""
 
 
 class ModulePatcher:
-    """The patches on the modules of one model, which call `enter` in place of a module's own forward."""
+    """The patches on the modules of one model; they call `enter` instead of a module's own forward."""
 
     def __init__(
         self, parameters: TrainedParameters, active: ActiveForward, regions: CompiledRegions, enter: Enter
@@ -93,7 +93,7 @@ class ModulePatcher:
                 else getattr(type(copy), attribute)(copy, *args, **kwargs)
             )
 
-        # A bound method: a deep copy of the module binds it to the copy, an ordinary module.
+        # A bound method, which a deep copy of the module binds to the copy, an ordinary module.
         def forward(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self_module is not module:
                 return on_copy(self_module, *args, **kwargs)
@@ -115,7 +115,7 @@ class ModulePatcher:
         return self._codes[kind]
 
     def _enter_with_hooks(self, module: nn.Module) -> None:
-        """Enter a call of `module` before its hooks, if it has any."""
+        """Enter calls of `module` before its hooks, if any."""
         self._patched.append((module, "_compiled_call_impl", None))
 
         def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class ModulePatcher:
         module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
 
     def _skip_sharding_hooks(self, module: nn.Module, *, compiled: bool) -> None:
-        """Keep the mode out of the hooks by which a framework gathers and frees the parameters of `module`."""
+        """Keep the mode out of the hooks by which a framework gathers and frees parameters of `module`."""
         active = self._active
         previous = module.__dict__.get("_compiled_call_impl")
         original = previous if previous is not None else module._call_impl
@@ -157,6 +157,6 @@ class ModulePatcher:
             if looking:
                 looking.pop().close()
 
-        # These hooks run after the framework gathers the parameters, and before it frees them.
+        # These run after the framework gathers the parameters, and before it frees them.
         self._hooks.append(module.register_forward_pre_hook(cast(Any, gathered), with_kwargs=True))
         self._hooks.append(module.register_forward_hook(cast(Any, done), prepend=True, always_call=True))

@@ -1,4 +1,4 @@
-"""The protocols that the interception calls: the step in progress, and the framework that shards parameters."""
+"""Protocols of the step in progress, and of the framework that shards parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TapeProvider(Protocol):
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """The micro-batch from `engine.batches`, or None in a user's own loop."""
+        """The micro-batch from `engine.batches`; None in a user's own loop."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class TapeProvider(Protocol):
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
+        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if a forward is out of place."""
         ...
 
 
@@ -45,7 +45,7 @@ class ShardingHooks(Protocol):
         ...
 
     def dry_run(self) -> AbstractContextManager[Any]:
-        """Return a block of forwards outside training, without backward."""
+        """Return a block of forwards without backward, outside training."""
         ...
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:

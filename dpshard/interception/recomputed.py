@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
-    """Return `forward`, with weights that hooks compute from parameters recomputed before it."""
+    """Return `forward`, preceded by the hooks that compute weights from parameters."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _KNOWN)]
     if not hooks:
         return forward

@@ -28,13 +28,13 @@ class Replay:
     ) -> None:
         self.parameters, self.layouts = parameters, layouts
         self.isolate = isolate
-        """Makes a block of ordinary forwards of a module, which leaves the model unchanged."""
+        """Makes a block of ordinary forwards of a module."""
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the forward of `module` gets for these, by an ordinary call: FSDP casts inputs.
+        """Return the arguments that the forward of `module` gets for these: FSDP casts inputs.
 
-        FSDP also finds its root in its first call.
+        Calls `module` once, by which FSDP also finds its root.
         """
         if not self.parameters.unshards(module):
             return args, kwargs

@@ -28,10 +28,10 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions whose number of output rows depends on values of the data."""
+"""Functions whose number of output rows depends on the data."""
 
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
-"""Functions that write rows into their first argument, at given row numbers."""
+"""Functions that write rows into their first argument at given numbers."""
 
 _SELECTING = functions_named(["index_select"])
 _CUTTING = functions_named(["split", "split_with_sizes", "chunk"])
@@ -43,7 +43,7 @@ PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
 def picks(func: Function, args: Any) -> bool:
-    """Return True if values of the data decide the number of output rows."""
+    """Return True if the data decides the number of output rows."""
     if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
         return True
     index = args[1] if func is Tensor.__getitem__ else ()
@@ -77,13 +77,13 @@ def _row_numbers(index: Any) -> Tensor | None:
 
 
 def _numbers_in(index: Any) -> Any:
-    """Return a list or array of indices as a tensor, and anything else unchanged."""
+    """Return a list or array of indices as a tensor, anything else unchanged."""
     numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
     return torch.as_tensor(index) if numbers else index
 
 
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
-    """Return the tensor, dimension (0 or 1) and numbers [N] of a pick, and the output's dimension for them."""
+    """Return the tensor, dimension (0 or 1) and numbers [N] of a pick, and their dimension in the output."""
     shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
@@ -103,7 +103,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
-    """Return the input dimension of each output dimension, for functions of _TRANSPOSING."""
+    """Return the input dimension of each output dimension of a transpose."""
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
     dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]
@@ -124,23 +124,23 @@ class Routing:
         """
         self.batch_size = batch_size
         self.holds_samples = holds_samples
-        # Weak keys, so as not to keep dropped tensors alive.
+        # Weak keys do not keep dropped tensors alive.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Sample of each column, along dimension 1; True if in order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, and the rows picked along it
+        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked along it
         self.idle = True
         """True until a row is picked."""
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples to probe, of rows that were picked where no probe found samples."""
+        """Return up to n samples to probe: their rows were picked where no probe found samples."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
-        """Return the sample of every row of `x`, int64 [N]; None if its rows were not routed."""
+        """Return the sample of every row of `x`, int64 [N]; None if not routed."""
         return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
@@ -211,7 +211,7 @@ class Routing:
             self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
 
     def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
-        """Make columns of one sample each; rows that were not packed so are lost."""
+        """Make columns of one sample each; lose rows that were not packed so."""
         sample_N, sizes = self.samples(args[0]), argument(args, kwargs, 1, "batch_sizes").tolist()
         if sample_N is not None:
             sample_B = sample_N[: sizes[0]]
@@ -277,7 +277,7 @@ class Routing:
             self._put(outputs, self.samples(base))
 
     def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
-        """Return the samples along dimension `dim` of `x`; None if unknown, or if it holds none there."""
+        """Return the samples along dimension `dim` of `x`; None if unknown or absent."""
         if x in self._lost:
             return None
         rows, columns = self.samples(x), self._along_columns(x)

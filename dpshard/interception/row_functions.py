@@ -1,4 +1,4 @@
-"""Functions that treat every row separately, and the condition on each one's arguments; see [Note: Routed rows]."""
+"""Functions that treat every row separately, with conditions on their arguments; see [Note: Routed rows]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowCall:
 
     @property
     def first_only(self) -> bool:
-        """True if the first argument is the only routed one."""
+        """True if only the first argument is routed."""
         return len(self.routed) == 1 and bool(self.args) and self.args[0] is self.routed[0]
 
     def others_lack_rows(self, rank: int) -> bool:

@@ -25,25 +25,25 @@ from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
 READINGS = 16
-"""Most ways to read the inputs of a model."""
+"""Most readings of a model's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One outermost call of a module, for repetition on chosen samples."""
+    """One outermost call of a module, to repeat on chosen samples."""
 
     module: nn.Module
     original: Callable[..., Any]
     given: tuple[Any, ...]
     """The inputs of the model, unchanged."""
     leaves: tuple[Any, ...]
-    """The inputs, where samples have a dimension, followed by one of their rows if `rows_per_unit` > 1."""
+    """The inputs; samples have a dimension, followed by one of their rows if `rows_per_unit` > 1."""
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
     """Per leaf: the dimension of the samples, or None."""
     rows: int
-    """Number of samples that are not padding (they come first); at least 1."""
+    """Samples that are not padding, the first ones; at least 1."""
     rows_per_unit: int = 1
     """Rows of a sample; see [Note: Units]."""
 
@@ -54,11 +54,11 @@ class Run:
         return self.original(*args, **kwargs)
 
     def carrying(self) -> list[tuple[Tensor, int]]:
-        """Return the given inputs that carry samples, and the dimension of each."""
+        """Return the given inputs that carry samples, with the dimension of each."""
         return [(x, dim) for x, dim in zip(self.given, self.dims, strict=True) if dim is not None]
 
     def reading(self, dims: tuple[int | None, ...]) -> Run:
-        """Return the call with other batch dimensions of its inputs."""
+        """Return the call with other batch dimensions."""
         leaves = tuple(by_unit(x, dim, self.rows_per_unit) for x, dim in zip(self.given, dims, strict=True))
         return replace(self, dims=dims, leaves=leaves)
 
@@ -97,7 +97,7 @@ class Run:
 
 
 def by_unit(x: Any, dim: int | None, rows_per_unit: int) -> Any:
-    """Return `x` with its units along `dim`, followed by a dimension of their rows if `rows_per_unit` > 1."""
+    """Return `x` with its units along `dim`, followed by their rows if `rows_per_unit` > 1."""
     if dim is None or rows_per_unit == 1:
         return x
     with torch._C.DisableTorchFunction():
@@ -112,7 +112,7 @@ def plan_run(
     plan: MicroBatchPlan | None,
     rows_per_unit: int = 1,
 ) -> Run:
-    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only dimension that is.
+    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only one that is.
 
     B counts rows, `rows_per_unit` a sample. Raises BatchLayoutError unless an input has samples in dimension 0.
     """
@@ -170,9 +170,9 @@ def plan_run(
 
 
 def refuse_two_batch_dimensions(run: Run) -> None:
-    """Raise BatchLayoutError if a hidden tensor may be [B, T, ...] or [T, B, ...]; for calls of a part of the model.
+    """Raise BatchLayoutError if a part of the model gets a hidden tensor that may be [B, T, ...] or [T, B, ...].
 
-    Only a whole model is sure to get the samples first.
+    Only a whole model surely gets the samples first.
     """
     rows = run.batch_size * run.rows_per_unit
     for x in run.given:

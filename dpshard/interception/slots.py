@@ -16,13 +16,13 @@ from dpshard.errors import REENTRANT, UnsupportedParameterError
 
 
 class Slots(Protocol):
-    """Records the uses of parameters in one forward: the tape, or a stand-in."""
+    """Records the uses of parameters in one forward."""
 
     batch_size: int
     compiled: bool
     """True for a compiled region or its rehearsal, which cannot reach the tape."""
     rehearses: bool
-    """True if the forward only counts uses, so it records even under torch.no_grad()."""
+    """True if the forward only counts uses, even under torch.no_grad()."""
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; in backward `keep` and its gradient become the records of `use`."""
@@ -33,12 +33,12 @@ class Slots(Protocol):
         ...
 
     def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, each given with its templates."""
+        """Return the slots of all uses of a compiled region, given with their templates."""
         return [self.slot(use, *templates) for use, templates in asked]
 
 
 class RecomputeSlots(Slots):
-    """Slots for a module that checkpointing repeats: they lead nowhere, and refuse reentrant checkpointing."""
+    """Slots for a module that checkpointing repeats; differentiating them is refused."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -81,7 +81,7 @@ class SlotRecorder(Slots):
     rehearses: bool = True
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Note the output; without gradients there is nothing to tap."""
+        """Note the use; without gradients there is nothing to tap."""
         self.slot(use, *dummies_like(output, keep))
         return output
 
@@ -100,7 +100,7 @@ class PreallocatedSlots(Slots):
     def __init__(self, batch_size: int, made: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
         self.batch_size = batch_size
         self.made = made
-        """Labels of the sources of each use, and its tensors."""
+        """Labels of each use's sources, and its tensors."""
         self._taken = 0
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
@@ -108,7 +108,7 @@ class PreallocatedSlots(Slots):
         return tap(output, keep, self.slot(use), None)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return the next slot; UnsupportedParameterError if it was made for another use."""
+        """Return the next slot; UnsupportedParameterError if made for another use."""
         labels, tensors = self.made[self._taken] if self._taken < len(self.made) else ((), ())
         self._taken += 1
         if labels != tuple([source.label for source in use.sources]):

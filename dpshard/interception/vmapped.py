@@ -22,7 +22,7 @@ _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # torch.func us
 
 
 def transforms_are_active() -> bool:
-    """Return True within torch.vmap or another transform of torch.func; False in compiled code."""
+    """Return True within a transform of torch.func, such as torch.vmap; False in compiled code."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -34,7 +34,7 @@ class Lifted:
     args: Any
     kwargs: Any
     levels: tuple[int, ...]
-    """Levels of the vmaps that hide a dimension of an argument, outermost first."""
+    """Levels of the vmaps that hide a dimension, outermost first."""
     differentiated: bool
     """True if a differentiating transform (torch.func.grad, jvp) wraps an argument."""
 
@@ -45,7 +45,7 @@ class Lifted:
             yield
 
     def lower(self, result: Any) -> Any:
-        """Return the result on whole tensors as the vmapped function sees it."""
+        """Return the result as the vmapped function sees it."""
 
         def hide(x: Tensor) -> Tensor:
             for level in self.levels:
@@ -84,7 +84,7 @@ class Vmapped:
     func: Function
     levels: tuple[int, ...]
     hidden: tuple[tuple[int | None, ...], ...]
-    """Hidden dimension of each tensor argument, level by level, counted without those of outer levels."""
+    """Hidden dimension of each tensor argument by level, counted without those of outer levels."""
 
     @property
     def __name__(self) -> str:

@@ -19,12 +19,12 @@ from dpshard.verification.tolerances import Precision
 
 
 def is_compared(x: Any) -> bool:
-    """Return True for leaves of outputs to compare; flags and integers count, because a mask may decide a loss."""
+    """Return True for leaves of outputs to compare, also flags and integers: a mask may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 class RunFailedError(VerificationError):
-    """The model raised its own error on some samples."""
+    """The model failed on some samples."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Bench:
     def values(
         self, samples: Sequence[int], *, run: Run | None = None, loss: Loss | None = None, rewind: bool = True
     ) -> list[Tensor]:
-        """Return the output and the user's loss for some samples, as tensors without a graph."""
+        """Return the output and the user's loss for some samples, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
             found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
@@ -96,7 +96,7 @@ class Bench:
             return None
 
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return the output's leaves for some samples, with their requires_grad, and the other tensors kept."""
+        """Return the output's leaves for some samples, with their requires_grad, and the other kept tensors."""
         output = self.plain(samples)
         kept = tensors_kept(self.replay.parameters.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

@@ -30,7 +30,7 @@ ROUNDING = 1e-4
 SPLITS = 2
 """Divisions of a micro-batch into halves."""
 SEEDS = 24
-"""Random draws to confirm a fault: rows may by chance draw equally many values in another order."""
+"""Random draws to confirm a fault, because rows may draw equally many values in another order by chance."""
 
 
 def verified_collation(
@@ -41,7 +41,7 @@ def verified_collation(
 
 
 class CollationVerified:
-    """Calls `collate_fn`, and verifies calls 1, 2, 4, 8, ... of a process."""
+    """Calls `collate_fn`; verifies calls 1, 2, 4, 8, ... of a process."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], rows_per_unit: int = 1) -> None:
         self.collate_fn = collate_fn
@@ -49,7 +49,7 @@ class CollationVerified:
         self._calls = 0
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return the result of collate_fn. Raises VerificationError if one sample depends on others."""
+        """Return the result of collate_fn. Raises VerificationError if a sample depends on others."""
         self._calls += 1
         if self._calls & (self._calls - 1) or not isinstance(rows, list) or len(rows) < 2:
             return self.collate_fn(rows)
@@ -78,7 +78,7 @@ def check_collation(
     call: int,
     rows_per_unit: int = 1,
 ) -> None:
-    """Raise VerificationError if the values of some rows change when other rows do, or rows leave their unit.
+    """Raise VerificationError if some rows change when others do, or rows leave their unit.
 
     `begin`: states of the generators. `call`: number of the call.
     """
@@ -127,7 +127,7 @@ def check_collation(
 
 
 def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
-    """Return the error's text if the rows `kept` changed, else None."""
+    """Return the error's text if the rows `kept` changed, or None."""
     if list(map(_shape, expected)) == list(map(_shape, found)):
         same = _alike(expected, found, kept) or _sorted(expected, found, len(kept))
         return None if same else _MIXES
@@ -254,7 +254,7 @@ def _copied(x: Any) -> Any:
 
 
 class _Generators:
-    """The states of torch's, NumPy's and Python's generators, and of those that a function holds."""
+    """States of torch's, NumPy's and Python's generators, and of those that a function holds."""
 
     def __init__(self, function: Any) -> None:
         self._own = list({id(x): x for x in _held(function, 3)}.values())

@@ -25,7 +25,7 @@ from dpshard.verification.tolerances import moved, one_size, scale
 
 
 class Others(Enum):
-    """The new inputs of the other rows."""
+    """New inputs of the other rows."""
 
     MOVED = auto()  # each row gets those of another row
     SCALED = auto()  # outliers
@@ -86,7 +86,7 @@ def check_company(
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
-    """Return the row whose inputs each row takes; `crowded`: one row for all."""
+    """Return the row from which each row takes its inputs; `crowded`: one row for all."""
     if crowded:
         return [order[0]] * run.batch_size
     shift = 1 + order[0] % (run.rows - 1)
@@ -94,7 +94,7 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
 
 
 def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
-    """Raise VerificationError if outputs of the rows `kept` moved when other rows changed."""
+    """Raise VerificationError if outputs of the rows `kept` moved."""
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
@@ -133,7 +133,7 @@ _MIXES = (
 
 
 def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError if a loss is not a sum of contributions of single samples."""
+    """Raise VerificationError if a loss is not a sum over single samples."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -152,7 +152,7 @@ def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
 
 
 def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
-    """Raise VerificationError if the inputs of other ranks move any value here; all ranks call it."""
+    """Raise VerificationError if inputs of other ranks move a value here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return
     everyone = list(range(bench.run.batch_size))

@@ -1,4 +1,4 @@
-"""Count sketches: gradients in little memory, to compare sums of many."""
+"""Count sketches: gradients in little memory, to compare sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTHS = (4093, 4091, 4079)
 Primes, so that the elements of a matrix column fall in different places.
 """
 _ROWS = 256
-"""Size, in sketches, of the part of a gradient that is in float64 at a time."""
+"""Sketches' worth of a gradient in float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sketch:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """Return the sketch of a gradient; signs and places are the same for one shape and device."""
+        """Return the sketch of a gradient; equal shapes on one device have equal signs and places."""
         flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)

@@ -30,7 +30,7 @@ MAGNIFIED = 1e3
 _LARGEST = 1e18
 """Squares of larger norms overflow float32."""
 _UNRESOLVED = 1e-13
-"""Smaller norms may be lost over many elements, because their squares underflow in float32."""
+"""Smaller norms may be lost over many elements: their squares underflow in float32."""
 
 
 class Differentiated(Protocol):
@@ -139,7 +139,7 @@ def _check(
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
-    # Training also drops and counts samples whose gradient, or its square, is not finite.
+    # Training also drops and counts samples without a finite gradient, or square of it.
     finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
     if not any(finite):
         return
@@ -160,7 +160,7 @@ def _check(
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         off = {name: _difference(name, together, singles, factor) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
-        # Relative to one sample's contribution, because contributions may cancel in the sum.
+        # Relative to one sample's contribution, because the sum may cancel.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
         # A balancing loss has a small gradient, but not beside the others of its router. (Half precision rounds small

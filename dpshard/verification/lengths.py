@@ -33,7 +33,7 @@ def check_lengths(bench: Bench) -> None:
         try:
             after = bench.values(list(range(len(rest))), run=short)
         except DpshardError:
-            return  # the shape of another input depends on the length: it cannot be cut
+            return  # the shape of another input depends on the length
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
                 continue  # rounding at another size decides ties
@@ -57,7 +57,7 @@ def check_lengths(bench: Bench) -> None:
 
 
 def _sequences(run: Run) -> list[int]:
-    """Return the leaves that are integers [B, T], of the length of the first one."""
+    """Return the integer leaves [B, T] as long as the first one."""
     found = [
         i
         for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
@@ -67,7 +67,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Return, per row [B], the number of positions at one end with one value in every integer input; 0 for 1."""
+    """Return, per row [B], the positions at one end with one value in every integer input; 0 for 1."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)

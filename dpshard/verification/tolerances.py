@@ -36,7 +36,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def one_size(x: Tensor, *, half: bool) -> float:
-    """Return the relative bound for one batch size, where rounding does not depend on the other samples."""
+    """Return the relative bound for one batch size: rounding does not depend on other samples."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:

@@ -36,7 +36,7 @@ from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 Moment = tuple[int, int | None, int]
-"""Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
+"""Step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
 
 class Verifier:
@@ -67,7 +67,7 @@ class Verifier:
         self._last: tuple[Replay, Run] | None = None
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
-        """Verify `run` if it is new, due or changed. Raises VerificationError or UnsupportedParameterError."""
+        """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
         if not _unshards(replay, run):
             news = self._watch.news(run, self._moment()[0])
@@ -87,7 +87,7 @@ class Verifier:
             self._owed = False
 
     def _is_due(self, run: Run, kind: Any) -> bool:
-        """Return True for the first micro-batch from the drawn one on, in a step that is a power of two."""
+        """Return True for the first micro-batch from the drawn one on, in steps that are powers of two."""
         step, position, count = self._moment()
         if step == 0 or step & (step - 1) or run.rows < 2 or (step, kind) in self._steps:
             return False
@@ -188,5 +188,5 @@ class Verifier:
 
 
 def _unshards(replay: Replay, run: Run) -> bool:
-    """Return True if all ranks must run equally many forwards, so that no rank may verify by itself."""
+    """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
     return replay.parameters.unshards(run.module)

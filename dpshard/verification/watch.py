@@ -33,7 +33,7 @@ Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
-    """The kinds seen so far of a model's attributes and buffers, and of its inputs."""
+    """The kinds seen so far of a model's attributes, buffers and inputs."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -57,16 +57,16 @@ class Watch:
 
     @property
     def lengths_vary(self) -> bool:
-        """True if micro-batches have come in several lengths."""
+        """True if micro-batches came in several lengths."""
         return len(self._lengths) > 1
 
     def news(self, run: Run, step: int) -> bool:
-        """Return True if the model's state, or its inputs, changed as never before."""
+        """Return True if the model's state or inputs changed as never before."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
         return self.changes(step) | longer | self._has_character(run)
 
     def changes(self, step: int) -> bool:
-        """Return True if an attribute or a buffer changed as never before."""
+        """Return True if the model's state changed as never before."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -80,7 +80,7 @@ class Watch:
         return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
-        """Take the state as verified; `counters`: paths that forward changes in the same way for any samples."""
+        """Take the state as verified; forward changes the paths `counters` in the same way for any samples."""
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
@@ -111,7 +111,7 @@ class Watch:
         self._hooked = self._hook_ids()
 
     def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
-        """Watch the values of a module's attributes, or its sub-modules."""
+        """Watch a module's attributes or sub-modules."""
         for key in keys:
             x = owner[key]
             self._owners.append(owner)
@@ -121,7 +121,7 @@ class Watch:
                 self._look_into(f"{path}{key}", x, seen, 0)
 
     def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
-        """Watch changes within an attribute, and the values of objects and collections in it."""
+        """Watch changes within an attribute, and its contents."""
         if isinstance(x, Tensor):
             if not x.is_inference():
                 self._tensors.append(x)
@@ -171,7 +171,7 @@ class Watch:
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        # Most dicts are empty: counting is cheaper than reading them.
+        # Most dicts are empty, and counting is cheaper than reading.
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:

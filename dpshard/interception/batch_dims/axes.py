@@ -1,4 +1,4 @@
-"""Layouts: the batch dimension of each tensor, for each kind of call."""
+"""Layouts: the batch dimension of each tensor, by kind of call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PASS_THROUGH = frozenset(
 CallKey = tuple[Any, ...]
 """Name of the function; for each tensor argument the form of its source, or its rank.
 
-Only strings and numbers, because dynamo traces the look-up, and cannot hash every function within a tuple.
+Only strings and numbers: dynamo traces the look-up, and cannot hash every function within a tuple.
 """
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """Return the CallKey of a call; it does not depend on batch size or length."""
+    """Return the CallKey of a call, independent of batch size and length."""
     return (function_name(func), *[sources[x].form if x in sources else x.dim() for x in tensors])
 
 
@@ -40,11 +40,11 @@ class CallLayout:
     """True if the samples of an argument's rows are unknown."""
 
     derives: bool = field(init=False, compare=False)
-    """True if no argument carries samples, so the output is derived from parameters only."""
+    """True if no argument carries samples, so the output derives from parameters only."""
     routed: bool = field(init=False, compare=False)
     """True if an argument has routed rows."""
     data_dependent: bool = field(init=False, compare=False)
-    """True if the data has picked rows of an argument."""
+    """True if the data picks rows of an argument."""
 
     def __post_init__(self) -> None:
         # Computed once, because every call of a forward reads them.
@@ -53,7 +53,7 @@ class CallLayout:
         self.data_dependent = self.routed or self.lost
 
     def in_order(self) -> CallLayout:
-        """Return the layout for rows in the order of the samples, as if never routed."""
+        """Return the layout for rows as if never routed."""
         inputs = [axis and BatchAxis(axis.dim, axis.adjacent) for axis in self.inputs]
         return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.adjacent), self.lost)
 
@@ -68,11 +68,11 @@ def rows_key(x: Tensor, dim: int) -> CallKey:
 
 
 def merge(into: Layout, found: Layout) -> None:
-    """Add layout `found` to `into`; BatchLayoutError if a kind of call has samples along different dimensions."""
+    """Add `found` to `into`; BatchLayoutError if a kind of call has samples along different dimensions."""
     for key, layout in found.items():
         known = into.setdefault(key, layout)
         if known != layout and key[0] == "rows":
-            known.inputs[0] = None  # two kinds of tensors share this shape, so it is evidence for neither
+            known.inputs[0] = None  # two kinds of tensors share this shape, so it proves nothing
         elif known != layout:
             raise BatchLayoutError(
                 f"{describe(key)} is called with the samples of the micro-batch along different dimensions; use a "

@@ -1,4 +1,4 @@
-"""Compares two runs of a model, on batches of two sizes."""
+"""Compare two runs of a model, on batches of two sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Shapes:
 
 
 class _Compared(DeterministicForward):
-    """Counts the calls that both runs make: calls on tensors, before the data picks rows."""
+    """Counts the calls of both runs: on tensors, before the data picks rows."""
 
     permuting = False  # the first samples of both runs must be the same
 
@@ -57,7 +57,7 @@ class _Compared(DeterministicForward):
         self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def off_course(self, tensors: list[Tensor]) -> bool:
-        """Return True if these tensors depend on rows that the data has picked."""
+        """Return True if tensors depend on rows that the data has picked."""
         return any(x in self._off for x in tensors)
 
     def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
@@ -65,15 +65,15 @@ class _Compared(DeterministicForward):
         outputs = outputs_of(result)
         if not off and _counts(result):
             self.count += 1
-        if (off and func is not PAD) or picks(func, args):  # padding brings all samples back, whatever was packed
-            # A tensor on the common course stays on it when experts write their rows into it.
+        if (off and func is not PAD) or picks(func, args):  # padding brings all samples back
+            # A tensor on the common course stays on it when experts write rows into it.
             kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
             if kept is None or self.off_course([kept]):
                 for x in outputs:
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return, in a tuple, the result of a call within torch.vmap, made on whole tensors; None if not needed."""
+        """Return the result of a call within torch.vmap, made on whole tensors, as a tuple; None if not needed."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -85,12 +85,12 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Return False for a call that only reads a shape, dtype or number: loops make any number of them."""
+    """Return False for a call that only reads a shape, dtype or number; loops make any number of them."""
     return result is None or bool(outputs_of(result))
 
 
 class _FirstRun(_Compared):
-    """Notes the shapes of every call, and the values of the tensors of `wanted` calls."""
+    """Notes the shapes of every call, and the tensors of `wanted` calls."""
 
     def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Made:
 
 
 class _SecondRun(_Compared):
-    """Compares every call with that of the first run; notes the layout of calls that use parameters."""
+    """Compares every call with the first run's; notes the layout of calls that use parameters."""
 
     def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _SecondRun(_Compared):
             return lifted[0]
         tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
-        # Under the model's own no_grad, results are constants, as in training.
+        # Results under the model's own no_grad are constants, as in training.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
         uses = traced and any(x in self.sources for x in tensors)
         copied = uses and getattr(func, "__name__", "") != "__get__"  # an in-place function would change them
@@ -199,7 +199,7 @@ class _SecondRun(_Compared):
                 self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
-        """Return True if `dim` of `x` holds all samples; keep the answer in the layout, for routes in training."""
+        """Return True if `dim` of `x` holds all samples; note it in the layout, for routes."""
         made = self.made.get(x)
         if made is None:
             return False

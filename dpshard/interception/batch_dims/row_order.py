@@ -21,7 +21,7 @@ ROWS: CallKey = ("an index along dimension 0",)
 """Key where a route begins: there is no layout, but the order must be [B, k]."""
 
 _SAME = 0.1
-"""Largest difference of the same rows in two runs, relative to the largest value; allows for half precision."""
+"""Largest relative difference of the same rows in two runs, for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Doubt:
 
     key: CallKey
     place: int
-    """Place in the layout of that call: inputs first, then the output."""
+    """Place in that call's layout: inputs, then the output."""
     dim: int
     value: Tensor
     """The tensor in the second run."""
     seen_at: int
     """Place of the tensor in the first run's call, perhaps the one that made it."""
     rows: CallKey | None = None
-    """The layout's key that tells if a route may begin here."""
+    """Key that tells if a route may begin here."""
 
 
 def settle(
@@ -107,7 +107,7 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
     if fitting == [1, rows_per_unit]:
-        fitting = [rows_per_unit]  # all units are equal (copies of one sample), so assume the order of the inputs
+        fitting = [rows_per_unit]  # all units are equal (copies of one sample): take the order of the inputs
     if len(fitting) > 1:
         return None
     if fitting != [0] and doubt.key == ROWS:
@@ -124,7 +124,7 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return max(orders, default=0)  # a fake tensor has no values; a plan only counts costs, so any order will do
+        return max(orders, default=0)  # fake tensors have no values; plans only count costs, so any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "

@@ -26,9 +26,9 @@ _WITHIN_ROWS = frozenset(
     "View UnsafeView ReshapeAlias Expand Select Slice Mean Sum Softmax LogSoftmax LinalgVectorNorm Unsqueeze Squeeze "
     "Transpose NativeLayerNorm".split()
 )
-"""Functions of one tensor that keep rows apart, unless they touch dimension 0."""
+"""Functions of one tensor that keep rows apart except along dimension 0."""
 _JOINED = frozenset("Cat Stack".split())
-"""Functions of several tensors that keep rows apart, unless they join along dimension 0."""
+"""Functions of several tensors that keep rows apart except along dimension 0."""
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
@@ -45,7 +45,7 @@ def outputs_in_graph(leaves: Iterable[Any]) -> list[Any]:
 
 
 def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -> None:
-    """Raise BatchLayoutError if an input depends on the nodes `earlier`, outputs of forwards, but not row by row."""
+    """Raise BatchLayoutError if an input depends on `earlier` outputs (nodes), but not row by row."""
     made = set(earlier)
     for x in inputs:
         node = x.grad_fn
@@ -71,7 +71,7 @@ def _name(node: Any) -> str:
 
 
 def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
-    """Return True if, by autograd's graph, `x` follows from `made` with rows kept apart."""
+    """Return True if `x` follows from `made` with rows kept apart, by autograd's graph."""
     waiting: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr)]
     seen = set(waiting)
     while waiting:

@@ -1,4 +1,4 @@
-"""Compares the gradients of padding rows with the gradient of the sample that they copy."""
+"""Compares gradients of padding rows with that of the sample that they copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = 0.25
 SMALL = 0.05
 """Share of the threshold below which a contribution may be rounding."""
 NOTHING = 1e-6
-"""Share of the sample's norm below which a copy has no gradient: a mask shrinks it so far, dropout does not."""
+"""Share of the sample's norm below which a copy has no gradient: masks shrink it so far, dropout does not."""
 
 
 class Copies:
@@ -34,7 +34,7 @@ class Copies:
             self._states, self._device = _random_states(device), device
 
     def random(self) -> bool:
-        """Return True if random numbers were drawn since `begin`, so that copies may have other dropout."""
+        """Return True if random numbers were drawn since `begin`: copies may have other dropout."""
         now = _random_states(self._device)
         return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
 
@@ -43,7 +43,7 @@ class Copies:
         self._norms.append((group, norm_B.detach()))
 
     def end(self, doubts: Doubts, function: ClippingFunction) -> None:
-        """Note the findings from the norms of all backward passes."""
+        """Note the findings from all backward passes."""
         if not self._norms or not self._states:
             return
         n = self._samples

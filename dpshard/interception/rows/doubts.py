@@ -22,7 +22,7 @@ _UNPADDED = (
 
 
 class Doubt(Enum):
-    """A finding; the value is the text of its error."""
+    """A finding; its value is the text of the error."""
 
     FILLER = (
         "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
@@ -76,7 +76,7 @@ class Doubt(Enum):
 
 
 class Doubts:
-    """The doubts about one logical batch; see [Note: When a doubt is told]."""
+    """Doubts about one logical batch; see [Note: When a doubt is told]."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
@@ -91,7 +91,7 @@ class Doubts:
         self._flags.append((doubt, flag))
 
     def flags(self, device: torch.device) -> Tensor:
-        """Return the findings so far, int64 [kinds of doubt], on `device`."""
+        """Return the findings, int64 [kinds of doubt], on `device`."""
         if not self._flags:
             return torch.zeros(len(Doubt), dtype=torch.int64, device=device)
         blank = torch.zeros((), dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Fingerprints of the rows of a tensor, to find the same rows in another order."""
+"""Fingerprints of the rows of a tensor, to find them in another order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-"""Most elements of a row that count, evenly spaced: a permutation of rows permutes every element."""
+"""Most elements of a row that count, evenly spaced; a permutation of rows permutes every element."""
 
 MANY = 16
 """With so many different rows a match in another order is never chance: 16! / 16^16 is 1e-6."""
@@ -62,7 +62,7 @@ class Rows:
 
     @cached_property
     def hash_B(self) -> Tensor:
-        """Hash of each row, int64, from the bits of its elements and their places."""
+        """Hash of each row, int64, from the bits and places of its elements."""
         words = _words(self.sampled).long()
         words = words.reshape(len(words), words[:1].numel())
         return _mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
@@ -93,7 +93,6 @@ class Rows:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Return the bits of `x` as integers."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(_WORDS[x.itemsize])
 

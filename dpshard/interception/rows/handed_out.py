@@ -45,7 +45,7 @@ def transposed(x: Rows, handed: Tensor) -> Tensor | None:
 
 
 def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
-    """Return True, bool [B], for rows that were handed out, but occur more often in `rows`."""
+    """Return True, bool [B], for rows in `handed` that occur more often in `rows`."""
     hash_B = Rows.of(rows, 0).hash_B
 
     def count(among_B: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
 
 
 def _tell_apart(rows: Tensor) -> Tensor:
-    """Return True, bool [B], for rows that do not match others by chance, as rows of a few categories do."""
+    """Return True, bool [B], for rows that do not match by chance, as rows of a few categories do."""
     changes_B = (rows[:, 1:] != rows[:, :-1]).sum(1)
     if not rows.is_floating_point():
         return changes_B >= MANY

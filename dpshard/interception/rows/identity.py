@@ -55,7 +55,7 @@ class RowIdentity:
         self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen()
-        self._inputs: list[Run] = []  # inputs and outputs of earlier forwards, hashed only if there is another forward
+        self._inputs: list[Run] = []  # of earlier forwards, hashed only if another forward comes
         self._outputs: list[Rows] = []
         self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
@@ -82,7 +82,7 @@ class RowIdentity:
                 self._require_order_of_forwards(inputs)
 
     def leave(self, output: Any) -> None:
-        """Note the outputs of a forward: another one may get them."""
+        """Note the outputs of a forward, which another may get."""
         if self.samples < 2:
             return
         leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
