@@ -36,7 +36,7 @@ AGAIN = r"Step \d+ was released before, with other or unknown sums"
 
 
 class Training:
-    """A model, an optimizer, an engine, and what was released at each step: the noisy sums."""
+    """A model, an optimizer, an engine, and the noisy sum of each released step."""
 
     def __init__(self, *, lr=0.5, dropout=0.0, secret=SECRET, state=None, released=None, **options):
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Training:
         self.engine.load_state_dict(engine, released=released)
 
     def take(self, steps, *, data=DATA, micro=8):
-        """The noisy sums of so many steps."""
+        """Take `steps` steps; return their noisy sums."""
         released = []
         for batch in self.engine.batches(data, micro, steps=steps):
             for x, y in batch:
@@ -82,20 +82,20 @@ def drawn_at(step):
 
 
 def assert_independent(one, other, std=SIGMA) -> bool:
-    """The difference holds two independent noises of deviation `std`, whatever a few samples make of the sums."""
+    """Assert that the difference has two independent noises of deviation `std`, whatever a few samples add."""
     square = float((one - other).square().sum()) / (2 * std**2)
     lo, hi = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], len(one))
-    # Sums of some 30 clipped gradients differ by 60 at most; those here are nearly equal.
+    # Sums of some 30 clipped gradients differ by 60 at most; these are nearly equal.
     assert (math.sqrt(lo) - 1) ** 2 <= square <= (math.sqrt(hi) + 1) ** 2
     return True
 
 
 def replays(second, third=None, **options):
-    """Three steps, and the same from the state before them, by the training that `second` makes; both releases."""
+    """Take three steps, then repeat them from the state before, by the training of `second`; return both."""
     first = Training(**options)
     start = first.save()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # facts that differ; tests of their own are below
+        warnings.simplefilter("ignore")  # facts differ; tests of their own are below
         one = first.take(3)
         other = second(start)
     return one, other
