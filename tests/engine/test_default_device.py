@@ -1,4 +1,4 @@
-"""`torch.set_default_device` moves the user's tensors: those of the engine are made where they are needed."""
+"""`torch.set_default_device` moves the user's tensors, but not the engine's."""
 
 import pytest
 import torch
