@@ -35,14 +35,14 @@ def test_figure_of_mnist(accountant, epsilon):
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])
 def test_many_steps_at_a_small_delta_are_bounded(delta):
-    """Every sample in every step: all steps together are one Gaussian. The composition itself errs by 4e-12 here."""
+    """With every sample in every step, all steps together are one Gaussian. The composition itself errs by 4e-12 here."""
     full = {"noise_multiplier": 100.0, "sample_size": 10_000}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bound = run_bound([(10_000, 100_000)], **full, target_delta=delta)
     exact = delta_of_gaussian(math.sqrt(100_000) / 100, bound.epsilon)
     assert exact <= delta
-    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack where deltas are ordinary
+    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack at ordinary deltas
     assert bound.accountant == ("pld" if delta > 4e-11 else "rdp")
 
 
@@ -96,7 +96,7 @@ def test_grids_of_losses_fit_the_release():
     renyi = run_epsilon(rare[0], **rare[1], accountant="rdp")
     default = PLDAccountant().compose(composition.event(Release(1.0, 1e-5, 10**9)), 100_000).get_epsilon(1e-10)
     assert run_epsilon(rare[0], **rare[1]) < 0.8 * min(default, renyi)
-    # Hardly any noise: the losses are too long for memory at any interval.
+    # Hardly any noise: the losses need too much memory at any interval.
     assert run_epsilon([(100, 1000)], noise_multiplier=0.01, sample_size=10_000, target_delta=1e-5) == math.inf
 
 

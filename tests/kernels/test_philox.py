@@ -33,7 +33,7 @@ def by_hand(counter, key):
 
 
 def test_the_plain_integers_are_right():
-    """The known answers of Random123, the authors' own code."""
+    """Known answers of Random123, the authors' code."""
     ones, pi = [WORD - 1] * 6, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
     assert by_hand([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert by_hand(ones[:4], ones[4:]) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -78,7 +78,7 @@ def test_the_smallest_and_the_largest_words_are_finite(dtype, word, radius):
 
 @pytest.fixture
 def accelerator():
-    """CPU tensors get the noise of an accelerator."""
+    """Give CPU tensors the noise of an accelerator."""
     with mock.patch.object(KeyedGaussian, "_draws_on_cpu", lambda self, device: self.secure):
         yield KeyedGaussian(bytes(range(32)))
 
