@@ -158,13 +158,14 @@ def test_every_kind_of_run_comes_to_its_report(tmp_path, dpshard, flags):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["mlp", "vit"])
 def test_the_demo_reads_88_percent_of_the_digits_at_epsilon_3(tmp_path, dpshard, model):
-    started = time.monotonic()
+    before = os.times()
     dpshard("train", "--model", model, "--out", tmp_path / "run")
     result = report(tmp_path / "run")
     assert result["test"]["after"]["accuracy"] >= 0.88
     assert result["privacy"]["epsilon"] <= 3.0
     assert result["privacy"]["delta"] == 1e-5
-    assert time.monotonic() - started < 180
+    spent = [after - then for after, then in zip(os.times(), before, strict=True)]
+    assert sum(spent[:4]) < 180  # seconds of this process and its children, whatever else runs
 
 
 @pytest.mark.exhaustive
