@@ -10,11 +10,12 @@ exactly 0. An empty logical batch is a release like any other, because its noise
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +73,19 @@ class PoissonSampler:
 def default_cap(batch_size: int) -> int:
     """Return the cap ceil(B + 6 sqrt(B)): at least six standard deviations above the mean, so epsilon grows little."""
     return math.ceil(batch_size + 6 * math.sqrt(batch_size))
+
+
+def parse_cap(max_batch_size: int | Literal["auto"] | None, schedule: BatchSchedule) -> int | None:
+    """Return the cap of logical batches; warn if most reach it: accounting stays right, but updates shrink."""
+    expected = max(schedule.sizes)
+    cap = default_cap(expected) if max_batch_size == "auto" else max_batch_size
+    if type(cap) is int and 0 < cap < expected:
+        warnings.warn(
+            f"max_batch_size={cap} is below the expected batch size {expected}: most batches are cut, but still "
+            f"divided by the expected size, so updates shrink. Choose a larger cap, or smaller batches.",
+            stacklevel=3,
+        )
+    return cap
 
 
 def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
