@@ -29,7 +29,6 @@ from dpshard.config import (
     LossReduction,
     NoiseName,
     check_choice,
-    is_count,
     parse_clipping_mode,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
@@ -40,7 +39,7 @@ from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
     MicroBatchPlan,
-    check_micro_batch_size,
+    check_feed,
     load,
     parse_cap,
     poisson_plans,
@@ -49,7 +48,7 @@ from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.verification import Loss, Moment, Verifier, verified_collation
+from dpshard.verification import Loss, Verifier, verified_collation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,7 +165,9 @@ class PrivacyEngine:
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
-        self._require_agreement(clipping_mode, allow_overspend=allow_overspend)
+        facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
+        choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
+        self._backend.require_agreement(facts | choices)
         self._secret = self._backend.communicator.broadcast(new_run_secret())
         run = derive_key(self._secret, "run")[:8].hex()
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
@@ -192,29 +193,12 @@ class PrivacyEngine:
         """Internal interface of the optimizer hook, Checkpointer and audits."""
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
-        self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
+        self._verifier = Verifier(sharding, ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
         self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K)
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
         optimizer_hook.register(self)
-
-    def _require_agreement(self, clipping_mode: str, *, allow_overspend: bool) -> None:
-        """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
-        sharding = self._backend.sharding
-        facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
-        facts |= {
-            "clipping_mode": clipping_mode,
-            "verify": self._verify,
-            "may_exceed_budget": allow_overspend,
-        }
-        facts["parameters"] = [(n, tuple(sharding.shapes[n]), p.dtype) for n, p in sharding.parameters.items()]
-        if wrong := self._backend.communicator.mismatches(facts):
-            raise ConfigurationError(
-                f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
-                f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
-                f"set, of which engine.batches(...) gives every rank its share."
-            )
 
     # --- what a training script uses --------------------------------------------------------------------------------
 
@@ -298,16 +282,7 @@ class PrivacyEngine:
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
-        if micro_batch_size is not None:
-            check_micro_batch_size(micro_batch_size)
-        check_choice("pad", pad, (False, True))
-        if not pad and self.mechanism.rows_per_unit > 1:
-            raise ConfigurationError(
-                f"pad=False is for loops that change the order of rows, but the {self.mechanism.rows_per_unit} rows of "
-                f"a unit must stay side by side. Leave it out, and augment in the data set or in collate_fn."
-            )
-        if steps is not None and not is_count(steps):
-            raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
+        check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=self.mechanism.rows_per_unit)
         loaded = load(
             dataset,
             self._plans(dataset, micro_batch_size, steps, pad=pad),
@@ -482,21 +457,11 @@ class PrivacyEngine:
         if self._verify:
             self._verifier.before_forward(self._interception.replay, run, kind)
 
-    def _moment(self) -> Moment:
-        batch = self._collector.batch
-        micro = None if batch is None else batch.micro
-        return (self.step, None, 1) if micro is None else (self.step, micro.plan.position, micro.plan.count)
-
 
 def _check_choices(
     model: Any, accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained. "
-            f"(replace_unsupported(model) changes the model itself, and returns a list of the changes.)"
-        )
-    optimizer_hook.refuse_shared(model)
+    optimizer_hook.check_model(model)
     check_choice("accountant", accountant, get_args(AccountantName))
     check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
     check_choice("on_budget", on_budget, ("raise", "continue"))

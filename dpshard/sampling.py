@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from dpshard.config import BatchSchedule, is_count
+from dpshard.config import BatchSchedule, check_choice, is_count
 from dpshard.errors import ConfigurationError, DataError
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.units import CollatedRows, DrawnUnits, UnitDataset, UnitTensors
@@ -219,6 +219,20 @@ def check_micro_batch_size(size: int) -> None:
     """Raise ConfigurationError unless `size` is a positive int."""
     if not is_count(size):
         raise ConfigurationError(f"micro_batch_size={size!r}: it must be an int, at least 1.")
+
+
+def check_feed(micro_batch_size: int | None, steps: int | None, *, pad: bool, rows_per_unit: int) -> None:
+    """Raise ConfigurationError unless logical batches can be fed like this; see `engine.batches`."""
+    if micro_batch_size is not None:
+        check_micro_batch_size(micro_batch_size)
+    check_choice("pad", pad, (False, True))
+    if not pad and rows_per_unit > 1:
+        raise ConfigurationError(
+            f"pad=False is for loops that change the order of rows, but the {rows_per_unit} rows of a unit must stay "
+            f"side by side. Leave it out, and augment in the data set or in collate_fn."
+        )
+    if steps is not None and not is_count(steps):
+        raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
 
 
 def load(

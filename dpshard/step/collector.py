@@ -199,6 +199,12 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
 
+    @property
+    def moment(self) -> tuple[int | None, int]:
+        """Position of the micro-batch and number of micro-batches; (None, 1) in a user's own loop."""
+        plan = self.plan
+        return (None, 1) if plan is None else (plan.position, plan.count)
+
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """See Sink."""
         self.metrics.observe(group, norm_B, is_padding_B)
