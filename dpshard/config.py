@@ -220,17 +220,6 @@ def check_probability(name: str, value: float) -> None:
         raise ConfigurationError(f"{name}={value!r}: delta is a probability, strictly between 0 and 1.")
 
 
-def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
-    """Warn if most logical batches reach the cap: accounting stays right, but updates shrink."""
-    if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
-        warnings.warn(
-            f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches "
-            f"are cut, but still divided by the expected size, so updates shrink. Choose a larger cap, or smaller "
-            f"batches.",
-            stacklevel=3,
-        )
-
-
 def check_delta(target_delta: float, sample_size: int) -> None:
     """Raise ConfigurationError unless 0 < delta < 1; warn if delta is 1/N or more."""
     check_probability("target_delta", target_delta)

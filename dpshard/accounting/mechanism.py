@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dpshard.accounting.releases import Counts, Release
-from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName
+from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit
 from dpshard.errors import ConfigurationError
 
 
@@ -81,3 +81,6 @@ class Mechanism(SampledMechanism):
     """Delta of the reported epsilon."""
     target_epsilon: float | None
     """Budget at which the run stops, or None if noise_multiplier was given."""
+
+    def __post_init__(self) -> None:
+        check_rows_per_unit(self.rows_per_unit)

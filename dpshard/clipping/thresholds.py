@@ -32,7 +32,7 @@ from torch import Tensor
 from dpshard.clipping.functions import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
-from dpshard.config import check_positive, is_number
+from dpshard.config import NoiseName, check_positive, is_number
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
@@ -108,6 +108,18 @@ class Thresholds:
 
     def load_state_dict(self, state: Any) -> None:
         """Load a `state_dict`; raise CheckpointError for anything else."""
+
+
+def check_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
+    """Raise ConfigurationError unless thresholds can start at `max_grad_norm`, and follow `tracking` under `noise`."""
+    check_positive("max_grad_norm", max_grad_norm)
+    if not isinstance(tracking, QuantileTracking | None):
+        raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
+    if tracking is not None and noise != "gaussian":
+        raise ConfigurationError(
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
+            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
 
 
 class TrackedThresholds(Thresholds):

@@ -199,6 +199,12 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
 
+    @property
+    def moment(self) -> tuple[int | None, int]:
+        """Position of the micro-batch and number of micro-batches; (None, 1) in a user's own loop."""
+        plan = self.plan
+        return (None, 1) if plan is None else (plan.position, plan.count)
+
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """See Sink."""
         self.metrics.observe(group, norm_B, is_padding_B)
@@ -267,7 +273,7 @@ class Collector:
     def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
         """Sum over ranks, and return the digest of the sums; see Backend.
 
-        Raises LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
+        Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.
         """
         gaps = self._gaps()
         if any(everywhere for _, _, everywhere in gaps):
@@ -280,7 +286,7 @@ class Collector:
         return sums
 
     def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """Return the micro-batches that do not count whole, with the reason, and whether all ranks had to run them."""
+        """Return the micro-batches that are incomplete, with the reason, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.gap, False) for tape in self._own if tape.gap]
         found = []

@@ -50,7 +50,7 @@ class MicroBatch:
 
     @property
     def gap(self) -> str | None:
-        """Reason why its samples do not count whole; None if they do."""
+        """Reason why it is incomplete; None if it is whole."""
         if self.tape is None:
             return "the model was not called on it in training mode"
         return self.tape.gap
@@ -175,6 +175,6 @@ class LogicalBatch:
         self._micro = None
 
     def gaps(self) -> list[tuple[MicroBatch, str]]:
-        """Return the micro-batches so far that do not count whole, each with the reason."""
+        """Return the incomplete micro-batches so far, each with the reason."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dpshard.errors import EngineInUseError, LogicalBatchError, UnsupportedOptimizerError, UnsupportedParameterError
+from dpshard.errors import (
+    ConfigurationError,
+    EngineInUseError,
+    LogicalBatchError,
+    UnsupportedOptimizerError,
+    UnsupportedParameterError,
+)
 from dpshard.step.internals import Internals
 
 
@@ -53,8 +59,13 @@ def unregister(engine: _Engine) -> None:
     _engines.discard(engine)
 
 
-def refuse_shared(model: nn.Module) -> None:
-    """Raise EngineInUseError if a parameter of `model` belongs to an engine."""
+def check_model(model: Any) -> None:
+    """Raise ConfigurationError unless `model` is a module, and EngineInUseError if an engine has a parameter of it."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model is of type {type(model).__name__}, not a torch.nn.Module. Pass the module to train. "
+            f"(replace_unsupported(model) changes the model in place, and returns a list of the changes.)"
+        )
     for engine in list(_engines):
         owned = engine.internals.owned()
         for name, parameter in model.named_parameters():

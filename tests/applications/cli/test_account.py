@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dpshard.applications.cli import account
+from dpshard.applications.cli import plots
 
 MNIST = "--sample-size 60000 --batch-size 256".split()
 
@@ -106,7 +106,7 @@ def test_a_budget_below_one_step_is_said(dpshard):
 
 def test_a_curve_has_a_point_where_a_phase_ends_and_at_the_first_step(dpshard, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(account.plots, "save", lambda figure, path: drawn.append(figure.axes[0]))
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure.axes[0]))
     phases = ["--phases", "256x500,1024x100", "--sigma", 1]
     for accountants in (["gdp", "rdp"], ["rdp", "gdp"]):
         chosen = [x for name in accountants for x in ("--accountant", name)]
