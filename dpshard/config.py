@@ -209,7 +209,7 @@ def refuse_units(settings: Mapping[str, Any], where: str) -> None:
     """Raise ConfigurationError if `settings` ask for units of several rows, which `where` does not support."""
     if settings.get("rows_per_unit", 1) != 1:
         raise ConfigurationError(
-            f"{where} does not know units of rows_per_unit={settings['rows_per_unit']!r} rows yet: leave it out, or "
+            f"{where} does not support units of rows_per_unit={settings['rows_per_unit']!r} rows yet. Leave it out, or "
             f"write the loop over engine.batches(...) of your own PrivacyEngine."
         )
 

@@ -423,8 +423,8 @@ class PrivacyEngine:
         loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
-                "Ranks were given different states: they would draw other batches, release steps again that others "
-                "have passed, and count apart. Load one state, saved by one rank, on all of them."
+                "Ranks were given different states, so they would draw different batches, repeat different steps, and "
+                "count differently. Load one state, saved by one rank, on all of them."
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before = self.step
@@ -439,8 +439,8 @@ class PrivacyEngine:
             self._facts.load_state_dict(saved_facts, self.step)
         elif self.step < before:
             warnings.warn(
-                f"load_state_dict() goes back from step {before} to step {self.step}. What was released stays counted: "
-                f"a step that is taken again with the same sums costs nothing, with other sums it is charged.",
+                f"load_state_dict() goes back from step {before} to step {self.step}. Releases stay counted. A "
+                f"repeated step with the same sums costs nothing; with other sums it counts once more.",
                 stacklevel=2,
             )
 

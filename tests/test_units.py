@@ -578,5 +578,5 @@ def test_an_output_that_is_written_to_later_tells_its_order():
 def test_what_does_not_know_units_refuses_them():
     x, y = sentences(6)
     for audit in (audit_steps, audit_releases):
-        with pytest.raises(ConfigurationError, match="does not know units"):
+        with pytest.raises(ConfigurationError, match="does not support units"):
             audit(Network(), x, y, lambda scores, y: F.cross_entropy(scores, y, reduction="none"), rows_per_unit=2)

@@ -95,9 +95,9 @@ class Sharding(ABC):
         for name, parameter in self.core.named_parameters():
             if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
-                    f"{name} became trainable, or replaced another parameter, after the engine was made: nobody would "
-                    f"clip its gradient. Unfreeze, add and load parameters before making the engine; or call "
-                    f"engine.state_dict() and engine.detach(), and make a new engine."
+                    f"{name} became trainable, or replaced another parameter, after the engine was made, so its "
+                    f"gradient would not be clipped. Unfreeze, add and load parameters before making the engine; or "
+                    f"call engine.state_dict() and engine.detach(), and make a new engine."
                 )
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:

@@ -197,8 +197,8 @@ class _RegionTap(torch.autograd.Function):
 
 
 _CREATE_GRAPH = (
-    "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways that dpshard "
-    "does not see (gradient penalties, meta-learning). Compute it without create_graph."
+    "backward was called with create_graph=True: the gradient of a gradient reaches parameters along paths that "
+    "dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
 )
 
 

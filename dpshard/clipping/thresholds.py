@@ -149,8 +149,8 @@ class TrackedThresholds(Thresholds):
         """See Thresholds."""
         # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
-            "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
-            "micro_batch_size), which sees to it, rather than over batches of your own."
+            "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
+            "micro_batch_size), which ensures that, not over batches of your own."
         )
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:

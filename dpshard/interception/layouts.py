@@ -19,8 +19,8 @@ from dpshard.interception.run import Run
 ATTEMPTS = 8
 """How often a forward starts again because it takes a course that was not probed."""
 NEW_COURSE = (
-    "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
-    "that depends on random numbers or on the data of a single sample."
+    "The model runs other functions in every forward, so dpshard cannot learn how it uses its parameters. Remove "
+    "control flow that depends on random numbers or on the data of a single sample."
 )
 
 

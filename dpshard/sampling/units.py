@@ -96,8 +96,8 @@ def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
     missing = np.isnan(ids) if ids.dtype.kind == "f" else np.array([x is None or x != x for x in ids.tolist()])
     if missing.any():
         raise DataError(
-            f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none): rows without an id "
-            f"are no unit of their own. Leave them out, or give each an id."
+            f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none), so its unit is "
+            f"unknown. Leave such rows out, or give each an id."
         )
     if ids.dtype.kind == "O":  # 1 and "1" are two units; 1, 1.0 and np.int64(1) are one
         numbers: dict[Any, int] = {}
@@ -174,8 +174,8 @@ def _described(x: Any) -> str:
 def not_units(found: str, rows_per_unit: int) -> DataError:
     """Return the error for an item without K rows."""
     return DataError(
-        f"An item of the data set holds {found}, which is no unit of rows_per_unit={rows_per_unit} rows: every tensor "
-        f"of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
+        f"An item of the data set holds {found}, which is not a unit of rows_per_unit={rows_per_unit} rows. Every "
+        f"tensor of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
         f"rows_per_unit={rows_per_unit}) makes units of single rows, and fills those that have fewer."
     )
 

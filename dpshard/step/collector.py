@@ -165,9 +165,9 @@ class Collector:
         if not self._own_loop_warned:
             self._own_loop_warned = True
             warnings.warn(
-                "This loop feeds its own batches: epsilon holds only if each was drawn by Poisson sampling with "
-                "probability batch_size / sample_size (a shuffled DataLoader is not), and if no sample is in two "
-                "forwards of one step. engine.batches(dataset, micro_batch_size) sees to both.",
+                "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
+                "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
+                "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both.",
                 stacklevel=2,
             )
         if module is not self._backend.sharding.outermost:

@@ -147,14 +147,14 @@ class LogicalBatch:
         """Yield the data of each micro-batch, as the data set and collate_fn give it."""
         if self._position:
             raise LogicalBatchError(
-                "A logical batch can be iterated once: its samples would count twice. To begin it anew after an error, "
-                "leave the loop and call engine.batches(...) again: it draws the same samples, at no cost."
+                "A logical batch can be iterated only once: its samples would count twice. To restart it after an "
+                "error, leave the loop and call engine.batches(...) again. It draws the same samples, at no cost."
             )
         while not self.complete:
             if not self.in_progress:
                 raise LogicalBatchError(
-                    "The iterator of engine.batches(...) that this logical batch comes from is gone, so the engine no "
-                    "longer knows which rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
+                    "The iterator of engine.batches(...) that made this logical batch is gone, so it is unknown which "
+                    "rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
                 )
             plan, data = self._feed.take()
             self._position += 1

@@ -28,7 +28,7 @@ from tests.oracle import (
 
 pytestmark = UNWARNED
 
-DIRECT = "a gradient reached it on a way"
+DIRECT = "a gradient reached it along a path"
 
 
 def regularised(model, x, y):

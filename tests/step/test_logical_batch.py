@@ -159,7 +159,7 @@ def test_a_logical_batch_is_iterated_once():
     engine = engine_on(mlp())
     logical_batch = first_of(engine, 4)
     list(logical_batch)
-    with pytest.raises(LogicalBatchError, match="iterated once"):
+    with pytest.raises(LogicalBatchError, match="iterated only once"):
         list(logical_batch)
 
 

@@ -124,7 +124,7 @@ def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sam
     if mean_runs is None:
         if distribution is not None or also:
             name = "--search-also" if also else "--search-distribution"
-            raise ConfigurationError(f"{name} is of a search: say how long it is, by --search-runs.")
+            raise ConfigurationError(f"{name} belongs to a search. Give its expected number of runs by --search-runs.")
         return None
     others = tuple(_candidate(text, sample_size) for text in also)
     return Search(mean_runs, "geometric" if distribution is None else distribution, others)
@@ -154,7 +154,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
     check_choice("noise", noise, get_args(NoiseName))
     if (noise == "discrete-gaussian") != (elements is not None):
         raise ConfigurationError(
-            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, and what that costs "
+            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, and the cost of that "
             "depends on the number of trainable elements."
         )
     return elements
@@ -175,8 +175,8 @@ def _schedule(
 ) -> BatchSchedule:
     if phases is not None:
         if any(x is not None for x in (batch_size, epochs, steps)):
-            raise ConfigurationError("--phases says it all: leave --batch-size, --epochs and --steps out.")
+            raise ConfigurationError("--phases sets size and length. Leave --batch-size, --epochs and --steps out.")
         return BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
     if batch_size is None:
-        raise ConfigurationError("Say how large a logical batch is: --batch-size, or --phases.")
+        raise ConfigurationError("The size of a logical batch is missing. Give --batch-size, or --phases.")
     return BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
