@@ -1,12 +1,19 @@
 """Who is in the batch: the draw of a step, its micro-batches, and their data.
 
-`draw.py`: Poisson sampling. `plans.py`: micro-batches on every rank. `loading.py`: reading, collating and padding.
-`units.py`: units of several rows; `UnitDataset` is for users. May import `randomness` and below. Begin with `plans.py`.
+`plans.py`: Poisson sampling, and micro-batches on every rank. `loading.py`: reading, collating and padding. `units.py`:
+units of several rows; `UnitDataset` is for users. May import `randomness` and below. Begin with `plans.py`.
 """
 
-from dpshard.sampling.draw import PoissonSampler, default_cap, parse_cap
 from dpshard.sampling.loading import check_dataset, load
-from dpshard.sampling.plans import MicroBatchPlan, check_feed, plan_micro_batches, poisson_plans
+from dpshard.sampling.plans import (
+    MicroBatchPlan,
+    PoissonSampler,
+    check_feed,
+    default_cap,
+    parse_cap,
+    plan_micro_batches,
+    poisson_plans,
+)
 
 __all__ = [
     "MicroBatchPlan",
