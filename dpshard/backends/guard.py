@@ -82,9 +82,9 @@ class Guard:
         if self._expected.pop(name, None) is not gradient:
             if not self._training():
                 raise UnsupportedParameterError(
-                    f"{name}: a gradient reached it from a forward in eval mode, which dpshard does not clip. Call "
-                    f"model.train() before the training loop (from_pretrained returns models in eval mode). To train "
-                    f"without dropout, set its probability to 0."
+                    f"{name}: a gradient reached it from a forward in eval mode and is not clipped. Call model.train() "
+                    f"before the training loop (from_pretrained returns models in eval mode). To train without "
+                    f"dropout, set its probability to 0."
                 )
             raise UnsupportedParameterError(
                 f"{name}: a gradient reached it along a path that dpshard does not see, so it is not clipped. Typical "
