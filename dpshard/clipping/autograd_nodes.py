@@ -175,9 +175,11 @@ class _Tap(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
         # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
-        if _any_runs(ctx.next_functions[1 + ctx.count :]):
-            with in_full_precision(gradients[0].device):
-                ctx.arrive((*_kept(ctx), *gradients))
+        for node, _ in ctx.next_functions[1 + ctx.count :]:
+            if node is not None and torch._C._will_engine_execute_node(node):
+                with in_full_precision(gradients[0].device):
+                    ctx.arrive((*_kept(ctx), *gradients))
+                break
         return (None, None, None, *gradients, *(None,) * ctx.others)
 
 
@@ -216,10 +218,6 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
 def _kept(ctx: Any) -> list[Tensor]:
     saved = iter(ctx.saved_tensors)
     return [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
-
-
-def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
-    return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
