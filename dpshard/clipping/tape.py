@@ -220,6 +220,8 @@ class ClippedSums:
 
     names: Sequence[str]
     tapes: Sequence[Tape]
+    handed_out: bool
+    """True if the caller of the backward pass would get one of them, instead of `.grad`."""
 
     def take(self, name: str) -> Tensor | None:
         """Compute the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
@@ -304,7 +306,7 @@ class Clipper:
                 self._tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
         return self._tokens[anchor]
 
-    def close(self, anchor: int) -> Sequence[Tensor | None]:
+    def close(self, anchor: int, handed_out: bool) -> Sequence[Tensor | None]:
         """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
         names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
@@ -312,7 +314,7 @@ class Clipper:
         with in_full_precision(self.roots.values[names[0]].device):
             for tape in tapes:
                 tape.close(anchor)
-            return self.sink.deliver(ClippedSums(names, tapes))
+            return self.sink.deliver(ClippedSums(names, tapes, handed_out))
 
     def abort(self) -> None:
         """Drop the records of an unfinished backward pass."""
