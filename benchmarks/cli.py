@@ -240,6 +240,33 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
     report(out)
 
 
+@app.command("fixed-cost")
+def fixed_cost(
+    blocks: Annotated[list[int] | None, typer.Argument(min=1, help="Equal blocks. [dim]\\[default: 24][/]")] = None,
+    program: Annotated[
+        list[str] | None, typer.Option("--program", "-p", help="eager, whole, blocks; may be repeated.")
+    ] = None,
+    style: Annotated[
+        list[str] | None, typer.Option("--style", "-s", help="all-layer, layer-wise, block-wise; may be repeated.")
+    ] = None,
+    rounds: Rounds = 20,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure what a private step costs where arithmetic is nothing: 24 blocks of width 32, on one thread."""
+    from benchmarks import fixed_cost as fixed
+
+    programs, styles = program or list(fixed.PROGRAMS), style or list(fixed.STYLES)
+    depths = [2] if tiny else blocks or [24]
+    with console.progress("measuring", len(depths) * fixed.steps_of(programs, styles, rounds)) as advance, _quiet():
+        found = [
+            fixed.measure(n, programs, styles, rounds=rounds, width=8 if tiny else 32, on_step=advance) for n in depths
+        ]
+    results_files.write(out, "fixed-cost", "fixed-cost", {"depths": found})
+    console.out.print(tables.fixed_cost({"depths": found}), highlight=False, markup=False, soft_wrap=True)
+    report(out)
+
+
 @app.command()
 def report(out: Out = results_files.FOLDER) -> None:
     """Write tables and plots again from the JSON files; those of benchmarks/results also into docs/benchmarks.md."""

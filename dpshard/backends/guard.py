@@ -109,7 +109,7 @@ class Guard:
         gradient = self._parameters[name].grad
         if gradient is None:
             return
-        self._noted[name] = _Noted(gradient, self._versions(gradient))
+        self._noted[name] = _Noted(gradient, (gradient._version, self._local(gradient)._version))
         self._unsealed[name] = None
         backward = torch._C._current_graph_task_id()
         if backward == -1 or self._at_once:
@@ -140,8 +140,9 @@ class Guard:
         """Return True if `.grad` is the noted tensor at its noted version."""
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
-            return not self.holds_anything(name)  # zero_grad(set_to_none=False)
-        return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
+            return gradient is None or not self.holds_anything(name)  # zero_grad(set_to_none=False)
+        own, shard = noted.versions
+        return gradient is noted.gradient and gradient._version == own and self._local(gradient)._version == shard
 
     def all_thrown_away(self) -> bool:
         """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
@@ -196,9 +197,6 @@ class Guard:
             f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity is not the "
             f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
         )
-
-    def _versions(self, gradient: Tensor) -> tuple[int, int]:
-        return gradient._version, self._local(gradient)._version
 
     def refuse_hooks(self, name: str) -> None:
         """Raise UnsupportedParameterError for a foreign hook on this parameter."""

@@ -45,17 +45,15 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
         yield
 
 
-def accumulates(leaf: Tensor) -> bool:
-    """Return True if the running backward pass adds to `.grad`, unlike torch.autograd.grad."""
-    with torch.enable_grad():
-        alias = leaf.view_as(leaf).grad_fn
-    node = alias.next_functions[0][0] if alias is not None else None
-    assert node is not None
+def _hands_out(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Return True if the running pass returns the gradient of a leaf among `edges`: torch.autograd.grad."""
     try:
-        torch._C._will_engine_execute_node(node)
+        for node, _ in edges:
+            if node is not None:
+                torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
-        return False
-    return True
+        return True
+    return False
 
 
 Node = TypeVar("Node", bound=torch.autograd.Function)
@@ -81,10 +79,13 @@ def leave_nodes_out_of_graphs() -> None:
 
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: `close()` returns the clipped sums."""
+    """Parameters -> token [0]; backward: `close` returns the clipped sums.
+
+    It is told whether the caller would get any of them (torch.autograd.grad), instead of `.grad`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, close: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, close: Callable[[bool], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
         """Make the token."""
         ctx.close = close
         ctx.set_materialize_grads(False)
@@ -93,7 +94,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close, as every slot of these parameters has its gradients."""
-        return (None, *ctx.close())
+        return (None, *ctx.close(_hands_out(ctx.next_functions)))
 
 
 @left_out_of_graphs
@@ -175,9 +176,11 @@ class _Tap(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
         # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
-        if _any_runs(ctx.next_functions[1 + ctx.count :]):
-            with in_full_precision(gradients[0].device):
-                ctx.arrive((*_kept(ctx), *gradients))
+        for node, _ in ctx.next_functions[1 + ctx.count :]:
+            if node is not None and torch._C._will_engine_execute_node(node):
+                with in_full_precision(gradients[0].device):
+                    ctx.arrive((*_kept(ctx), *gradients))
+                break
         return (None, None, None, *gradients, *(None,) * ctx.others)
 
 
@@ -216,10 +219,6 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
 def _kept(ctx: Any) -> list[Tensor]:
     saved = iter(ctx.saved_tensors)
     return [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
-
-
-def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
-    return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
-from dpshard.clipping.autograd_nodes import accumulates
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
@@ -180,7 +179,7 @@ class Collector:
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
         """See Sink."""
         try:
-            self._require_clean(sums.names)
+            self._require_clean(sums)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
                 self._own.clear()  # nothing was collected, and the error tells the script to restart
@@ -188,10 +187,9 @@ class Collector:
         self.state = BatchState.COLLECTING
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
-    def _require_clean(self, names: Sequence[str]) -> None:
+    def _require_clean(self, sums: ClippedSums) -> None:
         """Raise LogicalBatchError if the caller would get clipped sums, or add them to older gradients."""
-        leaf = self._backend.sharding.anchored[names[0]]
-        if leaf.requires_grad and not accumulates(leaf):
+        if sums.handed_out:
             raise LogicalBatchError(
                 "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
                 "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."

@@ -158,9 +158,11 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
     for engine in list(_engines):
-        owned = engine.internals.owned()
+        late = {p for p in held - engine.internals.owned() if p.grad is not None}
+        if not late:
+            continue  # the walk through the modules takes long
         for name, parameter in engine.model.named_parameters():
-            if parameter.grad is not None and parameter in held and parameter not in owned:
+            if parameter in late:
                 raise UnsupportedParameterError(
                     f"{name} has a gradient, but it was frozen, or another parameter, when the engine was made. So the "
                     f"gradient is neither clipped nor noised. Unfreeze, replace and add parameters before making the "
