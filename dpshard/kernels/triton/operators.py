@@ -47,6 +47,7 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
         return product.weighted_sum(rows, cols, factors)
 
 
+@torch.library.custom_op("dpshard::release_", mutates_args=("x",))
 def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
@@ -70,4 +71,5 @@ def _gradients(rows: Tensor, cols: Tensor, *samples: int) -> Tensor:
 ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows), _norms(rows)))
 gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
 per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
+release_.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float64))
 weighted_sum.register_fake(lambda rows, cols, factors: _gradients(rows, cols))
