@@ -48,16 +48,16 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dpshard::release_", mutates_args=("x",))
-def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
     philox.py defines the noise. x holds elements [start, start + n) of a tensor. Every `block` of its elements (a
-    multiple of 2 * philox.HALF) has its own stream; `seeds` (int64): those of the streams that meet x.
+    multiple of 2 * philox.HALF) has its own; `streams` (int64 [., 3]): those that meet x.
     """
     from dpshard.kernels.triton import gaussian
 
     with torch.cuda.device_of(x):
-        return gaussian.release_(x, seeds, block, start, std, divisor)
+        return gaussian.release_(x, streams, block, start, std, divisor)
 
 
 def _norms(rows: Tensor) -> Tensor:
