@@ -34,7 +34,7 @@ class EmbeddingRecord:
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
         run_BT = starts.cumsum(1) - 1
         values = values.gather(1, order[:, :, None].expand_as(values))
-        runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
+        runs = _added(values, run_BT, ids.shape[1])
         floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
         return torch.maximum(norms(runs), floor).square()
 
@@ -42,16 +42,16 @@ class EmbeddingRecord:
         """Per-sample gradients [B, *shape]."""
         values = self.read()
         B, _, C = values.shape
-        out = values.new_zeros(B, self.shape.numel() // C, C)
-        out.scatter_add_(1, self.ids.clamp(min=0)[:, :, None].expand_as(values), values)
-        return out.view(B, *self.shape)
+        return _added(values, self.ids.clamp(min=0), self.shape.numel() // C).view(B, *self.shape)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """sum_i clip_coef_i * gradient_i, [*shape]."""
         values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
-        C = values.shape[2]
-        out = values.new_zeros(self.shape.numel() // C, C)
-        return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
+        ids, values_NC = self.ids.clamp(min=0).flatten(), values.flatten(0, 1)
+        V = self.shape.numel() // values.shape[2]
+        if not _has_atomics(values.device):
+            return values.new_zeros(V, values.shape[2]).index_add_(0, ids, values_NC).view(self.shape)
+        return _added_in_order(values_NC, ids, V).view(self.shape)
 
     def real(self) -> EmbeddingRecord:
         """See record.py."""
@@ -62,3 +62,23 @@ class EmbeddingRecord:
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
         """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))
+
+
+def _has_atomics(device: torch.device) -> bool:
+    """Return True if index_add_ and scatter_add_ add in an order that does not repeat."""
+    return device.type != "cpu"
+
+
+def _added(values: Tensor, rows_BT: Tensor, count: int) -> Tensor:
+    """Sum values [B, T, C] by sample and row, [B, count, C]."""
+    B, _, C = values.shape
+    if not _has_atomics(values.device):
+        out = values.new_zeros(B, count, C)
+        return out.scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)
+    first_B1 = torch.arange(B, device=values.device)[:, None] * count
+    return _added_in_order(values.flatten(0, 1), (rows_BT + first_B1).flatten(), B * count).view(B, count, C)
+
+
+def _added_in_order(values_NC: Tensor, rows_N: Tensor, count: int) -> Tensor:
+    """Sum values by row, [count, C], in an order that repeats."""
+    return torch.ops.aten.embedding_dense_backward(values_NC, rows_N, count, -1, False)

@@ -390,3 +390,14 @@ def test_a_bundle_is_as_good_as_its_parts():
         assert_close(sums[name], record.clipped_sum(clip_coef_B))
         assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
+
+
+def test_tables_are_the_same_where_sums_must_repeat(monkeypatch):
+    ids = torch.tensor([[3, 1, 3, -1, 0], [0, 0, 2, 3, 2], [1, 1, 1, 1, 1]])
+    record = EmbeddingRecord(ids, randn(3, 5, 4), torch.Size((6, 4)))
+    factors = torch.tensor([0.3, 0.0, 2.0], dtype=torch.float64)
+    expected = record.norm_sq(NormMethod.GHOST), record.per_sample(), record.clipped_sum(factors)
+    monkeypatch.setattr("dpshard.records.embedding._has_atomics", lambda device: True)
+    found = record.norm_sq(NormMethod.GHOST), record.per_sample(), record.clipped_sum(factors)
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y)
