@@ -46,7 +46,7 @@ class Counts(TorchDispatchMode):
         devices = {x.device.type for x in (*inputs, *_tensors(result))}
         if name in ("_to_copy", "copy_") and len(devices) > 1:
             self.waits[f"{place()} {'sends' if (kwargs or {}).get('non_blocking') else 'copies'}"] += 1
-        elif name not in FREE and func.namespace != "prim" and "cuda" in devices:
+        elif name not in FREE and func.namespace != "prim" and _launches(inputs + _tensors(result)):
             self.launches[f"{place()} {name}"] += 1
         return result
 
@@ -65,6 +65,10 @@ class Counts(TorchDispatchMode):
             yield
         finally:
             FakeTensor.tolist = original
+
+
+def _launches(tensors):
+    return any(x.is_cuda and x.numel() for x in tensors)
 
 
 def _tensors(tree):

@@ -61,6 +61,10 @@ def own(waits):
 
 def require_no_waits(case, found):
     assert sum(found["private"]["launches"].values()) > 1.2 * sum(found["ordinary"]["launches"].values()), case
+    added = [key for key in found["private"]["launches"] if key.endswith(("index_add_", "scatter_add_"))]
+    assert not [key for key in added if key.startswith("records")], (case, added)  # atomics do not repeat
+    assert found["anchors"][0] > 0
+    assert found["anchors"][1] == 0  # without a gradient, no event between the streams of taps and anchors
     trained, released = own(found["private"]["waits"]), own(found["release"]["waits"])
     assert trained.keys() <= {SENT}, (case, trained)
     assert not Counter(released) - Counter(RELEASE), (case, released)

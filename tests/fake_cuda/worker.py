@@ -1,7 +1,8 @@
 """Takes steps on the fake device: worker.py LIBRARY CASE..., a case is MODEL:STYLE:MODE:PRECISION[:DEPTH].
 
 Prints RESULT and, for every case, launches and waits: of the forwards and backwards of an ordinary step and of a
-private one, of its release with the optimizer's step, and of reading metrics.
+private one, of its release with the optimizer's step, and of reading metrics; and the number of anchors that autograd
+called, and of those that it gave no gradient.
 """
 
 import json
@@ -56,7 +57,7 @@ def _private(counts, dataset, backward, optimizer, model, style, mode):
 
     from dpshard import PrivacyEngine
 
-    n = len(dataset)
+    n, anchors = len(dataset), _watched_anchors()
     with _disable_current_modes():
         engine = PrivacyEngine(
             model, batch_size=n, sample_size=n, steps=STEPS, noise_multiplier=1.0, target_delta=1e-2,
@@ -73,9 +74,23 @@ def _private(counts, dataset, backward, optimizer, model, style, mode):
             engine.metrics()
             read = _figures(counts)
             optimizer.zero_grad()
-        return {"private": trained, "release": released, "metrics": read}
+        return {"private": trained, "release": released, "metrics": read, "anchors": anchors}
     finally:
         engine.detach()
+
+
+def _watched_anchors():
+    from dpshard.clipping.autograd_nodes import Anchor
+
+    backward, found = Anchor.backward, [0, 0]
+
+    def watching(ctx, *gradients):
+        found[0] += 1
+        found[1] += all(gradient is None for gradient in gradients)
+        return backward(ctx, *gradients)
+
+    Anchor.backward = staticmethod(watching)
+    return found
 
 
 def _with_numbers(iterator):
