@@ -107,7 +107,7 @@ class Slot(torch.autograd.Function):
         ctx: Any, arrive: Callable[[Sequence[Tensor | None]], None], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Make the dummies."""
-        ctx.arrive, ctx.count, ctx.blanks = arrive, count, _blanks(tensors[count:])
+        ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors[:count])
 
@@ -117,12 +117,12 @@ class Slot(torch.autograd.Function):
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
-        return (*(None,) * (2 + ctx.count), *ctx.blanks)
+        return (*(None,) * (2 + ctx.count), *(_blank(device),) * ctx.tokens)
 
 
-def _blanks(tokens: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of tokens; see [Note: Anchor, slot, tap]."""
-    return tuple([token.detach() if token.is_cuda else None for token in tokens])
+def _blank(device: torch.device) -> Tensor | None:
+    """Return the gradient of a token; see [Note: Anchor, slot, tap]."""
+    return torch.empty(0, device=device) if device.type == "cuda" else None
 
 
 @left_out_of_graphs
@@ -174,7 +174,7 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, arrive: Arrive, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.arrive, ctx.blanks = arrive, _blanks(tensors[count:])
+        ctx.arrive, ctx.tokens = arrive, len(tensors) - count
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
@@ -185,7 +185,7 @@ class _Tap(torch.autograd.Function):
         if _any_runs(ctx.next_functions[1 + ctx.count :]):
             with in_full_precision(gradients[0].device):
                 ctx.arrive((*_kept(ctx), *gradients))
-        return (None, None, None, *gradients, *(None,) * ctx.count, *ctx.blanks)
+        return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
 class _RegionTap(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, norms, sum_floor, wide, zero_rows
+from dpshard.records.numerics import add_rows, as_real, has_atomics, norms, sum_floor, wide, zero_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,8 @@ class EmbeddingRecord:
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """sum_i clip_coef_i * gradient_i, [*shape]."""
         values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
-        ids, values_NC = self.ids.clamp(min=0).flatten(), values.flatten(0, 1)
-        V = self.shape.numel() // values.shape[2]
-        if not _has_atomics(values.device):
-            return values.new_zeros(V, values.shape[2]).index_add_(0, ids, values_NC).view(self.shape)
-        return _added_in_order(values_NC, ids, V).view(self.shape)
+        rows_N, count = self.ids.clamp(min=0).flatten(), self.shape.numel() // values.shape[2]
+        return add_rows(values.flatten(0, 1), rows_N, count).view(self.shape)
 
     def real(self) -> EmbeddingRecord:
         """See record.py."""
@@ -64,21 +61,10 @@ class EmbeddingRecord:
         return replace(self, values=zero_rows(self.values, nonfinite_B))
 
 
-def _has_atomics(device: torch.device) -> bool:
-    """Return True if index_add_ and scatter_add_ add in an order that does not repeat."""
-    return device.type != "cpu"
-
-
 def _added(values: Tensor, rows_BT: Tensor, count: int) -> Tensor:
     """Sum values [B, T, C] by sample and row, [B, count, C]."""
     B, _, C = values.shape
-    if not _has_atomics(values.device):
-        out = values.new_zeros(B, count, C)
-        return out.scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)
+    if not has_atomics(values.device):
+        return values.new_zeros(B, count, C).scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)
     first_B1 = torch.arange(B, device=values.device)[:, None] * count
-    return _added_in_order(values.flatten(0, 1), (rows_BT + first_B1).flatten(), B * count).view(B, count, C)
-
-
-def _added_in_order(values_NC: Tensor, rows_N: Tensor, count: int) -> Tensor:
-    """Sum values by row, [count, C], in an order that repeats."""
-    return torch.ops.aten.embedding_dense_backward(values_NC, rows_N, count, -1, False)
+    return add_rows(values.flatten(0, 1), (rows_BT + first_B1).flatten(), B * count).view(B, count, C)
