@@ -15,15 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.fake_cuda import device
+from tests.grids import quick
 
 ROOT = Path(__file__).parents[2]
-CASES = [
-    "gpt:all-layer:ghost:bf16:1",
-    "images:all-layer:auto:fp32",
-    "recurrent:param-wise:ghost:fp32",
-    "encoder:block-wise:bk:bf16",
-    "bags:all-layer:per-example:fp32",
-]
+CASES = ["gpt:all-layer:ghost:bf16:1", "images:all-layer:auto:fp32"]
+MORE = ["recurrent:param-wise:ghost:fp32", "encoder:block-wise:bk:bf16", "bags:all-layer:per-example:fp32"]
 BLOCKS = {"gpt:all-layer:auto:bf16": 1.55, "gpt:layer-wise:auto:bf16": 3.25}
 """Launches that a block adds, at most, over those of an ordinary step."""
 ONCE = "backends/checksums.py:_count_ends copies"
@@ -71,8 +67,9 @@ def require_no_waits(case, found):
     assert sum(own(found["metrics"]["waits"]).values()) <= METRICS, (case, found["metrics"]["waits"])
 
 
-def test_nothing_waits_for_the_gpu_before_the_release(library):
-    for case, found in steps(library, CASES).items():
+@pytest.mark.parametrize("cases", quick(CASES, rest=[MORE]), ids=" ".join)
+def test_nothing_waits_for_the_gpu_before_the_release(library, cases):
+    for case, found in steps(library, cases).items():
         require_no_waits(case, found)
 
 
