@@ -139,6 +139,7 @@ def zero(
         list[str] | None, typer.Option(metavar="STYLE[:MODE]", help="May be repeated. [dim]\\[default: both styles][/]")
     ] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of forward and backward.")] = "fp32",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile every block of every variant.")] = False,
     rounds: Rounds = 10,
     device: Device = "cpu",
     out: Out = results_files.FOLDER,
@@ -151,7 +152,9 @@ def zero(
     from benchmarks import zero as sharded
 
     chosen = _workloads(workloads or ["W1", "W2"], tiny)
-    setting = sharded.Setting(ranks=ranks, precision=precision, rounds=rounds, device=device, tiny=tiny)
+    setting = sharded.Setting(
+        ranks=ranks, precision=precision, compiled=compiled, rounds=rounds, device=device, tiny=tiny
+    )
     stages = stage or list(sharded.STAGES)
     clippings = clipping or ["all-layer", "layer-wise"]
     with console.progress("measuring", sharded.launches(chosen, stages, clippings)) as advance:
@@ -159,6 +162,35 @@ def zero(
             figures = sharded.measure(workload, stages, clippings, setting, advance)
             results_files.write(out, f"zero-{workload.name}", "zero", figures)
     report(out)
+
+
+@app.command()
+def gpu(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="May be repeated; `--list` shows them. [dim]\\[default: all][/]"),
+    ] = None,
+    device: Device = "cuda",
+    out: Out = results_files.ROOT / "benchmarks/results-gpu",
+    tiny: Tiny = False,
+    show: Annotated[bool, typer.Option("--list", help="Show the parts, and run none.")] = False,
+) -> None:
+    """Measure large models on one GPU, in parts that resume: ordinary, dpshard eager and compiled, and peers."""
+    from benchmarks import gpu as on_gpu
+
+    parts = on_gpu.find(part or [])
+    if show:
+        for one in parts:
+            console.out.print(f"{one.name}, {one.minutes:g} minutes: {' '.join(one.command)}", highlight=False)
+        return
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("torch finds no GPU: `dpshard doctor` says why. --device cpu --tiny tries it out.")
+    failures = on_gpu.run(
+        parts, out.resolve(), device=device, tiny=tiny, say=lambda text: console.err.print(escape(text))
+    )
+    path = on_gpu.write(out, failures)
+    console.out.print(path.read_text("utf-8"), markup=False, highlight=False)
+    raise typer.Exit(1 if failures else 0)
 
 
 @app.command()

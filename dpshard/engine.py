@@ -254,9 +254,10 @@ class PrivacyEngine:
         `loss` is [B], one value per row or unit, without padding's influence; or [], a mean over all rows.
         """
         plan = self._collector.plan
-        is_padding_B = None if plan is None else plan.rows_are_padding
-        if plan is not None and loss.dim() > 0 and len(loss) == len(plan.is_padding):
-            is_padding_B = plan.is_padding
+        is_padding_B = None
+        if plan is not None:
+            of_units = loss.dim() > 0 and len(loss) == len(plan.is_padding)
+            is_padding_B = plan.is_padding_on(loss.device, 1 if of_units else plan.rows_per_unit)
         self._collector.metrics.add_loss(loss.detach(), is_padding_B)
 
     def batches(

@@ -54,7 +54,8 @@ class Backend:
         """
         all_gather = self.communicator.all_gather
         fault = None if broken else self.reduction.fault()
-        own_X = torch.cat([doubts_F.new_tensor([fault is not None, broken]), doubts_F])
+        flags = [doubts_F.new_full((1,), flag) for flag in (fault is not None, broken)]  # no copies from the host
+        own_X = torch.cat([*flags, doubts_F])
         if self.reduction.is_unsummed:  # either all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):

@@ -12,6 +12,8 @@ Three nodes implement every clipping style; rules do not use them:
 Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
 Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
        Rules see detached parameters, so only anchors give parameters gradients.
+Tokens have gradients on GPUs: autograd makes the stream of an anchor wait for those of its taps only where a gradient
+       flows, and without one some versions of torch run the anchor in another thread than its taps.
 Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
        the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
 """
@@ -106,7 +108,7 @@ class Slot(torch.autograd.Function):
         ctx: Any, arrive: Callable[[Sequence[Tensor | None]], None], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Make the dummies."""
-        ctx.arrive, ctx.inputs = arrive, len(tensors)
+        ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors[:count])
 
@@ -116,7 +118,12 @@ class Slot(torch.autograd.Function):
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
-        return (None,) * (2 + ctx.inputs)
+        return (*(None,) * (2 + ctx.count), *(_blank(device),) * ctx.tokens)
+
+
+def _blank(device: torch.device) -> Tensor | None:
+    """Return the gradient of a token; see [Note: Anchor, slot, tap]."""
+    return torch.empty(0, device=device) if device.type == "cuda" else None
 
 
 @left_out_of_graphs
@@ -168,7 +175,7 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, arrive: Arrive, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.arrive = arrive
+        ctx.arrive, ctx.tokens = arrive, len(tensors) - count
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
@@ -181,7 +188,7 @@ class _Tap(torch.autograd.Function):
                 with in_full_precision(gradients[0].device):
                     ctx.arrive((*_kept(ctx), *gradients))
                 break
-        return (None, None, None, *gradients, *(None,) * ctx.others)
+        return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
 class _RegionTap(torch.autograd.Function):
@@ -206,7 +213,7 @@ _CREATE_GRAPH = (
 
 
 def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
-    ctx.nodes, ctx.count, ctx.others = nodes, count, len(tensors)
+    ctx.nodes, ctx.count = nodes, count
     ctx.save_for_backward(*tensors[:count])
     if torch.compiler.is_compiling():
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty

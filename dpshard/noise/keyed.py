@@ -36,6 +36,7 @@ every point of the grid. Rounding the result to the dtype of the sum is post-pro
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -156,11 +157,11 @@ class KeyedGaussian:
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """Release flat shards on devices that draw noise by the element; return their norms."""
-        seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
-        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64, device="cpu")
+        streams = [[self._stream(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
+        joined = torch.tensor([stream for of_one in streams for stream in of_one], dtype=torch.int64, device="cpu")
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
         norms, at = [], 0
-        for (shard, flat), of_one in zip(pairs, seeds, strict=True):
+        for (shard, flat), of_one in zip(pairs, streams, strict=True):
             own = copies[flat.device][at : at + len(of_one)]
             at += len(of_one)
             by_kernel = flat.dtype == torch.float32 and triton.run_on(flat.device)
@@ -168,8 +169,8 @@ class KeyedGaussian:
             norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
         return norms
 
-    def _seed(self, block: _Block, step: int) -> int:
-        return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
+    def _stream(self, block: _Block, step: int) -> tuple[int, ...]:
+        return struct.unpack("<3q", self._key(block, step)[:24])
 
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
@@ -238,10 +239,10 @@ class KeyedGaussian:
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         """Turn `piece` into (piece + std * noise) / divisor, rounded once. Overwrites `noise`."""
-        if piece.device.type == "cpu":
-            native.release_(piece.numpy(), noise, std, divisor)
-        else:
-            piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
+        host = piece.cpu()  # itself on the CPU; a GPU would round otherwise
+        native.release_(host.numpy(), noise, std, divisor)
+        if host is not piece:
+            piece.copy_(host)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
@@ -299,7 +300,7 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
     """Name of the noise generator for sums on `device`, for display."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
     if device.type != "cpu" and not secure and noise == "gaussian":
-        return f"{kind} from Philox 4x32-10 under 64 bits"
+        return f"{kind} from Philox 4x32-10 under 160 bits"
     return f"{kind} from AES-256" + (f", sums of {SUMMANDS}" if secure and noise == "gaussian" else "")
 
 

@@ -129,10 +129,16 @@ class MicroBatchPlan:
         """Number of samples that are not padding."""
         return int((~self.is_padding).sum())
 
-    @cached_property
+    @property
     def rows_are_padding(self) -> Tensor:
         """Bool [B * rows_per_unit]: rows that are padding."""
-        return self.is_padding if self.rows_per_unit == 1 else self.is_padding.repeat_interleave(self.rows_per_unit)
+        return self.is_padding_on(torch.device("cpu"), self.rows_per_unit)
+
+    def is_padding_on(self, device: torch.device, rows_each: int = 1) -> Tensor:
+        """Return `is_padding` with every element `rows_each` times, made on `device`: a copy would wait for it."""
+        if device.type == "cpu" and rows_each == 1:
+            return self.is_padding
+        return torch.arange(len(self.is_padding) * rows_each, device=device) >= self.samples * rows_each
 
 
 def plan_micro_batches(

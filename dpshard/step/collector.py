@@ -133,7 +133,7 @@ class Collector:
             self._own = [*(earlier for earlier in self._own if earlier.gap), tape]
         else:
             if micro.tape is None:
-                is_padding_B = micro.plan.is_padding.to(self._device)
+                is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
                 if micro.rows is not None and micro.rows.copies is not None:
                     self._watched.append((is_padding_B, micro.rows.copies))
