@@ -1,12 +1,16 @@
 """One step over 7 units of 3 rows; every rank reports the error of its whole update, case by case.
 
 Usage: torchrun --nproc_per_node=2 units_worker.py CASE...
+
+A case is ddp, fsdp2, hsdp (replicated, shards of one rank), or the ZeRO stage of DeepSpeed: zero1, zero2, zero3.
 """
 
 import sys
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +22,7 @@ from tests.oracle import clipped_mean, noise_free_engine, norm, ramp_loss, relat
 N, K, D = 7, 3, 5
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
 
@@ -32,13 +36,20 @@ def error(case: str) -> float:
         for unit in data
     ]
     R = sorted(norm(g) for g in per_unit)[N // 2] * 0.999
-    model = network()
+    found = of_deepspeed(int(case[-1]), data, R) if case.startswith("zero") else of_torch(case, data, R)
+    return relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=N))
+
+
+def of_torch(case: str, data: Tensor, R: float) -> Mapping[str, Tensor]:
+    """The update of DDP, FSDP2 or HSDP."""
+    model: nn.Module = network()
     if case == "ddp":
         model = DistributedDataParallel(model)
     else:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if case == "hsdp" else None
         for layer in (model[0], model[2]):  # type: ignore[index]
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     engine = noise_free_engine(model, batch_size=N, sample_size=N, max_grad_norm=R, rows_per_unit=K)
     for logical_batch in engine.batches(TensorDataset(data), 2):
         for (x,) in logical_batch:
@@ -48,7 +59,22 @@ def error(case: str) -> float:
     for name, p in model.named_parameters():
         assert p.grad is not None
         found[name.removeprefix("module.")] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=N))
+    return found
+
+
+def of_deepspeed(stage: int, data: Tensor, R: float) -> Mapping[str, Tensor]:
+    """The update of DeepSpeed, which trains in float32: the step of SGD at learning rate 1."""
+    from tests.distributed.deepspeed_setup import configuration, start, whole
+
+    model = network().float()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model_engine = start(model, configuration(stage), torch.optim.SGD(model.parameters(), lr=1.0))
+    engine = noise_free_engine(model_engine, batch_size=N, sample_size=N, max_grad_norm=R, rows_per_unit=K)
+    for logical_batch in engine.batches(TensorDataset(data.float()), 2):
+        for (x,) in logical_batch:
+            model_engine.backward(ramp_loss(model_engine(x)))
+        model_engine.step()
+    return {name: (before[name] - p).double() for name, p in whole(model).items()}
 
 
 if __name__ == "__main__":
