@@ -27,12 +27,15 @@ NEW_COURSE = (
 class Layouts:
     """The layouts of one model."""
 
-    def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
+    def __init__(
+        self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate, *, verified: bool
+    ) -> None:
         self.found: dict[Any, Layout] = {}
         """By the kind of the inputs."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # By the kind of the inputs: which carry samples, where probes have corrected what their sizes said.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
+        self._verified = verified
 
     def of(self, run: Run) -> Layout:
         """Return the layout for the inputs of `run`, which were probed."""
@@ -93,15 +96,23 @@ class Layouts:
                 state.rewind()
                 return state.guarded(functools.partial(run.first, n, rows))
 
+            def compared(rows: int) -> Layout:
+                return find_layout(
+                    functools.partial(first, rows=rows),
+                    self._parameters.trainable,
+                    rows_per_unit=run.rows_per_unit,
+                    # Of one unit and its copies, all that a wrong order brings together is one unit.
+                    verified=self._verified or run.rows == 1,
+                )
+
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.
-            alike = functools.partial(first, rows=min(2, run.rows))
+            alike = min(2, run.rows)
             if unshards:  # all ranks run as often
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(alike)
             try:
-                varied = functools.partial(first, rows=run.rows)
-                return find_layout(varied, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(run.rows)
             except BatchLayoutError:
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(alike)
 
     def _try_whole(self, run: Run) -> None:
         """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
