@@ -1,6 +1,7 @@
 """Units of several rows: one gradient, one coefficient, one contribution in every mode; against a float64 oracle."""
 
 import functools
+import random
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import QuantileTracking, UnitDataset
+from dpshard import QuantileTracking, UnitDataset, augment
 from dpshard.audit import audit_releases, audit_steps
 from dpshard.config import CLIPPING_MODES, BatchSchedule
 from dpshard.errors import (
@@ -623,7 +624,9 @@ def test_types_that_are_looked_up_in_another_order_are_refused(padding_idx, erro
     """At once; where the zeros are padding they have no gradient, and nothing tells."""
     data = torch.randint(7, (M * 2, 5)), torch.arange(M * 2) % 3
     with pytest.raises(error):
-        private_step(Typed(regroups=True, padding_idx=padding_idx), data, F.cross_entropy, rows_per_unit=2, batch_size=M)
+        private_step(
+            Typed(regroups=True, padding_idx=padding_idx), data, F.cross_entropy, rows_per_unit=2, batch_size=M
+        )
 
 
 @pytest.mark.parametrize("first", ["equal", "zero"])
@@ -681,3 +684,64 @@ def test_what_does_not_know_units_refuses_them():
     for audit in (audit_steps, audit_releases):
         with pytest.raises(ConfigurationError, match="does not know units"):
             audit(Network(), x, y, lambda scores, y: F.cross_entropy(scores, y, reduction="none"), rows_per_unit=2)
+
+
+# --- augment ---------------------------------------------------------------------------------------------------------
+
+
+def jittered(item):
+    """By all generators that a transform may draw from, in place."""
+    x, y = item
+    x += torch.rand(()) + np.random.rand() + random.random()  # noqa: NPY002
+    return x, y
+
+
+def test_augmentations_are_drawn_by_the_key_and_leave_everything_else_alone():
+    images = [(torch.full((2,), float(i)), i) for i in range(3)]
+    units = augment(images, jittered, 4)
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    first, again, other = (units.draw(1, key * 32).rows for key in (b"a", b"a", b"b"))
+    assert torch.equal(torch.rand(2), expected)
+    values = [[float(x[0]) for x, _ in rows] for rows in (first, again, other)]
+    assert values[0] == values[1]
+    assert len(set(values[0] + values[2])) == 8
+    assert all(1 <= value < 4 for value in values[0])
+    assert [y for _, y in first] == [1] * 4
+    assert [float(x[0]) for x, _ in images] == [0, 1, 2]
+    assert len(units) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_replayed_step_has_the_same_augmentations(workers):
+    units = augment([(torch.zeros(2), 0)] * 2, jittered, 3)
+
+    def steps(secret):
+        plans = list(poisson_plans(_Everyone(), secret, range(2), 2, rows_per_unit=3))
+        return [x for _, (x, _) in load(units, plans, sample_size=2, rows_per_unit=3, num_workers=workers)]
+
+    first, again, other = steps(bytes(32)), steps(bytes(32)), steps(bytes([1] * 32))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    values = torch.cat(first + other)[:, 0]
+    assert len(values.unique()) == 24
+
+
+def test_a_sample_is_clipped_once_with_all_of_its_augmentations():
+    """Shifted ids as augmentations, of which the transform knows the number."""
+    ids, y = sentences(M)
+    samples = [(ids[i], y[i]) for i in range(M)]
+    shifts = iter(range(3 * M))
+    units = augment(samples, lambda item: (item[0].roll(next(shifts) % 3), item[1]), 3)
+    rows = torch.cat([torch.stack([x.roll(j) for j in range(3)]) for x in ids]), y.repeat_interleave(3)
+    per_unit = per_unit_gradients(Network(), rows, 3, F.cross_entropy)
+    R = threshold(per_unit)
+    found = clipped_sum(Network, loop_in(4), units, rows_per_unit=3, max_grad_norm=R)
+    assert relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=1)) <= TOLERANCE
+
+
+def test_augmentations_are_counted():
+    with pytest.raises(ConfigurationError, match="rows_per_unit"):
+        augment([1], jittered, 0)
+    with pytest.raises(DataError, match="a unit of 2 rows"):
+        clipped_sum(Network, loop_in(2), augment(TensorDataset(*sentences(4)), tuple, 2), rows_per_unit=3)

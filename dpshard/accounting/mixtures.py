@@ -59,7 +59,7 @@ def interval(counts: Counts, delta: float) -> float:
 def _deviation(release: Release, rare: float) -> float:
     """Return the standard deviation of the loss in leading order: sqrt(E[exp(k k' / sigma^2)] - 1) of two draws."""
     G, q = release.max_rows_per_unit, release.sampling_probability
-    drawn = np.arange(1 + stats.binom.isf(rare, G, q))
+    drawn = np.arange(1 + int(stats.binom.isf(rare, G, q)))
     probabilities = stats.binom.pmf(drawn, G, q)
     products = np.minimum(np.outer(drawn, drawn) / release.noise_multiplier**2, 600.0)
     return math.sqrt(float(probabilities @ np.expm1(products) @ probabilities))

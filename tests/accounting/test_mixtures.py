@@ -61,7 +61,7 @@ def test_more_samples_of_a_unit_cost_more_and_never_more_than_groups():
     """Epsilon rises with G; G samples that come together are a group, whose sensitivity is G."""
     found = [compute_epsilon(((Release(2.0, 0.2, 1000, max_rows_per_unit=G), 3),), DELTA) for G in (1, 2, 8)]
     assert found == sorted(found)
-    group = compute_epsilon(((Release(2.0 / 8, 1 - 0.8**8, 1000), 3),), DELTA)
+    group = compute_epsilon(((Release(2.0 / 8, 1 - 0.8**8, 1000), 3),), DELTA, "rdp")
     assert found[-1] < group
 
 

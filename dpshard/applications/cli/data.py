@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
 from dpshard.errors import DataError
-from dpshard.units import UnitDataset
+from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
 """Number of byte tokens. Token ids are the 256 bytes, then BEGIN and PAD: a public vocabulary."""

@@ -29,7 +29,9 @@ def load(settings: TrainSettings) -> Data:
     source = str(settings.data)
     tables = source.startswith("hf:") or source.endswith((".jsonl", ".csv"))
     if settings.group_column is not None and not tables:
-        raise DataError(f"{source} has no columns, and --group-column names one: give a .jsonl or .csv file, or hf:NAME.")
+        raise DataError(
+            f"{source} has no columns, and --group-column names one: give a .jsonl or .csv file, or hf:NAME."
+        )
     if source.startswith("hf:"):
         return _hugging_face(source.removeprefix("hf:"), settings)
     path = Path(source)

@@ -12,7 +12,7 @@ from dpshard.applications.cli import data, models
 from dpshard.applications.cli.data import BEGIN, IGNORED, MASK, PAD, Kind, load
 from dpshard.applications.cli.settings import resolve
 from dpshard.errors import ConfigurationError, DataError
-from dpshard.units import UnitDataset
+from dpshard.sampling.units import UnitDataset
 
 
 def rows(dataset):
