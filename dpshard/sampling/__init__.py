@@ -1,7 +1,8 @@
 """Who is in the batch: the draw of a step, its micro-batches, and their data.
 
 `draw.py`: Poisson sampling. `plans.py`: micro-batches on every rank. `loading.py`: reading, collating and padding.
-`units.py`: units of several rows; `UnitDataset` and `augment` are for users. May import `randomness` and below. Begin with `plans.py`.
+`units.py`: units of several rows; `UnitDataset` and `augment` are for users. May import `randomness` and below. Begin
+with `plans.py`.
 """
 
 from dpshard.sampling.draw import PoissonSampler, default_cap, parse_cap

@@ -3,12 +3,14 @@
 Usage: torchrun --nproc_per_node=2 units_worker.py CASE...
 
 A case is ddp, fsdp2, hsdp (replicated, shards of one rank), or the ZeRO stage of DeepSpeed: zero1, zero2, zero3.
+regrouped: a model that regroups rows, on equal rows of two units here and of one there; the report is its error.
 """
 
 import sys
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from dpshard.errors import DpshardError
 from tests.distributed.rank import main
 from tests.oracle import clipped_mean, noise_free_engine, norm, ramp_loss, relative_error
 
@@ -77,5 +80,43 @@ def of_deepspeed(stage: int, data: Tensor, R: float) -> Mapping[str, Tensor]:
     return {name: (before[name] - p).double() for name, p in whole(model).items()}
 
 
+class Regroups(nn.Module):
+    """First rows of all units, then second ones, within the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(D, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(self.first(torch.cat([x[0::2], x[1::2]])).tanh())
+        return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def of_regrouped() -> str | float:
+    torch.manual_seed(1)
+    data = torch.randn(3, 1, D, dtype=torch.float64).expand(3, 2, D).contiguous()
+    y = torch.tensor([[0, 1], [2, 0], [1, 2]])
+    plain = Regroups()
+    names = [name for name, _ in plain.named_parameters()]
+    per_unit = [
+        dict(zip(names, torch.autograd.grad(F.cross_entropy(plain(x), k), list(plain.parameters())), strict=True))
+        for x, k in zip(data, y, strict=True)
+    ]
+    R = sorted(norm(g) for g in per_unit)[1] * 0.999
+    model = DistributedDataParallel(Regroups())
+    engine = noise_free_engine(model, batch_size=3, sample_size=3, max_grad_norm=R, rows_per_unit=2)
+    try:
+        for logical_batch in engine.batches(TensorDataset(data, y), 2):
+            for x, k in logical_batch:
+                F.cross_entropy(model(x), k).backward()
+            engine.privatize()
+    except DpshardError as refusal:
+        return type(refusal).__name__
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=3))  # type: ignore[arg-type]
+
+
 if __name__ == "__main__":
-    main(lambda: [error(case) for case in sys.argv[1:]])
+    main(lambda: [of_regrouped() if case == "regrouped" else error(case) for case in sys.argv[1:]])
