@@ -195,7 +195,8 @@ class PrivacyEngine:
         ranks, secret = self._backend.communicator, lambda: self._secret
         self._verifier = Verifier(sharding, ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
-        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K)
+        told = {"verified": self._verify, "alone": ranks.world_size == 1}
+        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K, **told)
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
         optimizer_hook.register(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpshard.accounting.releases import Counts, Release
 from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit
@@ -54,6 +54,18 @@ class SampledMechanism:
             self.quantile_counts,
             self.discretized_elements,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MechanismOfUnits(SampledMechanism):
+    """Samples are drawn one by one, and a unit of privacy has up to `max_rows_per_unit` of them."""
+
+    max_rows_per_unit: int
+    """Samples of one unit, at most; see [Note: Units of several samples] in mixtures.py."""
+
+    def _release(self, batch_size: int) -> Release:
+        release = SampledMechanism._release(self, batch_size)  # super() has lost the class, which slots have replaced
+        return replace(release, max_rows_per_unit=self.max_rows_per_unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

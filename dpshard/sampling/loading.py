@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpshard.errors import DataError
 from dpshard.sampling.plans import MicroBatchPlan
-from dpshard.sampling.units import CollatedRows, DrawnUnits, UnitDataset, UnitTensors
+from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors
 
 
 def load(
@@ -40,7 +40,7 @@ def load(
         dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)
         collate_fn = _as_is
     else:
-        units = isinstance(dataset, UnitDataset)
+        units = isinstance(dataset, KeyedUnits)
         if units or rows_per_unit > 1:
             collate_fn = CollatedRows(collate_fn or default_collate, rows_per_unit)
         if units:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from dpshard.accounting import CorrelatedMechanism, SampledMechanism, Search
+from dpshard.accounting import CorrelatedMechanism, MechanismOfUnits, SampledMechanism, Search
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Plan, draw, show, work_out
@@ -38,6 +38,14 @@ Cap = Annotated[
     int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
 ]
 Elements = Annotated[int | None, typer.Option(help="Trainable elements of the model, which discrete noise asks for.")]
+RowsOfUnit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="G",
+        help="Samples of one unit (a user, a patient) among the N, at most: epsilon is that of units, while samples "
+        "are drawn one by one (pld only).",
+    ),
+]
 Accountants = Annotated[
     list[str] | None,
     typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
@@ -73,6 +81,7 @@ def command(
     target_epsilon: Epsilon = None,
     target_delta: Delta = 1e-5,
     max_batch_size: Cap = None,
+    max_rows_per_unit: RowsOfUnit = None,
     noise: Annotated[str, typer.Option(help="gaussian, or discrete-gaussian (rdp only).")] = "gaussian",
     elements: Elements = None,
     sampling: correlated.Sampling = "poisson",
@@ -93,7 +102,8 @@ def command(
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
     schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases)
-    run = SampledMechanism(
+    run = _run(
+        max_rows_per_unit,
         schedule=schedule,
         sample_size=sample_size,
         noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
@@ -118,6 +128,12 @@ def command(
         typer.echo(to_json({"asked": plan.unknown, "plan": plan.known(), "answers": list(map(asdict, answers))}, 2))
     else:
         show(plan, answers)
+
+
+def _run(max_rows_per_unit: int | None, **facts: Any) -> SampledMechanism:
+    if max_rows_per_unit is None:
+        return SampledMechanism(**facts)
+    return MechanismOfUnits(**facts, max_rows_per_unit=max_rows_per_unit)
 
 
 def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sample_size: int) -> Search | None:
@@ -165,7 +181,7 @@ def _able(plan: Plan) -> Sequence[str]:
         return ["pld"] if plan.search is None else ["rdp"]
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]
-    if plan.mechanism.max_batch_size is not None:
+    if plan.mechanism.max_batch_size is not None or isinstance(plan.mechanism, MechanismOfUnits):
         return ["pld"]
     return ACCOUNTANTS if plan.target_epsilon is None else [name for name in ACCOUNTANTS if name != "gdp"]
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from dpshard.accounting import (
     CorrelatedMechanism,
+    MechanismOfUnits,
     SampledMechanism,
     Search,
     calibrate,
@@ -175,6 +176,11 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
             yield correlated.in_words(run, answer.error_over_dp_sgd)
     name = answers[0].neighbouring_relation
     yield f"Neighbours: {name}: {NEIGHBOURS[name]}."
+    if isinstance(run, MechanismOfUnits):
+        yield (
+            f"Here the blank is in the place of all samples of one unit, at most {run.max_rows_per_unit:,}; cut units "
+            f"down to so many before the training."
+        )
     for answer in answers:
         if answer.steps == 0:
             yield f"{answer.accountant}: not even one step fits the budget."

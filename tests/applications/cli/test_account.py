@@ -253,3 +253,17 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
 )
 def test_correlations_that_are_not_analysed_are_refused(dpshard, words, message):
     assert message in " ".join(dpshard("account", *MNIST, *words.split(), exit_code=2).stderr.split())
+
+
+def test_units_of_several_samples(dpshard):
+    """Drawn sample by sample; epsilon is of units, and the output says so."""
+    run = ["account", "--sample-size", 1000, "--batch-size", 200, "--steps", 3, "--delta", 1e-4, "--sigma", 4]
+    several = json.loads(dpshard(*run, "--max-rows-per-unit", 4, "--json").stdout)
+    (answer,) = several["answers"]
+    assert several["plan"]["max_rows_per_unit"] == 4
+    assert answer["accountant"] == "pld"
+    assert answer["epsilon"] > 2 * json.loads(dpshard(*run, "--json").stdout)["answers"][0]["epsilon"]
+    said = dpshard(*run, "--max-rows-per-unit", 4).stdout
+    assert "all samples of one unit, at most 4" in " ".join(said.split())
+    wrong = [*run, "--max-rows-per-unit", 4, "--sampling", "fixed-order"]
+    assert "--max-rows-per-unit" in dpshard(*wrong, exit_code=2).stderr
