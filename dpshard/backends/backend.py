@@ -54,8 +54,10 @@ class Backend:
         """
         all_gather = self.communicator.all_gather
         fault = None if broken else self.reduction.fault()
-        flags = [doubts_F.new_full((1,), flag) for flag in (fault is not None, broken)]  # no copies from the host
-        own_X = torch.cat([*flags, doubts_F])
+        flags = doubts_F.new_zeros(2)  # no copy from the host
+        if fault is not None or broken:
+            flags[int(broken)] = 1
+        own_X = torch.cat([flags, doubts_F])
         if self.reduction.is_unsummed:  # either all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
