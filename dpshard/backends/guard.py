@@ -141,8 +141,10 @@ class Guard:
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
             return gradient is None or not self.holds_anything(name)  # zero_grad(set_to_none=False)
+        if gradient is None or gradient is not noted.gradient:
+            return False
         own, shard = noted.versions
-        return gradient is noted.gradient and gradient._version == own and self._local(gradient)._version == shard
+        return gradient._version == own and self._local(gradient)._version == shard
 
     def all_thrown_away(self) -> bool:
         """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
