@@ -106,6 +106,7 @@ wheels:
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d $(WHEELS) $(foreach v,$(GPU_PYTHON),--python-version $(v)) \
 		$(foreach glibc,2_17 2_27 2_28 2_34,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
 		dp-accounting==0.6.0 dm-tree absl-py attrs mpmath cryptography cffi pycparser typer rich hypothesis sortedcontainers \
+		click shellingham markdown-it-py mdurl pygments wrapt pyyaml jinja2 markupsafe \
 		pytest pytest-timeout iniconfig pluggy packaging opacus==1.6.0 opt_einsum
 
 lint: venv

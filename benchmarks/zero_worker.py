@@ -68,7 +68,8 @@ class Sharded:
         world = dist.get_world_size()
         x, y = workload.data(POOL * self.rows * world)
         self.data = x.to(self.device), y.to(self.device)
-        model = workload.build().to(self.device).train()
+        with self.device:  # a GPU draws the weights of large models in no time
+            model = workload.build().train()
         if job["compiled"]:
             for block in getattr(model, "blocks", [model]):
                 block.compile()

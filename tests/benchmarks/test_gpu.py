@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from benchmarks import gpu, measure, zero
 from benchmarks.cli import app
+from dpshard.errors import ConfigurationError
 
 RATIO = {"median": 1.25, "low": 1.2, "high": 1.3}
 
@@ -81,6 +82,17 @@ def test_parts_are_listed_and_a_missing_gpu_is_said(monkeypatch):
     without = CliRunner().invoke(app, ["gpu"])
     assert without.exit_code != 0
     assert "no GPU" in without.output
+
+
+def test_without_matplotlib_there_are_tables(monkeypatch, tmp_path):
+    def draw(folder):
+        raise ConfigurationError("no matplotlib")
+
+    monkeypatch.setattr("benchmarks.plots.draw", draw)
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "no matplotlib" in result.output
+    assert (tmp_path / "README.md").exists()
 
 
 @pytest.mark.exhaustive
