@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
     from dpshard.replacements import replace_unsupported
+    from dpshard.sampling.units import UnitDataset, augment
     from dpshard.step.logical_batch import LogicalBatch
-    from dpshard.units import UnitDataset
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "QuantileTracking",
     "UnitDataset",
     "__version__",
+    "augment",
     "replace_unsupported",
 ]
 
@@ -31,7 +32,8 @@ _HOMES = {
     "LogicalBatch": "dpshard.step.logical_batch",
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
-    "UnitDataset": "dpshard.units",
+    "UnitDataset": "dpshard.sampling.units",
+    "augment": "dpshard.sampling.units",
     "replace_unsupported": "dpshard.replacements",
 }
 

@@ -7,6 +7,7 @@ with a small gradient is not held to digits that the sum does not have, nor a la
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dpshard import PrivacyEngine
+
+DEVICE = os.environ.get("DPSHARD_TEST_DEVICE")
+"""Device of private steps and of what they are compared with; None: that of the model and the data."""
 
 TOLERANCE = 1e-10
 """Largest relative error of an update in float64."""
@@ -36,7 +40,8 @@ def ramp_loss(output: Tensor, *_: Tensor) -> Tensor:
 
 
 def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = ramp_loss) -> list[Gradients]:
-    """Return the gradient of every sample's own loss; `data`: the model's input, then arguments of the loss, by row."""
+    """The gradient of every sample's own loss; `data` is the model's input, then what the loss wants, row by row."""
+    data = _there(model, data)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for i in range(len(data[0])):
@@ -46,6 +51,14 @@ def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = 
         zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
         found.append({name: zeros[name] if g is None else g for name, g in zip(parameters, gradients, strict=True)})
     return found
+
+
+def _there(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
+    """Move a model to DEVICE; return the data there."""
+    if DEVICE is None:
+        return list(data)
+    model.to(DEVICE)
+    return [rows.to(DEVICE) for rows in data]
 
 
 def norm(gradients: Gradients, names: Sequence[str] | None = None) -> float:
@@ -83,7 +96,7 @@ def clipped_mean(
 
 
 def _double(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    return x.to("cpu", torch.complex128 if x.is_complex() else torch.float64)
 
 
 def relative_error(update: Gradients, expected: Gradients) -> float:
@@ -126,6 +139,7 @@ def private_step(
 
     `call` replaces the model in forward (by a compiled one, for example); other options are the engine's.
     """
+    data = _there(model, data)
     B = len(data[0])
     engine = noise_free_engine(model, batch_size=batch_size or B, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

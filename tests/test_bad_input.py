@@ -137,7 +137,7 @@ def test_a_cap_below_the_expected_batch_warns():
 
 @pytest.mark.parametrize("model", [[mlp()], mlp], ids=["list", "function"])
 def test_what_is_no_module_is_refused_by_its_type(model):
-    with pytest.raises(ConfigurationError, match=f"^model is of type {type(model).__name__}, no torch.nn.Module"):
+    with pytest.raises(ConfigurationError, match=f"^model is of type {type(model).__name__}, not a torch.nn.Module"):
         engine_on(model)
 
 

@@ -184,7 +184,7 @@ class GradStore:
             if total is None:
                 shard = self._sharding.local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
-            totals[name] = wide(total)
+            totals[name] = total if total.dtype in WIDE else wide(total)
         return totals
 
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:

@@ -100,9 +100,9 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in own:
             raise ConfigurationError(
-                f"{canonical_name(name)} is placed as {parameter.placements} on {parameter.device_mesh} by something "
-                f"else than FSDP: tensor or expert parallelism (parallelize_module, distribute_tensor). Then no rank "
-                f"knows the norm of a whole sample, also where only other parameters are trained. {_TODAY}."
+                f"{canonical_name(name)} is placed as {parameter.placements} on {parameter.device_mesh}, not by FSDP "
+                f"but by tensor or expert parallelism (parallelize_module, distribute_tensor). Then no rank has the "
+                f"norm of a whole sample, even if only other parameters are trained. {_TODAY}."
             )
 
 

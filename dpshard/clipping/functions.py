@@ -143,15 +143,15 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
         return _FUNCTIONS[clipping_fn]
     if isinstance(clipping_fn, type) or not callable(getattr(clipping_fn, "factor", None)):
         raise ConfigurationError(
-            f"clipping_fn={clipping_fn!r} is no object with a method factor(norm_B, threshold). Choose one of "
-            f"{sorted(_FUNCTIONS)}, or pass an instance of a class that has it."
+            f"clipping_fn={clipping_fn!r} has no method factor(norm_B, threshold). Choose one of {sorted(_FUNCTIONS)}, "
+            f"or pass an instance of a class that has it."
         )
     if type(clipping_fn) in {type(known) for known in _FUNCTIONS.values()}:
         return clipping_fn
     if type(clipping_fn).__repr__ is object.__repr__:
         raise ConfigurationError(
-            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, by which a resumed run would know it "
-            f"again. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
+            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, so a resumed run could not recognise "
+            f"it. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
         )
     return _Guarded(clipping_fn)
 
@@ -187,7 +187,7 @@ def form_groups(
         for name in names:
             if name not in trainable:
                 raise ConfigurationError(
-                    f"clipping_style: {name!r} is no trainable parameter of the model. Known: {_some(trainable)}."
+                    f"clipping_style: {name!r} is not a trainable parameter of the model. Known: {_some(trainable)}."
                 )
             if seen.get(name, label) != label:
                 raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,10 @@ class Roots:
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
 
+def _is_same(source: Source, other: Source) -> bool:
+    return other is source or (other.exact and other.label == source.label)
+
+
 _FEW = 2
 """Most small gradients on a CPU that are not worth joining."""
 
@@ -90,9 +94,9 @@ class GroupTape:
             )
         return arrived == self._expected[name]
 
-    def awaits_only(self, names: set[str]) -> bool:
+    def awaits_only(self, names: Collection[str]) -> bool:
         """Return True if every use of the other parameters has arrived."""
-        return all(self._arrived.get(name, 0) == n for name, n in self._expected.items() if name not in names)
+        return all(name in names or self._arrived.get(name, 0) == n for name, n in self._expected.items())
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -102,10 +106,10 @@ class GroupTape:
         if not entries:
             return
         source = entries[0][0]
-        if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
+        if len(entries) > 1 and not all(_is_same(source, other) for other, _ in entries):
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
-        (first, *others) = (record for _, record in entries)
+        first, *others = [record for _, record in entries]
         if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
             self.small[name] = first
             return
@@ -174,8 +178,10 @@ class GroupTape:
 
     def take(self, name: str) -> Tensor | None:
         """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
-        self.sum(name)
-        self._sum_bundle()
+        if name in self.entries:
+            self.sum(name)
+        if self._bundle is not None:
+            self._sum_bundle()
         clipped = self._sums.pop(name, None)
         return None if clipped is None else as_complex(clipped, self.roots.anchored[name].dtype)
 

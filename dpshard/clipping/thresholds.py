@@ -32,7 +32,7 @@ from torch import Tensor
 from dpshard.clipping.functions import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
-from dpshard.config import check_positive, is_number
+from dpshard.config import NoiseName, check_positive, is_number
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
@@ -112,6 +112,18 @@ class Thresholds:
         """Load a `state_dict`; raise CheckpointError for anything else."""
 
 
+def check_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
+    """Raise ConfigurationError unless thresholds can start at `max_grad_norm`, and follow `tracking` under `noise`."""
+    check_positive("max_grad_norm", max_grad_norm)
+    if not isinstance(tracking, QuantileTracking | None):
+        raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
+    if tracking is not None and noise != "gaussian":
+        raise ConfigurationError(
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
+            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
+
+
 class TrackedThresholds(Thresholds):
     """Thresholds that follow a quantile."""
 
@@ -139,8 +151,8 @@ class TrackedThresholds(Thresholds):
         """See Thresholds."""
         # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
-            "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
-            "micro_batch_size), which sees to it, rather than over batches of your own."
+            "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
+            "micro_batch_size), which ensures that, not over batches of your own."
         )
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:

@@ -47,7 +47,11 @@ _NOT_COMPILED = (
 
 
 class Interception:
-    """The recorded forwards of one model; `before_forward(run, kind of inputs)` runs first, to verify if needed."""
+    """The forwards of one model, which are recorded on tapes.
+
+    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
+    `verified`: whether it does verify, so that probes need not tell everything. `alone`: whether there is one rank.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,9 @@ class Interception:
         sharding: ShardingHooks,
         before_forward: Callable[[Run, Any], None],
         rows_per_unit: int = 1,
+        *,
+        verified: bool = True,
+        alone: bool = True,
     ) -> None:
         self._model, self._session, self._before_forward = model, session, before_forward
         self._rows_per_unit = rows_per_unit
@@ -64,7 +71,7 @@ class Interception:
         self._parameters = parameters = TrainedParameters(model, sources, sharding, active)
         isolate = functools.partial(IsolatedForward, model, active, WriteGuard(model))
         self._regions = CompiledRegions(parameters, active, isolate)
-        self.layouts = Layouts(parameters, sharding, isolate)
+        self.layouts = Layouts(parameters, sharding, isolate, verified=verified, alone=alone)
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False

@@ -98,8 +98,8 @@ def kind_of_run(run: Run) -> Any:
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
     ]
-    # Mixing of samples shows only with two or more.
-    return (run.module, run.tree, tuple(inputs), run.rows > 1)
+    # What mixes samples shows with two of them at least, and the order of the rows of one unit does not matter.
+    return (run.module, run.tree, tuple(inputs), run.rows > 1, run.batch_size == 1 < run.rows_per_unit)
 
 
 def kind_of_contents(run: Run) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,20 +20,29 @@ from dpshard.interception.run import Run
 ATTEMPTS = 8
 """Most starts of one forward; each unprobed course restarts it."""
 NEW_COURSE = (
-    "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
-    "that depends on random numbers or on the data of a single sample."
+    "The model runs other functions in every forward, so dpshard cannot learn how it uses its parameters. Remove "
+    "control flow that depends on random numbers or on the data of a single sample."
 )
 
 
 class Layouts:
     """The layouts of one model."""
 
-    def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        sharding: ShardingHooks,
+        isolate: Isolate,
+        *,
+        verified: bool,
+        alone: bool,
+    ) -> None:
         self.found: dict[Any, Layout] = {}
         """By the kind of inputs."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Batch dimensions by the kind of inputs, where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
+        self._verified, self._alone = verified, alone
 
     def of(self, run: Run) -> Layout:
         """Return the layout for the probed inputs of `run`."""
@@ -51,6 +61,9 @@ class Layouts:
         run = self.as_read(run)
         kind = kind_of_run(run)
         if kind in self.found:
+            return run
+        if run.rows == 1 < run.rows_per_unit and (of_several := kind_of_run(replace(run, rows=2))) in self.found:
+            self.found[kind] = self.found[of_several]  # one unit tells less than several
             return run
         try:
             self.found[kind] = self.probe(run, into={})
@@ -93,15 +106,32 @@ class Layouts:
                 state.rewind()
                 return state.guarded(functools.partial(run.first, n, rows))
 
-            # Without a new sample, both runs take the same branch on values (is anything masked?).
-            alike = functools.partial(first, rows=min(2, run.rows))
-            if unshards:  # all ranks must run equally often
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+            def compared(rows: int) -> Layout:
+                return find_layout(
+                    functools.partial(first, rows=rows),
+                    self._parameters.trainable,
+                    rows_per_unit=run.rows_per_unit,
+                    verified=self._tells_order(run),
+                )
+
+            # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+            alike = min(2, run.rows)
+            if unshards:  # all ranks run as often
+                return compared(alike)
             try:
-                varied = functools.partial(first, rows=run.rows)
-                return find_layout(varied, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(run.rows)
             except BatchLayoutError:
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(alike)
+
+    def _tells_order(self, run: Run) -> bool:
+        """Return True if the order of equal rows of units will be verified, or does not matter.
+
+        One unit is not compared with others. Alone, it comes with its copies only, which a wrong order may bring
+        together; where a rank has one unit, another may have two.
+        """
+        if run.rows > 1:
+            return self._verified
+        return self._alone or run.batch_size == 1
 
     def _try_whole(self, run: Run) -> None:
         """Raise any error that `run` raises on all samples: batch dimensions do not cause it."""

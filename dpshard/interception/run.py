@@ -11,7 +11,7 @@ compares the sample with others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,31 +122,7 @@ def plan_run(
             f"are hidden. Call it on the whole micro-batch; within its forward torch.vmap is followed."
         )
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
-    if not sizes:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
-            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
-            f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
-        )
-    B = len(plan.indices) * rows_per_unit if plan is not None else sizes[0]
-    if plan is None and len(set(sizes) - {1}) > 1:
-        raise BatchLayoutError(
-            f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
-            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
-            f"or iterate over engine.batches(...), which knows their number."
-        )
-    if B == 0:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
-        )
-
-    if B % rows_per_unit:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
-            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
-            f"have fewer rows."
-        )
+    B = _row_count(module, leaves, plan, rows_per_unit)
 
     def dim(x: Any) -> int | None:
         if not isinstance(x, Tensor) or x.dim() == 0:
@@ -167,6 +143,34 @@ def plan_run(
     given = tuple(leaves)
     run = Run(module, original, given, given, tree, m, dims, rows, rows_per_unit)
     return run if rows_per_unit == 1 else run.reading(dims)
+
+
+def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | None, rows_per_unit: int) -> int:
+    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
+    if not sizes:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
+            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
+            f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
+        )
+    B = len(plan.indices) * rows_per_unit if plan is not None else sizes[0]
+    if plan is None and len(set(sizes) - {1}) > 1:
+        raise BatchLayoutError(
+            f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
+            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
+            f"or iterate over engine.batches(...), which knows their number."
+        )
+    if B == 0:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
+        )
+    if B % rows_per_unit:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
+            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
+            f"have fewer rows."
+        )
+    return B
 
 
 def refuse_two_batch_dimensions(run: Run) -> None:

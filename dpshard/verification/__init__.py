@@ -8,6 +8,6 @@ failures in float32. May import `interception` and below. Not for users, who cal
 
 from dpshard.verification.collation import verified_collation
 from dpshard.verification.objectives import Loss
-from dpshard.verification.verifier import Moment, Verifier
+from dpshard.verification.verifier import Verifier
 
-__all__ = ["Loss", "Moment", "Verifier", "verified_collation"]
+__all__ = ["Loss", "Verifier", "verified_collation"]

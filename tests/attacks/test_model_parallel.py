@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launch import together
 
 APART = "2 ranks share the data"
-PLACED = "by something else than FSDP: tensor or expert parallelism"
+PLACED = "not by FSDP but by tensor or expert parallelism"
 TALKS = "The forward of the model calls"
 
 REFUSED = {

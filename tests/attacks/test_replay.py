@@ -211,7 +211,7 @@ def test_going_back_and_repeating_exactly_costs_nothing():
     assert (run.engine.epsilon(), run.count) == (spent, 3)
 
 
-@pytest.mark.filterwarnings("ignore:The loaded state is of a run with other facts")
+@pytest.mark.filterwarnings("ignore:The run that saved this state differs")
 def test_a_state_that_was_saved_after_going_back_remembers_what_was_released():
     run = Training()
     start = run.save()

@@ -150,8 +150,8 @@ class Nameless:
     ("wrong", "message"),
     [
         ("flat", r"'flat' is unknown.*'abadi', 'automatic', 'global'"),
-        (None, r"None is no object with a method factor"),
-        (lambda norm, threshold: norm, "no object with a method factor"),
+        (None, r"None has no method factor"),
+        (lambda norm, threshold: norm, "has no method factor"),
         (AbadiClipping, "pass an instance"),
         (Nameless(), "Nameless has no repr of its own.*frozen dataclass"),
     ],
@@ -304,7 +304,7 @@ def test_the_update_under_the_second_name_is_that_of_the_oracle():
         ([[]], r"no group holds 'scale'"),
         ([NAMES, ["scale"]], r"'scale' is in two groups \('group 0' and 'group 1'\)"),
         ([NAMES, ["head.weight"]], r"'embedding.weight' is in two groups"),
-        ([NAMES, ["nonsense"]], r"'nonsense' is no trainable parameter of the model. Known: 'scale'"),
+        ([NAMES, ["nonsense"]], r"'nonsense' is not a trainable parameter of the model. Known: 'scale'"),
         (["scale", "embedding.weight"], r"a list of groups, each a list of parameter names, such as \[\["),
         (["all-layer"], r"a list of groups"),
         ([[1, 2]], r"a list of groups"),
@@ -321,7 +321,7 @@ def test_a_frozen_parameter_in_a_list_is_refused():
     model = Network()
     model.scale.requires_grad_(False)
     trainable = [name for name in NAMES if name != "scale"]
-    with pytest.raises(ConfigurationError, match="'scale' is no trainable parameter"):
+    with pytest.raises(ConfigurationError, match="'scale' is not a trainable parameter"):
         partition(model, [NAMES], trainable, 1.0)
 
 

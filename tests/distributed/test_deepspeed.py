@@ -128,7 +128,7 @@ def assert_guarded(check: str, result: dict[str, Any]) -> None:
             assert result["error"] <= 1e-6
             assert 0 < result["clipped"] < 1
         case "leak":
-            assert result["error"].startswith("UnsupportedParameterError: weight: a gradient reached it on a way")
+            assert result["error"].startswith("UnsupportedParameterError: weight: a gradient reached it along a path")
             assert result["moved"] == 0
             assert result["verified"].startswith("VerificationError: weight")
         case "order":

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import PrivacyEngine
-from dpshard.sampling import _padded, plan_micro_batches
+from dpshard.sampling import plan_micro_batches
+from dpshard.sampling.loading import _padded
 
 
 @pytest.fixture

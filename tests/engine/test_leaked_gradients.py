@@ -28,7 +28,7 @@ from tests.oracle import (
 
 pytestmark = UNWARNED
 
-DIRECT = "a gradient reached it on a way"
+DIRECT = "a gradient reached it along a path"
 
 
 def regularised(model, x, y):
@@ -335,6 +335,8 @@ def test_gradients_are_not_handed_out_before_the_noise(style):
     x = randn(3, 4)
     with pytest.raises(LogicalBatchError, match=r"autograd\.grad.*without noise.*engine\.privatize"):
         torch.autograd.grad(model(x).square().sum(1).mean(), list(model.parameters()))
+    with pytest.raises(LogicalBatchError, match=r"autograd\.grad.*without noise"):  # of one, not the group's first
+        torch.autograd.grad(model(x).square().sum(1).mean(), [model.bias])
     model(x).square().sum(1).mean().backward()
     engine.privatize()
     assert engine.step == 1

@@ -20,6 +20,7 @@ from dpshard.config import NormMethod
 from dpshard.records import Convolution, EmbeddingRecord, FusedGrads, OuterProduct, PerSampleGrad, RoutedProduct
 from dpshard.records.cost import ProductSize, ghost_flops
 from dpshard.records.measure import inner, join, measure
+from dpshard.records.of_samples import of_samples
 from tests.oracle import randn
 
 METHODS = list(NormMethod)
@@ -390,3 +391,22 @@ def test_a_bundle_is_as_good_as_its_parts():
         assert_close(sums[name], record.clipped_sum(clip_coef_B))
         assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
+
+
+def test_sums_by_row_are_the_same_where_they_must_repeat(monkeypatch):
+    ids = torch.tensor([[3, 1, 3, -1, 0], [0, 0, 2, 3, 2], [1, 1, 1, 1, 1]])
+    sample, group = torch.tensor([2, 0, 2, 2, 0]), torch.tensor([0, 1, 1, 0, -1])
+    records = [
+        EmbeddingRecord(ids, randn(3, 5, 4), torch.Size((6, 4))),
+        RoutedProduct(randn(5, 3), randn(5, 2), sample, group, 3, torch.Size((2, 3, 2))),
+    ]
+    gradients, factors = PerSampleGrad(randn(5, 2, 3)), torch.tensor([0.3, 0.0, 2.0], dtype=torch.float64)
+
+    def figures():
+        each = [(r.norm_sq(NormMethod.GHOST), r.per_sample(), r.clipped_sum(factors)) for r in records]
+        return [*each, of_samples(gradients, sample, 3).per_sample()]
+
+    expected = figures()
+    for module in ("numerics", "embedding"):
+        monkeypatch.setattr(f"dpshard.records.{module}.has_atomics", lambda device: True)
+    assert_close(figures(), expected)

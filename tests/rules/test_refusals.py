@@ -128,7 +128,7 @@ LAYOUTS = {
     "another course every time": (
         lambda m, x: x * m.w[next(counter) % 1000],
         (1000,),
-        r"takes another course in every forward.*Remove control flow",
+        r"runs other functions in every forward.*Remove control flow",
     ),
 }
 

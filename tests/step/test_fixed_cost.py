@@ -111,7 +111,7 @@ def test_a_block_takes_few_more_operators_than_without_privacy(style, most):
 @pytest.mark.skipif(not native.is_built(), reason="torch takes more operators for what compiled code does")
 def test_a_step_has_few_operators_that_no_block_adds():
     plain, clipped = ordinary(1).total(), private(gpt(1), "all-layer")[0].total()
-    assert clipped - 104 / 84 * plain <= 214
+    assert clipped - 104 / 84 * plain <= 217
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
@@ -128,6 +128,6 @@ def test_nothing_waits_for_an_accelerator_before_the_release(style, monkeypatch)
 
         monkeypatch.setattr(torch.Tensor, method, noting)
     waits = private(nn.Sequential(gpt(1)), style)[1]
-    planned = {key: n for key, n in waits.items() if "sampling.py" in key[1]}  # of plans, which are on the CPU
+    planned = {key: n for key, n in waits.items() if "sampling/" in key[1]}  # of plans, which are on the CPU
     assert +waits - Counter(planned) == Counter()
     assert +read == Counter()

@@ -113,6 +113,17 @@ def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) ->
     return dict(zip(parameters, found, strict=True))
 
 
+def weighted_loss(losses_B: Tensor, weight_B: Tensor, reduction: str) -> Tensor:
+    """Return the "mean" or "sum" of weighted losses. Raises ConfigurationError unless there is one loss per sample."""
+    if losses_B.shape != weight_B.shape:
+        raise ConfigurationError(
+            f"The loss of {len(weight_B)} samples has the shape {list(losses_B.shape)}. Return one loss per sample, "
+            f"[B], as cross_entropy(..., reduction='none') does."
+        )
+    weighted_B = losses_B * weight_B.to(losses_B.device)
+    return weighted_B.mean() if reduction == "mean" else weighted_B.sum()
+
+
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name, without prefixes of wrappers."""
     return {canonical_name(name): p for name, p in model.named_parameters()}

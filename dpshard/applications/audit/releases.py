@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.applications.audit.bounds import FALSE_ALARM
-from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
 from dpshard.applications.audit.steps import stepping
@@ -185,13 +185,8 @@ class _Game:
             self._aim(self._thresholds())
             for x, y, sample_B in logical_batch:
                 losses_B = loss(model(x.to(device)), y.to(device))
-                if losses_B.shape != sample_B.shape:
-                    raise ConfigurationError(
-                        f"The loss of {len(sample_B)} samples has the shape {list(losses_B.shape)}: return one of "
-                        f"each sample, [B], as cross_entropy(..., reduction='none') does."
-                    )
-                losses_B = losses_B * (self._pull_n[sample_B] * float(self.known)).to(device, losses_B.dtype)
-                (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
+                scale_B = self._pull_n[sample_B] * float(self.known)
+                weighted_loss(losses_B, scale_B, mechanism.loss_reduction).backward()
             self.engine.privatize()
             scale = mechanism.schedule[logical_batch.step] / self._unit
             released = {name: self._released(name) * scale for name in self.sizes}

@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 from dpshard.accounting import Mechanism, epsilon_of
 from dpshard.accounting.composition import gdp_epsilon
 from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
-from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.config import check_positive, is_count, refuse_units
@@ -139,18 +139,56 @@ def audit_steps(
         **options,
     )
     try:
-        odd = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
-        step, datasets = stepping(prepared), {canary: _data(engine, x, y, canary) for canary in (1.0, 0.0)}
-        played: dict[float, list[list[tuple[list[float], list[float]]]]] = {1.0: [], 0.0: []}
-        for canary in _order(trials):
-            found = []
-            for release in _releases(prepared, engine, step, datasets[canary], loss, odd, steps, micro_batch_size):
-                found.append(release)
-                on_step()
-            played[canary].append(found)
+        canary = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
+        played = _Game(prepared, engine, canary, loss, steps, micro_batch_size).play(x, y, trials, on_step)
     finally:
         engine.detach()
-    return StepsAudit(trials=_play(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    return StepsAudit(trials=_judge(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+
+
+_Release = tuple[list[float], list[float]]
+"""A release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
+
+
+@dataclass(frozen=True)
+class _Game:
+    """The engine under audit, and how it plays a trial."""
+
+    model: nn.Module
+    engine: PrivacyEngine
+    canary: CanaryGradient
+    loss: SampleLoss
+    steps: int
+    micro_batch_size: int
+
+    def play(
+        self, x: Tensor, y: Tensor, trials: int, on_step: Callable[[], object]
+    ) -> dict[float, list[list[_Release]]]:
+        """Return the releases of each trial, by the weight of the canary in it: 1.0 or 0.0."""
+        step, datasets = stepping(self.model), {weight: _data(self.engine, x, y, weight) for weight in (1.0, 0.0)}
+        played: dict[float, list[list[_Release]]] = {1.0: [], 0.0: []}
+        for weight in _order(trials):
+            played[weight].append([])
+            for release in self._releases(step, datasets[weight]):
+                played[weight][-1].append(release)
+                on_step()
+        return played
+
+    def _releases(self, step: Callable[[], None], data: TensorDataset) -> Iterator[_Release]:
+        engine, mechanism, device = self.engine, self.engine.mechanism, next(self.model.parameters()).device
+        self.model.train()
+        for logical_batch in engine.batches(data, self.micro_batch_size, steps=self.steps):
+            aim = self.canary.aim(tuple(engine.thresholds.values()))
+            for x, y, weight_B, is_canary_B in logical_batch:
+                losses_B = self.loss(self.model(x.to(device)), y.to(device))
+                scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
+                weighted_loss(losses_B, scale_B, mechanism.loss_reduction).backward()
+            engine.privatize()
+            unit = noise_unit(engine, logical_batch.step)
+            scale = mechanism.schedule[logical_batch.step] / unit
+            z = [reached * scale for reached in self.canary.along(engine.internals.full_gradient)]
+            step()
+            yield z, [length / unit for length in self.canary.lengths(aim)]
 
 
 def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
@@ -190,39 +228,6 @@ class _Scores(NamedTuple):
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
 
 
-def _releases(
-    model: nn.Module,
-    engine: PrivacyEngine,
-    step: Callable[[], None],
-    data: TensorDataset,
-    loss: SampleLoss,
-    odd: CanaryGradient,
-    steps: int,
-    micro_batch_size: int,
-) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield each release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
-    mechanism, device = engine.mechanism, next(model.parameters()).device
-    model.train()
-    for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
-        aim = odd.aim(tuple(engine.thresholds.values()))
-        for x, y, weight_B, is_canary_B in logical_batch:
-            scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
-            losses_B = loss(model(x.to(device)), y.to(device))
-            if losses_B.shape != scale_B.shape:
-                raise ConfigurationError(
-                    f"The loss of {len(scale_B)} samples has the shape {list(losses_B.shape)}: return one of each "
-                    f"sample, [B], as cross_entropy(..., reduction='none') does."
-                )
-            losses_B = losses_B * scale_B.to(device)
-            (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
-        engine.privatize()
-        unit = noise_unit(engine, logical_batch.step)
-        scale = mechanism.schedule[logical_batch.step] / unit
-        z = [reached * scale for reached in odd.along(engine.internals.full_gradient)]
-        step()
-        yield z, [length / unit for length in odd.lengths(aim)]
-
-
 def stepping(prepared: nn.Module) -> Callable[[], None]:
     """Return a function that steps at a learning rate of 0, and drops the gradients."""
     if is_model_engine(prepared):  # DeepSpeed owns optimizer and step
@@ -249,7 +254,7 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
     return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
-def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
+def _judge(played: dict[float, Any], mechanism: Mechanism) -> Trials:
     """Select a test on the first fifth of the trials, and count its errors on the others."""
     without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier

@@ -129,8 +129,8 @@ class ZeroState:
         missing = sorted({key for a, b in zip(own, saved, strict=True) for key in a.keys() - b.keys()})
         if missing:
             raise CheckpointError(
-                f"The checkpoint does not know {', '.join(missing)} of {type(self._optimizer).__name__}: it belongs to "
-                f"another optimizer."
+                f"The checkpoint lacks {', '.join(missing)} of {type(self._optimizer).__name__}: it belongs to another "
+                f"optimizer."
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -139,6 +140,7 @@ class _SecondRun(_Compared):
         self.layout: Layout = {}
         self.doubts: dict[int, list[Doubt]] = {}
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._silent: int | None = 0  # see Doubt.silent
         self.apart = False
         """True if a call had other arguments than in the first run, such as one per sample."""
         self.routing = Routing(sizes[1], self._holds_samples)
@@ -165,6 +167,7 @@ class _SecondRun(_Compared):
         if uses and _counts(result):
             key = call_key(func, tensors, self.sources)
             before = None if off else self._before(position, func, tensors, outputs)
+            self._silent = self._without_gradient(func, args, kwargs)
             axes = [
                 None if x in self.sources else self._input(key, position, place, before, x, value)
                 for place, (x, value) in enumerate(zip(tensors, inputs, strict=True))
@@ -229,7 +232,7 @@ class _SecondRun(_Compared):
         if made is None or made.axis is None:
             return None
         if made.flattened:
-            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at)
+            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
             self.doubts.setdefault(made.position, []).append(doubt)
         return made.axis
 
@@ -272,8 +275,18 @@ class _SecondRun(_Compared):
                 f"per-sample gradient exists."
             )
         if old[dim] != first:
-            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach().clone(), place))
+            doubt = Doubt(key, place, dim, x.detach().clone(), place, silent=self._silent)
+            self.doubts.setdefault(position, []).append(doubt)
         return BatchAxis(dim)
+
+    def _without_gradient(self, func: Function, args: Any, kwargs: Any) -> int | None:
+        if func not in (F.embedding, torch.embedding):
+            return 0
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        if padding is None or (func is torch.embedding and padding == -1):
+            return None
+        table = next(x for x in tensors_of((args, kwargs)) if x in self.sources)
+        return padding % len(table)
 
 
 def find_layout(
@@ -282,11 +295,13 @@ def find_layout(
     sizes: tuple[int, int] = (2, 3),
     *,
     rows_per_unit: int = 1,
+    verified: bool = True,
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `run(n)` runs the model on the first n samples of a batch, with `rows_per_unit` adjacent input rows each. Raises
-    BatchLayoutError if samples meet each other, or if the calls depend on the batch size.
+    `rows_per_unit`: the rows of a sample in the model's inputs, side by side. `verified`: verification follows.
+
+    Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
     """
     first = _FirstRun()
     with first:
@@ -298,5 +313,5 @@ def find_layout(
         valued = _FirstRun(frozenset(second.doubts))
         with valued:
             run(sizes[0])
-        settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit)
+        settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit, verified=verified)
     return second.layout

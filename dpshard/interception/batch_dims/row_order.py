@@ -37,7 +37,15 @@ class Doubt:
     seen_at: int
     """Place of the tensor in the first run's call, perhaps the one that made it."""
     rows: CallKey | None = None
-    """Key that tells if a route may begin here."""
+    """The key under which a layout holds whether a route may begin here."""
+    silent: int | None = 0
+    """Where the tensor is this number, the call has no gradient: 0 of a factor, the padding_idx of a table."""
+
+    def shows_in_gradients(self) -> bool:
+        """Return True if verification can tell the order: the call has a gradient somewhere."""
+        if isinstance(self.value, FakeTensor):
+            return False
+        return self.silent is None or bool((self.value != self.silent).any())
 
 
 def settle(
@@ -46,17 +54,20 @@ def settle(
     values: dict[int, list[Tensor]],
     sizes: tuple[int, int],
     rows_per_unit: int = 1,
+    *,
+    verified: bool = True,
 ) -> None:
     """Write the row order of flattened dimensions into `layout`.
 
-    `doubts` and `values` (tensors of the first run) are keyed by the position of a call on the common course; `sizes`:
-    the numbers of samples of the two runs, with `rows_per_unit` input rows each.
+    `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
+    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs. `verified`:
+    gradients are compared later, so where values do not tell, the order may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
     for position, here in doubts.items():
         for doubt in here:
-            order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit)
+            order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit, verified=verified)
             if order is None:
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
@@ -70,9 +81,8 @@ def settle(
             layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Verification notices a wrong order of equal rows that are not zero (positions). Zeros have no gradient until
-        # they change.
-        if like_inputs and as_given and not isinstance(doubt.value, FakeTensor) and bool(doubt.value.any()):
+        # Of equal rows (positions) verification can tell, unless they have no gradient until others come.
+        if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
             settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
@@ -88,7 +98,9 @@ def settle(
                 found.output = axis
 
 
-def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int) -> int | None:
+def _adjacent_rows(
+    doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
+) -> int | None:
     """Return how many rows of a sample are adjacent, 0 for all; None if values do not tell."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
@@ -106,8 +118,8 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
             f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
-    if fitting == [1, rows_per_unit]:
-        fitting = [rows_per_unit]  # all units are equal (copies of one sample): take the order of the inputs
+    if verified and fitting == [1, rows_per_unit]:
+        fitting = [rows_per_unit]  # all units are equal (copies of one sample): their rows lie as those of the inputs
     if len(fitting) > 1:
         return None
     if fitting != [0] and doubt.key == ROWS:
@@ -127,9 +139,10 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
         return max(orders, default=0)  # fake tensors have no values; plans only count costs, so any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
-            f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "
+            f"{describe(doubt.key)} sees equal rows in a tensor of shape "
             f"{tuple(doubt.value.shape)} for {second} samples, so it cannot be told whether its dimension "
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
-            f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
+            f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros. "
+            f"With rows_per_unit=, verify=True tells by gradients, and data whose rows differ tell as well."
         )
     return max(orders, default=0)

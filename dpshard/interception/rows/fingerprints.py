@@ -78,8 +78,15 @@ class Rows:
         ordered_B = self.hash_B.sort().values
         return (ordered_B[1:] != ordered_B[:-1]).sum()
 
-    def reorder(self, others: list[Rows]) -> Tensor | None:
-        """Return True (bool []) if these are the rows of one of `others`, but in no one's order; None if surely not."""
+    def hash_of_units(self, rows_per_unit: int) -> Tensor:
+        """Return a hash of the rows of each unit in whatever order, int64 [units]."""
+        return self.hash_B if rows_per_unit == 1 else _mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
+
+    def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
+        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not.
+
+        The order within a unit does not count: the rows of a unit are clipped as one.
+        """
         if any(self.tensor is other.tensor for other in others):
             return None
         if self.tensor.device.type == "cpu":
@@ -88,7 +95,8 @@ class Rows:
                 return None
         if not others:
             return None
-        in_order = (torch.stack([other.hash_B for other in others]) == self.hash_B).all(1).any()
+        known = torch.stack([other.hash_of_units(rows_per_unit) for other in others])
+        in_order = (known == self.hash_of_units(rows_per_unit)).all(1).any()
         return (torch.stack([other.hash for other in others]) == self.hash).any() & ~in_order
 
 
@@ -104,10 +112,11 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """The tensors seen before, with a row per sample."""
+    """Tensors that were seen before, with one row a sample, or `rows_per_unit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
+        self._rows_per_unit = rows_per_unit
 
     def add(self, rows: Rows) -> None:
         """Remember these rows."""
@@ -119,7 +128,7 @@ class Seen:
         A few rows of numbers may match by chance, such as time steps of a sequence. So with fewer than MANY different
         rows, every input must be reordered, except inputs of equal rows or single integers.
         """
-        moved = [rows.reorder(self._rows.get(rows.kind, [])) for rows in inputs]
+        moved = [rows.reorder(self._rows.get(rows.kind, []), self._rows_per_unit) for rows in inputs]
         found = [flag for flag in moved if flag is not None]
         if not found:
             return None

@@ -1,11 +1,12 @@
 """Checks that row i of a micro-batch remains row i of its samples between forwards.
 
 [Note: Rows are samples by their number]
-All forwards of a micro-batch share a tape, where row i is sample i, or padding. A loop may break this: it sorts rows by
-length, shuffles them, or takes rows from elsewhere. The loop cannot be seen, but there is evidence:
-- rows of units keep their order, also in full micro-batches;
-- padding rows are copies of the last sample: they equal it in every input of every forward, up to the rounding of
-  computed inputs, and the dropout of parts called before;
+All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
+by length, shuffles them, or takes rows from elsewhere. The loop itself cannot be seen, but there is evidence:
+- rows of a unit are side by side, on full micro-batches, too: units that were handed out come in the same order,
+  in whatever order the rows of each;
+- padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
+  of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
@@ -54,8 +55,8 @@ class RowIdentity:
         self._doubts = doubts
         self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
-        self._seen = Seen()
-        self._inputs: list[Run] = []  # of earlier forwards, hashed only if another forward comes
+        self._seen = Seen(self._rows_per_unit)
+        self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
         self._outputs: list[Rows] = []
         self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
@@ -120,7 +121,7 @@ class RowIdentity:
             for x in alike:
                 self._note(Doubt.TRANSPOSED, transposed(rows, x.tensor))
         if (self.copies is not None or self._rows_per_unit > 1) and self._forwards == 1:
-            seen = Seen()
+            seen = Seen(self._rows_per_unit)
             for x in handed:
                 seen.add(x)
             self._note(Doubt.SHUFFLED if self._rows_per_unit == 1 else Doubt.SCATTERED, seen.reordered(inputs))

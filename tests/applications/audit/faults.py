@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import dpshard.clipping.group_tape
-import dpshard.sampling
+import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.noise.keyed import KeyedGaussian
@@ -14,7 +14,7 @@ from dpshard.records import FusedGrads, PerSampleGrad
 from dpshard.sampling import PoissonSampler
 
 RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
-MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plan_micro_batches
+MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plans.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
@@ -77,7 +77,7 @@ def count_padding(monkeypatch):
     def planned(*arguments, **rest):
         return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments, **rest)]
 
-    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling.plans, "plan_micro_batches", planned)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def count_one_row_of_padding(monkeypatch):
             plans.append(replace(plan, is_padding=is_padding))
         return plans
 
-    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling.plans, "plan_micro_batches", planned)
 
 
 def _add_earlier_sums(monkeypatch, decay, *, keep):
