@@ -329,7 +329,7 @@ def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatc
         (["--model", "gpt"], "mlp"),
         (["--data", "nothing.csv"], "does not exist"),
         (["--device", "tpu9"], "tpu9"),
-        (["--resume", "nowhere"], "no run folder"),
+        (["--resume", "nowhere"], "not a run folder"),
         (["--resume", "nowhere", "--steps", "5"], "leave the other options out"),
         (["--out", "/dev/null/run"], "/dev/null/run"),
         (["--nproc", "2"], "--shard fsdp2"),
