@@ -149,7 +149,7 @@ def test_a_source_is_uniform_and_normal():
             512,
             3584,
             2**16,
-        ):  # pieces of several lengths may split partners, which would share an angle or a radius
+        ):  # distances of partners in pieces of several lengths; a shared angle or radius would show
             one, other = drawn[:-distance].astype(np.float64), drawn[distance:].astype(np.float64)
             assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
             assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM

@@ -35,7 +35,7 @@ def test_figure_of_mnist(accountant, epsilon):
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])
 def test_many_steps_at_a_small_delta_are_bounded(delta):
-    """With all samples in every step, all steps are one Gaussian. The composition itself errs by 4e-12 here."""
+    """All steps hold every sample, so together they are one Gaussian. The composition itself errs by 4e-12 here."""
     full = {"noise_multiplier": 100.0, "sample_size": 10_000}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -330,7 +330,7 @@ def test_a_frozen_parameter_in_a_list_is_refused():
 
 @pytest.mark.parametrize("style", GROUPS)
 def test_the_sensitivity_is_that_of_one_sample_in_every_group(style):
-    """One sample, clipped in every group, contributes exactly max_grad_norm: no threshold is too large."""
+    """One sample, clipped in every group, contributes exactly max_grad_norm: thresholds are not larger than needed."""
     torch.manual_seed(0)
     update = private_step(
         Network(),

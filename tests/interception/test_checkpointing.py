@@ -151,7 +151,7 @@ class Small(nn.Module):
 
 
 def around_each_block(model, context, backend):
-    """The compiled call is within the checkpoint, the checkpoint around the block: torchtitan's order."""
+    """The checkpoint is around the block, the compiled call around the checkpoint: torchtitan's order."""
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block, **context)
         model.blocks[i].compile(fullgraph=True, backend=backend)

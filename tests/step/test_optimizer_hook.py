@@ -116,7 +116,7 @@ class Twice(torch.optim.SGD):
 def test_noise_comes_once_however_often_the_optimizer_steps():
     model = mlp()
     engine = engine_on(model, noise_multiplier=1.0)
-    torch.optim.SGD(model.parameters(), lr=0.0)  # its step fires the hook, too
+    torch.optim.SGD(model.parameters(), lr=0.0)  # an instance of the base class makes its step fire the hook, too
     optimizer = Twice(model.parameters(), lr=0.0)
     backward(model)
     engine.privatize()
