@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from dpshard.errors import DpshardError
 
 if TYPE_CHECKING:
+    from dpshard.applications.advice import advise
     from dpshard.checkpoint.checkpointer import Checkpointer
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
@@ -23,6 +24,7 @@ __all__ = [
     "QuantileTracking",
     "UnitDataset",
     "__version__",
+    "advise",
     "replace_unsupported",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
     "UnitDataset": "dpshard.units",
+    "advise": "dpshard.applications.advice",
     "replace_unsupported": "dpshard.replacements",
 }
 
