@@ -3,6 +3,8 @@
 #   PYTHON=python3.12   the Python to build .venv from; a torch that it can import (a GPU build, say) is used
 #   EXTRAS=train,test   the extras to install; the default adds the linters
 #   WORKERS=0           run the tests in one process
+#
+# `make gpu` needs neither .venv nor a network: it takes the torch of $(PYTHON), and wheels from a folder beside the clone.
 
 PYTHON  ?= python3
 EXTRAS  ?= train,dev
@@ -30,7 +32,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test test-all lint check bench clean
+.PHONY: venv demo test test-all gpu gpu-site wheels lint check bench clean
 
 venv: $(STAMP)
 
@@ -73,6 +75,40 @@ bench:
 	$(BIN)/python -m pip install -q -c constraints.txt jax || echo "JAX cannot be had: its rows will be missing"
 	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) -c default -c compiled
 
+# On a machine with an NVIDIA GPU: the tests that a GPU can fail, then the benchmark, in parts that resume.
+#
+#   WHEELS=../wheels         wheels of what $(PYTHON) lacks; `make wheels` fetches them where there is a network
+#   GPU_PARTS="--part NAME"  some parts of the benchmark; `python -m benchmarks gpu --list` shows them
+#   DEVICE=cpu               try it out without a GPU
+WHEELS    ?= ../wheels
+DEVICE    ?= cuda
+GPU_SITE  := .gpu-site
+ON_GPU    := env PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PYTHONUNBUFFERED=1 $(PYTHON)
+GPU_TESTS := -m pytest -q -p no:cacheprovider -W ignore --timeout=120
+# The interpreter of Triton is for machines without a GPU.
+KERNELS   := tests/gpu tests/kernels/triton tests/kernels/test_philox.py tests/noise/test_noise.py --deselect tests/kernels/triton/test_interpreter.py
+ORACLES   := tests/rules tests/engine/test_passes.py
+
+gpu: gpu-site
+	@failed=; \
+	timeout 300 $(ON_GPU) $(GPU_TESTS) $(KERNELS) -m "not exhaustive" || failed="$$failed kernels"; \
+	DPSHARD_TEST_DEVICE=$(DEVICE) timeout 420 $(ON_GPU) $(GPU_TESTS) $(ORACLES) -m "not exhaustive" || failed="$$failed oracles"; \
+	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) $(GPU_PARTS) || failed="$$failed benchmark"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+gpu-site:
+	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \
+		$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl; fi
+	@$(ON_GPU) -c "import torch, triton, pytest, pytest_timeout, hypothesis, dpshard; print('torch', torch.__version__)"
+
+# For Linux on x86-64; --no-deps, because some ask for old versions of what is newer there.
+wheels:
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d $(WHEELS) $(foreach v,$(GPU_PYTHON),--python-version $(v)) \
+		$(foreach glibc,2_17 2_27 2_28 2_34,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+		dp-accounting==0.6.0 dm-tree absl-py attrs mpmath cryptography cffi pycparser typer rich hypothesis sortedcontainers \
+		click shellingham markdown-it-py mdurl pygments wrapt pyyaml jinja2 markupsafe \
+		pytest pytest-timeout iniconfig pluggy packaging opacus==1.6.0 opt_einsum
+
 lint: venv
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -82,4 +118,4 @@ lint: venv
 check: lint test
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/kernels/native/*.so
+	rm -rf .venv $(GPU_SITE) build *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/kernels/native/*.so

@@ -139,6 +139,7 @@ def zero(
         list[str] | None, typer.Option(metavar="STYLE[:MODE]", help="May be repeated. [dim]\\[default: both styles][/]")
     ] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of forward and backward.")] = "fp32",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile every block of every variant.")] = False,
     rounds: Rounds = 10,
     device: Device = "cpu",
     out: Out = results_files.FOLDER,
@@ -151,7 +152,9 @@ def zero(
     from benchmarks import zero as sharded
 
     chosen = _workloads(workloads or ["W1", "W2"], tiny)
-    setting = sharded.Setting(ranks=ranks, precision=precision, rounds=rounds, device=device, tiny=tiny)
+    setting = sharded.Setting(
+        ranks=ranks, precision=precision, compiled=compiled, rounds=rounds, device=device, tiny=tiny
+    )
     stages = stage or list(sharded.STAGES)
     clippings = clipping or ["all-layer", "layer-wise"]
     with console.progress("measuring", sharded.launches(chosen, stages, clippings)) as advance:
@@ -159,6 +162,35 @@ def zero(
             figures = sharded.measure(workload, stages, clippings, setting, advance)
             results_files.write(out, f"zero-{workload.name}", "zero", figures)
     report(out)
+
+
+@app.command()
+def gpu(
+    part: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="May be repeated; `--list` shows them. [dim]\\[default: all][/]"),
+    ] = None,
+    device: Device = "cuda",
+    out: Out = results_files.ROOT / "benchmarks/results-gpu",
+    tiny: Tiny = False,
+    show: Annotated[bool, typer.Option("--list", help="Show the parts, and run none.")] = False,
+) -> None:
+    """Measure large models on one GPU, in parts that resume: ordinary, dpshard eager and compiled, and peers."""
+    from benchmarks import gpu as on_gpu
+
+    parts = on_gpu.find(part or [])
+    if show:
+        for one in parts:
+            console.out.print(f"{one.name}, {one.minutes:g} minutes: {' '.join(one.command)}", highlight=False)
+        return
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("torch finds no GPU: `dpshard doctor` says why. --device cpu --tiny tries it out.")
+    failures = on_gpu.run(
+        parts, out.resolve(), device=device, tiny=tiny, say=lambda text: console.err.print(escape(text))
+    )
+    path = on_gpu.write(out, failures)
+    console.out.print(path.read_text("utf-8"), markup=False, highlight=False)
+    raise typer.Exit(1 if failures else 0)
 
 
 @app.command()
@@ -240,6 +272,33 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
     report(out)
 
 
+@app.command("fixed-cost")
+def fixed_cost(
+    blocks: Annotated[list[int] | None, typer.Argument(min=1, help="Equal blocks. [dim]\\[default: 24][/]")] = None,
+    program: Annotated[
+        list[str] | None, typer.Option("--program", "-p", help="eager, whole, blocks; may be repeated.")
+    ] = None,
+    style: Annotated[
+        list[str] | None, typer.Option("--style", "-s", help="all-layer, layer-wise, block-wise; may be repeated.")
+    ] = None,
+    rounds: Rounds = 20,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure what a private step costs where arithmetic is nothing: 24 blocks of width 32, on one thread."""
+    from benchmarks import fixed_cost as fixed
+
+    programs, styles = program or list(fixed.PROGRAMS), style or list(fixed.STYLES)
+    depths = [2] if tiny else blocks or [24]
+    with console.progress("measuring", len(depths) * fixed.steps_of(programs, styles, rounds)) as advance, _quiet():
+        found = [
+            fixed.measure(n, programs, styles, rounds=rounds, width=8 if tiny else 32, on_step=advance) for n in depths
+        ]
+    results_files.write(out, "fixed-cost", "fixed-cost", {"depths": found})
+    console.out.print(tables.fixed_cost({"depths": found}), highlight=False, markup=False, soft_wrap=True)
+    report(out)
+
+
 @app.command()
 def advice(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender; a seed is a split and a start.")] = 5,
@@ -276,7 +335,12 @@ def advice_sweep(threads: Threads = 1, out: Out = results_files.FOLDER, tiny: Ti
 @app.command()
 def report(out: Out = results_files.FOLDER) -> None:
     """Write tables and plots again from the JSON files; those of benchmarks/results also into docs/benchmarks.md."""
-    for path in [*plots.draw(out), *tables.write(out)]:
+    try:
+        drawn = plots.draw(out)
+    except ConfigurationError as error:  # no matplotlib; the figures took an hour, and tables need none
+        console.err.print(escape(str(error)))
+        drawn = []
+    for path in [*drawn, *tables.write(out)]:
         console.err.print(f"wrote {path}", style="dim")
 
 

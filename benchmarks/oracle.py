@@ -40,7 +40,7 @@ def check(contender: Contender, task: Task, *, steps: int = 2) -> float:
     Raises WrongStepError if it is above rounding. Steps with an empty batch are skipped.
     """
     worst, seen = 0.0, 0
-    model = task.workload.build()
+    model = task.model()
     while seen < steps:
         before = contender.parameters()
         batch = contender.step()

@@ -220,6 +220,27 @@ def _verification(result: Figures) -> str:
     return f"### Verification\n\n{markdown(head, body)}"
 
 
+def fixed_cost(result: Figures) -> str:
+    """Return a table for each number of blocks: times and counts of a step."""
+    head = ["", "ms", "over ordinary", "quartiles", "Python calls", "operators", "reads by the host"]
+    parts = []
+    for one in result["depths"]:
+        body = [
+            [
+                f"{step['program']}, {step['style']}", f"{1e3 * step['seconds']['median']:,.1f}",
+                f"{step['ratio']['median']:.2f}", f"{step['ratio']['low']:.2f}–{step['ratio']['high']:.2f}",
+                *("" if key not in step else f"{step[key]:,}" for key in ("calls", "operators", "reads")),
+            ]
+            for step in one["steps"]
+        ]  # fmt: skip
+        parts.append(f"{one['blocks']} blocks of width {one['width']}, one thread:\n\n{markdown(head, body)}")
+    return "\n\n".join(parts)
+
+
+def _fixed_cost(result: Figures) -> str:
+    return f"### The fixed cost of a step\n\n{_version(result)}\n\n{fixed_cost(result)}"
+
+
 def _data(result: Figures) -> str:
     drawn = [
         [
@@ -247,6 +268,7 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "largest-batch": _largest,
     "zero": _zero,
     "profile": _profile,
+    "fixed-cost": _fixed_cost,
     "noise": _noise,
     "data": _data,
     "verification": _verification,

@@ -126,6 +126,11 @@ WORKLOADS: dict[str, Workload] = {
 }  # fmt: skip
 """On a CPU, in float32. W4 is the synthetic setting of the memory table of Opacus' blog on ghost clipping (2024)."""
 
+_LLAMA = {
+    "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocabulary": 128256, "length": 1024,
+}  # fmt: skip
+_TINY_LLAMA = {"width": 8, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 12, "vocabulary": 13, "length": 6}
+
 GPU_WORKLOADS: dict[str, Workload] = {
     w.name: w
     for w in (
@@ -141,20 +146,15 @@ GPU_WORKLOADS: dict[str, Workload] = {
             sizes={"width": 1600, "layers": 48, "heads": 25, "vocabulary": 50257, "length": 100, "tied": True},
             tiny=_TINY_GPT,
         ),
+        Workload(name="G3", title="Llama, 1.2B", family="llama", batch=4, sizes=_LLAMA, tiny=_TINY_LLAMA),
         Workload(
-            name="G3", title="Llama, 1.2B", family="llama", batch=4,
-            sizes={
-                "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocabulary": 128256,
-                "length": 1024,
-            },
-            tiny={
-                "width": 8, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 12, "vocabulary": 13, "length": 6
-            },
+            name="G4", title="Llama, 1.2B, long", family="llama", batch=2, sizes={**_LLAMA, "length": 4096},
+            tiny=_TINY_LLAMA,
         ),
     )
 }  # fmt: skip
 """On GPUs, in bfloat16: the models of Figures 5 and 7 of Bu et al. 2023, arXiv:2311.11822, at B = 4 and T = 100, and
-one of the shape of Llama 3.2 1B at T = 1024."""
+one of the shape of Llama 3.2 1B at T = 1024 and 4096."""
 
 
 def find(name: str, *, tiny: bool = False) -> Workload:

@@ -32,6 +32,8 @@ class Setting:
 
     ranks: int = 2
     precision: str = "fp32"
+    compiled: bool = False
+    """Compile every block."""
     rounds: int = 10
     device: str = "cpu"
     tiny: bool = False

@@ -40,6 +40,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
     workload = find(job["workload"], tiny=job["tiny"])
+    if job["compiled"]:
+        torch._dynamo.config.recompile_limit = 64  # equal blocks of several models share their code
     names = job["names"]
     if job["what"] == "time":
         steps = {name: Sharded(job, workload, name).step for name in names}
@@ -66,7 +68,11 @@ class Sharded:
         world = dist.get_world_size()
         x, y = workload.data(POOL * self.rows * world)
         self.data = x.to(self.device), y.to(self.device)
-        model = workload.build().to(self.device).train()
+        with self.device:  # a GPU draws the weights of large models in no time
+            model = workload.build().train()
+        if job["compiled"]:
+            for block in getattr(model, "blocks", [model]):
+                block.compile()
         self.model, make_optimizer = self._shard(model)
         self.autocast = job["precision"] == "bf16" and not job["stage"].startswith(("fsdp2", "deepspeed"))
         self.batches = self._ordinary() if name == ORDINARY else self._private(name, world)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
     from dpshard.replacements import replace_unsupported
+    from dpshard.sampling.units import UnitDataset, augment
     from dpshard.step.logical_batch import LogicalBatch
-    from dpshard.units import UnitDataset
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "UnitDataset",
     "__version__",
     "advise",
+    "augment",
     "replace_unsupported",
 ]
 
@@ -33,8 +34,9 @@ _HOMES = {
     "LogicalBatch": "dpshard.step.logical_batch",
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
-    "UnitDataset": "dpshard.units",
+    "UnitDataset": "dpshard.sampling.units",
     "advise": "dpshard.applications.advice",
+    "augment": "dpshard.sampling.units",
     "replace_unsupported": "dpshard.replacements",
 }
 

@@ -209,7 +209,7 @@ def refuse_units(settings: Mapping[str, Any], where: str) -> None:
     """Raise ConfigurationError if `settings` ask for units of several rows, which `where` does not support."""
     if settings.get("rows_per_unit", 1) != 1:
         raise ConfigurationError(
-            f"{where} does not know units of rows_per_unit={settings['rows_per_unit']!r} rows yet: leave it out, or "
+            f"{where} does not support units of rows_per_unit={settings['rows_per_unit']!r} rows yet. Leave it out, or "
             f"write the loop over engine.batches(...) of your own PrivacyEngine."
         )
 
@@ -218,17 +218,6 @@ def check_probability(name: str, value: float) -> None:
     """Raise ConfigurationError unless `value`, a delta, is strictly between 0 and 1."""
     if not (is_number(value) and 0 < value < 1):
         raise ConfigurationError(f"{name}={value!r}: delta is a probability, strictly between 0 and 1.")
-
-
-def warn_of_low_cap(max_batch_size: int | None, schedule: BatchSchedule) -> None:
-    """Warn if most logical batches reach the cap: accounting stays right, but updates shrink."""
-    if type(max_batch_size) is int and 0 < max_batch_size < max(schedule.sizes):
-        warnings.warn(
-            f"max_batch_size={max_batch_size} is below the expected batch size {max(schedule.sizes)}: most batches "
-            f"are cut, but still divided by the expected size, so updates shrink. Choose a larger cap, or smaller "
-            f"batches.",
-            stacklevel=3,
-        )
 
 
 def check_delta(target_delta: float, sample_size: int) -> None:

@@ -15,12 +15,11 @@ from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose
-from dpshard.backends.sharding import Sharding
 from dpshard.checkpoint.facts import Facts
-from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.clipping.functions import ClippingFunction, ClippingGroup, parse_clipping_fn
 from dpshard.clipping.groups import partition
 from dpshard.clipping.metrics import BatchMetrics
-from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds
+from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, check_tracking
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -30,11 +29,7 @@ from dpshard.config import (
     LossReduction,
     NoiseName,
     check_choice,
-    check_positive,
-    check_rows_per_unit,
-    is_count,
     parse_clipping_mode,
-    warn_of_low_cap,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run, by_unit
@@ -44,16 +39,16 @@ from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
     MicroBatchPlan,
-    check_micro_batch_size,
-    default_cap,
+    check_feed,
     load,
+    parse_cap,
     poisson_plans,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.verification import Loss, Moment, Verifier, verified_collation
+from dpshard.verification import Loss, Verifier, verified_collation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,23 +130,20 @@ class PrivacyEngine:
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
         _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
-        _check_thresholds(max_grad_norm, adaptive_clipping, noise)
-        check_rows_per_unit(rows_per_unit)
+        check_tracking(adaptive_clipping, max_grad_norm, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
         self._backend = backend = choose(model, model_parallel_group)
-        sharding, mean = backend.sharding, loss_reduction == "mean"
+        sharding = backend.sharding
         with ExitStack() as undo:
             undo.callback(backend.detach)
-            _check_trainable(sharding, execution, clipping_mode)
+            sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
             groups = partition(sharding.core, clipping_style, list(sharding.parameters), max_grad_norm)
-            cap = default_cap(max(schedule.sizes)) if max_batch_size == "auto" else max_batch_size
-            warn_of_low_cap(cap, schedule)
             mechanism = Mechanism(
                 schedule=schedule,
                 sample_size=sample_size,
-                max_batch_size=cap,
+                max_batch_size=parse_cap(max_batch_size, schedule),
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
                 discretized_elements=None if noise == "gaussian" else sharding.elements,
                 max_grad_norm=float(max_grad_norm),
@@ -167,54 +159,47 @@ class PrivacyEngine:
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
             self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")
-            collector = Collector(backend, groups, function, execution, mean=mean, rows_per_unit=rows_per_unit)
-            self._watch(collector, adaptive_clipping, undo, mean=mean)
+            self._watch(groups, function, execution, adaptive_clipping, undo)
             undo.pop_all()
-        optimizer_hook.register(self)
 
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
-        self._budget = Budget(self.mechanism, allow_overspend=allow_overspend)
-        self._require_agreement(clipping_mode)
+        facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
+        choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
+        self._backend.require_agreement(facts | choices)
         self._secret = self._backend.communicator.broadcast(new_run_secret())
+        run = derive_key(self._secret, "run")[:8].hex()
+        self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
 
-    def _watch(self, collector: Collector, adaptive: QuantileTracking | None, undo: ExitStack, *, mean: bool) -> None:
-        """Attach thresholds, verification and interception to the collector."""
+    def _watch(
+        self,
+        groups: tuple[ClippingGroup, ...],
+        function: ClippingFunction,
+        execution: Execution,
+        adaptive: QuantileTracking | None,
+        undo: ExitStack,
+    ) -> None:
+        """Make the collector; attach thresholds, verification, interception and the optimizer hook to it."""
+        mean, K = self.mechanism.loss_reduction == "mean", self.mechanism.rows_per_unit
+        collector = Collector(self._backend, groups, function, execution, mean=mean, rows_per_unit=K)
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
         """Internal interface of the optimizer hook, Checkpointer and audits."""
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
-        self._verifier = Verifier(sharding, ranks, clipper, self._moment, secret, mean=mean)
+        self._verifier = Verifier(sharding, ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
-        self._interception = Interception(
-            self.model, sources, collector, sharding, self._before_forward, self.mechanism.rows_per_unit
-        )
+        told = {"verified": self._verify, "alone": ranks.world_size == 1}
+        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K, **told)
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
-
-    def _require_agreement(self, clipping_mode: str) -> None:
-        """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
-        sharding = self._backend.sharding
-        facts: dict[str, Any] = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
-        facts |= {
-            "clipping_mode": clipping_mode,
-            "verify": self._verify,
-            "may_exceed_budget": self._budget.allow_overspend,
-        }
-        facts["parameters"] = [(n, tuple(sharding.shapes[n]), p.dtype) for n, p in sharding.parameters.items()]
-        if wrong := self._backend.communicator.mismatches(facts):
-            raise ConfigurationError(
-                f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
-                f"stage of a pipeline, no part under tensor or expert parallelism); sample_size counts the whole data "
-                f"set, of which engine.batches(...) gives every rank its share."
-            )
+        optimizer_hook.register(self)
 
     # --- what a training script uses --------------------------------------------------------------------------------
 
@@ -270,9 +255,10 @@ class PrivacyEngine:
         `loss` is [B], one value per row or unit, without padding's influence; or [], a mean over all rows.
         """
         plan = self._collector.plan
-        is_padding_B = None if plan is None else plan.rows_are_padding
-        if plan is not None and loss.dim() > 0 and len(loss) == len(plan.is_padding):
-            is_padding_B = plan.is_padding
+        is_padding_B = None
+        if plan is not None:
+            of_units = loss.dim() > 0 and len(loss) == len(plan.is_padding)
+            is_padding_B = plan.is_padding_on(loss.device, 1 if of_units else plan.rows_per_unit)
         self._collector.metrics.add_loss(loss.detach(), is_padding_B)
 
     def batches(
@@ -298,16 +284,7 @@ class PrivacyEngine:
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
-        if micro_batch_size is not None:
-            check_micro_batch_size(micro_batch_size)
-        check_choice("pad", pad, (False, True))
-        if not pad and self.mechanism.rows_per_unit > 1:
-            raise ConfigurationError(
-                f"pad=False is for loops that change the order of rows, but the {self.mechanism.rows_per_unit} rows of "
-                f"a unit must stay side by side. Leave it out, and augment in the data set or in collate_fn."
-            )
-        if steps is not None and not is_count(steps):
-            raise ConfigurationError(f"steps={steps!r}: give a number of logical batches, at least 1, or None.")
+        check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=self.mechanism.rows_per_unit)
         loaded = load(
             dataset,
             self._plans(dataset, micro_batch_size, steps, pad=pad),
@@ -427,7 +404,7 @@ class PrivacyEngine:
     ) -> None:
         """Continue the run that saved `state`, with the same batches.
 
-        A repeated step with the same sums has the same noise and costs nothing; with other sums it counts again. The
+        A repeated step with the same sums has the same noise and costs nothing; with other sums it is charged. The
         releases of this engine stay counted.
 
         Args:
@@ -448,15 +425,13 @@ class PrivacyEngine:
         loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
-                "Ranks were given different states: they would draw other batches, release steps again that others "
-                "have passed, and count apart. Load one state, saved by one rank, on all of them."
+                "Ranks were given different states, so they would draw different batches, repeat different steps, and "
+                "count differently. Load one state, saved by one rank, on all of them."
             )
-        Budget(self.mechanism, allow_overspend=True).load_state_dict(
-            account, same_run=False
-        )  # raises before any change
+        Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before = self.step
         self._thresholds.load_state_dict(thresholds)
-        visited = self._budget.load_state_dict(account, same_run=secret == self._secret)
+        visited = self._budget.load_state_dict(account)
         self._secret = secret
         self._collector.restart()
         if released is not None:
@@ -466,8 +441,8 @@ class PrivacyEngine:
             self._facts.load_state_dict(saved_facts, self.step)
         elif self.step < before:
             warnings.warn(
-                f"load_state_dict() goes back from step {before} to step {self.step}. What was released stays counted: "
-                f"a step that is taken again with the same sums costs nothing, with other sums it counts once more.",
+                f"load_state_dict() goes back from step {before} to step {self.step}. Releases stay counted. A "
+                f"repeated step with the same sums costs nothing; with other sums it counts once more.",
                 stacklevel=2,
             )
 
@@ -484,52 +459,14 @@ class PrivacyEngine:
         if self._verify:
             self._verifier.before_forward(self._interception.replay, run, kind)
 
-    def _moment(self) -> Moment:
-        batch = self._collector.batch
-        micro = None if batch is None else batch.micro
-        return (self.step, None, 1) if micro is None else (self.step, micro.plan.position, micro.plan.count)
-
 
 def _check_choices(
     model: Any, accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module that is trained. "
-            f"(replace_unsupported(model) changes the model itself, and returns a list of the changes.)"
-        )
-    optimizer_hook.refuse_shared(model)
+    optimizer_hook.check_model(model)
     check_choice("accountant", accountant, get_args(AccountantName))
     check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
     check_choice("on_budget", on_budget, ("raise", "continue"))
     check_choice("secure_mode", secure_mode, (False, True))
     check_choice("noise", noise, get_args(NoiseName))
     check_choice("verify", verify, (False, True))
-
-
-def _check_thresholds(max_grad_norm: float, adaptive_clipping: Any, noise: NoiseName) -> None:
-    check_positive("max_grad_norm", max_grad_norm)
-    if not isinstance(adaptive_clipping, QuantileTracking | None):
-        raise ConfigurationError(
-            f"adaptive_clipping={adaptive_clipping!r}: pass a dpshard.QuantileTracking(...), or None."
-        )
-    if adaptive_clipping is not None and noise != "gaussian":
-        raise ConfigurationError(
-            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
-            f"Gaussian: fix the thresholds, or take noise='gaussian'."
-        )
-
-
-def _check_trainable(sharding: Sharding, execution: Execution, clipping_mode: str) -> None:
-    """Raise ConfigurationError if no parameter is trainable, or the sharding cannot run this clipping mode."""
-    if not sharding.parameters:
-        raise ConfigurationError(
-            f"{type(sharding.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
-            f"requires_grad_(True) on what is to be trained before making the engine."
-        )
-    if execution.backward_passes == 2 and not sharding.two_passes:
-        raise ConfigurationError(
-            f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but what shards it "
-            f'frees its parameters after the first time. Choose a mode of one pass: "auto", "bk", '
-            f'"bk-mixed-ghost", "bk-mixed-opt", "per-example".'
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from torch import nn
@@ -11,6 +12,7 @@ WRAPPERS = ", ".join(_WRAPPERS)
 """Wrappers of torch.compile, checkpointing and sharding, for error messages."""
 
 
+@functools.lru_cache(maxsize=2**16)  # the same names come again in every step
 def canonical_name(name: str) -> str:
     """Return the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
 from dpshard.errors import ConfigurationError
@@ -50,7 +51,7 @@ def derive_key(secret: bytes, *context: str | int) -> bytes:
         raise ConfigurationError(
             f"A run secret has {SECRET_BYTES} bytes, got {len(secret)}: make one with new_run_secret()."
         )
-    return hmac.digest(secret, b"".join(_encode(part) for part in context), "sha256")
+    return hmac.digest(secret, b"".join(map(_encode, context)), "sha256")
 
 
 @functools.lru_cache(maxsize=2**12, typed=True)  # names and purposes repeat every step; no secrets
@@ -98,16 +99,25 @@ class RandomSource:
         return buffer[:n]
 
 
-def first_normals(keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-    """Yield `n` standard normals under each of `keys`; `n` is even."""
+def first_normals(
+    keys: Sequence[bytes], n: int, dtype: type[np.float32] | type[np.float64], needed: int | None = None
+) -> Iterator[NDArray[Any]]:
+    """Yield the first `needed` of `n` standard normals under each of `keys`; the default is all, and `n` is even.
+
+    With n = UNIT they are the first ones of `RandomSource.normals`.
+    """
     rows, count = _WORDS[dtype], len(keys)
-    with _scratch(count * n, dtype, buffers=count) as (normals, words, raw):
-        buffers = raw.reshape(count, -1)
-        for key, buffer in zip(keys, buffers, strict=True):
-            RandomSource(key)._fill(buffer)
-        integers = buffers[:, :-_CIPHER_PADDING].view("<i4").reshape(count, rows, -1)
-        native.box_muller(integers, normals.reshape(count, 2, -1), words.reshape(rows, count, -1))
-        yield from normals.reshape(count, n)
+    needed = n if needed is None else needed
+    pairs = min(needed, n // 2)  # the second half of the normals has the other element of each pair
+    nbytes = 2 * rows * n
+    with _scratch(2 * count * pairs, dtype) as (normals, words, raw):
+        integers = raw[: 4 * rows * count * pairs].view("<i4").reshape(count, rows, pairs)
+        for key, own in zip(keys, integers, strict=True):
+            # Bytes of the stream, then the tag. Such an object is made five times as fast as a stream.
+            made = np.frombuffer(AESGCM(key).encrypt(_NONCE, _ZEROS[:nbytes], None), "<i4", nbytes // 4)
+            own[:] = made.reshape(rows, n // 2)[:, :pairs]
+        native.box_muller(integers, normals.reshape(count, 2, pairs), words.reshape(rows, count, pairs))
+        yield from normals.reshape(count, 2 * pairs)[:, :needed]
 
 
 UNIT = 2**14
@@ -123,10 +133,10 @@ _FREE_SCRATCH: list[NDArray[np.uint8]] = []
 
 
 @contextmanager
-def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Yield memory for `n` normals, their words, and the bytes of `buffers` streams."""
+def _scratch(n: int, dtype: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
+    """Yield memory for `n` normals, their words, and the bytes of a stream."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
-    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + buffers * _CIPHER_PADDING)))
+    cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + _CIPHER_PADDING)))
     try:
         scratch = _FREE_SCRATCH.pop()  # atomic: threads share the list
     except IndexError:
@@ -139,7 +149,8 @@ def _scratch(n: int, dtype: Any, buffers: int = 1) -> Iterator[tuple[NDArray[Any
         _FREE_SCRATCH.append(scratch)
 
 
-_COUNTER_MODE = modes.GCM(bytes(12))
+_NONCE = bytes(12)
+_COUNTER_MODE = modes.GCM(_NONCE)
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _CIPHER_PADDING = 16
 """Bytes that a block cipher may write beyond its message; it keeps rows aligned."""

@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,14 @@ from tests import seeds
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker is left with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_looked_for_among_new_objects() -> None:
+    """A collection that looks at all that torch has imported takes half a second."""
+    if not gc.get_freeze_count():  # in the first test, and after a plan, which unfreezes
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

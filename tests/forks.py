@@ -30,8 +30,8 @@ Command = Sequence[str | Path]
 class Forked:
     """The part of subprocess.Popen that tests and the launcher of `dpshard train` use.
 
-    `command` is [sys.executable, SCRIPT, ...], or with "-m", MODULE or "-c", CODE in place of SCRIPT. What imported
-    modules have read from the environment before, they read as the tests were started.
+    `command` is [sys.executable, SCRIPT, ...], with "-m", MODULE or "-c", CODE possible in place of SCRIPT. Imported
+    modules have read the environment when the tests were started, not later.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Forked:
 
 
 class Branched:
-    """As Forked, but forked from this process, which must not have run a model: the launcher in a Forked process."""
+    """Like Forked, but forked from this process, which must not have run a model: the launcher in a Forked process."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Branched:
 
 
 class _Passed:
-    """Descriptors that a branch has; it closes the others, as a new interpreter has them closed."""
+    """Descriptors of a branch; it closes the others, as a new interpreter does."""
 
     def __init__(self, passed: Sequence[int]) -> None:
         self.passed = passed
@@ -137,7 +137,7 @@ class _Passed:
 
 
 class _Kept:
-    """Descriptors that the process has, by their numbers there."""
+    """Descriptors of the process, by their numbers there."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self.numbers = numbers
@@ -149,7 +149,7 @@ class _Kept:
         self.numbers = {there: here.detach() for there, here in state.items()}
 
     def move(self) -> None:
-        """Out of each other's way, then to their numbers."""
+        """Move them out of each other's way, then to their numbers."""
         away = {there: fcntl.fcntl(here, fcntl.F_DUPFD, 200) for there, here in self.numbers.items()}
         for here in self.numbers.values():
             os.close(here)
@@ -178,11 +178,11 @@ def _run(
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(code)  # threads of gloo may outlive the group, and abort an orderly exit
+        os._exit(code)  # threads of gloo may outlive the group, and abort an ordinary exit
 
 
 def _start(arguments: list[str]) -> None:
-    """What an interpreter does with these arguments."""
+    """Do what an interpreter does with these arguments."""
     import torch
 
     from tests import seeds

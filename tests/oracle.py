@@ -7,6 +7,7 @@ with a small gradient is not held to digits that the sum does not have, nor a la
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dpshard import PrivacyEngine
+
+DEVICE = os.environ.get("DPSHARD_TEST_DEVICE")
+"""Device of private steps and of what they are compared with; None: that of the model and the data."""
 
 TOLERANCE = 1e-10
 """Largest relative error of an update in float64."""
@@ -30,13 +34,14 @@ Loss = Callable[..., Tensor]
 
 
 def ramp_loss(output: Tensor, *_: Tensor) -> Tensor:
-    """A loss of any output [B, ...]: not linear, no two elements alike, averaged over the samples."""
+    """Return a loss of any output [B, ...], averaged over samples: not linear, different for every element."""
     flat = output.reshape(len(output), -1)
     return (flat.sin() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)).sum(1).mean()
 
 
 def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = ramp_loss) -> list[Gradients]:
     """The gradient of every sample's own loss; `data` is the model's input, then what the loss wants, row by row."""
+    data = _there(model, data)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for i in range(len(data[0])):
@@ -48,13 +53,21 @@ def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = 
     return found
 
 
+def _there(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
+    """Move a model to DEVICE; return the data there."""
+    if DEVICE is None:
+        return list(data)
+    model.to(DEVICE)
+    return [rows.to(DEVICE) for rows in data]
+
+
 def norm(gradients: Gradients, names: Sequence[str] | None = None) -> float:
-    """The L2 norm of a gradient, of all parameters or of those named; of a complex one, that of both its parts."""
+    """Return the L2 norm of a gradient, over all or the named parameters, and both parts of complex ones."""
     return math.sqrt(sum(float(gradients[name].abs().double().square().sum()) for name in names or gradients))
 
 
 def factor(norm: float, threshold: float, clipping_fn: str) -> float:
-    """The clipping factor of one sample."""
+    """Return the clipping factor of one sample."""
     if clipping_fn == "abadi":
         return min(1.0, threshold / norm) if norm > 0 else 1.0
     if clipping_fn == "automatic":
@@ -71,7 +84,7 @@ def clipped_mean(
     clipping_fn: str = "abadi",
     groups: Sequence[Sequence[str]] | None = None,
 ) -> Gradients:
-    """sum_i C_i g_i / batch_size; every one of the M groups of names has the threshold max_grad_norm / sqrt(M)."""
+    """Return sum_i C_i g_i / batch_size; each of the M groups of names has the threshold max_grad_norm / sqrt(M)."""
     groups = groups or [list(per_sample[0])]
     total = {name: torch.zeros_like(g) for name, g in per_sample[0].items()}
     for gradients in per_sample:
@@ -83,11 +96,11 @@ def clipped_mean(
 
 
 def _double(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    return x.to("cpu", torch.complex128 if x.is_complex() else torch.float64)
 
 
 def relative_error(update: Gradients, expected: Gradients) -> float:
-    """The worst parameter's error, measured against the norm of the whole expected gradient."""
+    """Return the worst parameter's error over the norm of the whole expected gradient."""
     assert update.keys() == expected.keys()
     errors = {name: norm({name: _double(update[name]) - _double(expected[name])}) for name in expected}
     assert all(math.isfinite(error) for error in errors.values()), errors
@@ -95,7 +108,7 @@ def relative_error(update: Gradients, expected: Gradients) -> float:
 
 
 def noise_free_engine(model: nn.Module, **options: Any) -> PrivacyEngine:
-    """An engine that adds no noise, without the warning that says so."""
+    """Return an engine without noise, and without the warning about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "noise_multiplier=0")
         return PrivacyEngine(
@@ -104,7 +117,7 @@ def noise_free_engine(model: nn.Module, **options: Any) -> PrivacyEngine:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """The `.grad`s of the trainable parameters, zeros where there is none."""
+    """Return `.grad` of the trainable parameters, or zeros."""
     return {
         name.replace("_orig_mod.", ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
@@ -122,10 +135,11 @@ def private_step(
     call: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Gradients:
-    """The gradients that an optimizer sees in one step without noise over `data`, through the public API.
+    """Return the gradients that an optimizer sees in one noise-free step over `data`, by the public API.
 
-    `call` stands in for the model in forward (a compiled one, say); other options are the engine's.
+    `call` replaces the model in forward (by a compiled one, for example); other options are the engine's.
     """
+    data = _there(model, data)
     B = len(data[0])
     engine = noise_free_engine(model, batch_size=batch_size or B, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -133,7 +147,7 @@ def private_step(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This loop feeds its own batches")
-            warnings.filterwarnings("ignore", "No gradient reached")  # the oracle's are zeros as well
+            warnings.filterwarnings("ignore", "No gradient reached")  # the oracle has zeros there, too
             for x, *rest in zip(*splits, strict=True):
                 loss((call or model)(x), *rest).backward()
             optimizer.step()
@@ -144,9 +158,9 @@ def private_step(
 
 
 class Use(nn.Module):
-    """A network around one use of parameters: `use(self, x)`, with a trainable map before it.
+    """A network around one use of parameters, `use(self, x)`, after a trainable map.
 
-    The map, over the last dimension of `before` elements, shows that the gradient of the use's input is right as well.
+    The map acts on the last dimension, of `before` elements, and shows that the gradient of the use's input is right.
     """
 
     def __init__(self, use: Callable[..., Tensor], *, before: int = 0, **parts: Tensor | nn.Module) -> None:
@@ -162,7 +176,7 @@ class Use(nn.Module):
 
 
 MODES = ("auto", "bk", "ghost", "per-example")
-"""Modes that differ in every choice: how norms are taken, passes, what is kept."""
+"""Modes with different norms, passes and kept tensors."""
 
 
 def assert_exact(
@@ -174,9 +188,9 @@ def assert_exact(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> None:
-    """The update of one step over `data` is the oracle's, in every mode, with about half of the samples clipped.
+    """Assert that the update of one step is the oracle's in every mode, with about half of the samples clipped.
 
-    The model is verified in the first mode: verification takes forty forwards, and tests/verification has it in all.
+    Only the first mode verifies the model, which takes forty forwards; tests/verification covers all modes.
     """
     data = (data,) if isinstance(data, Tensor) else data
     model = model.double()

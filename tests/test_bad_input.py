@@ -137,7 +137,7 @@ def test_a_cap_below_the_expected_batch_warns():
 
 @pytest.mark.parametrize("model", [[mlp()], mlp], ids=["list", "function"])
 def test_what_is_no_module_is_refused_by_its_type(model):
-    with pytest.raises(ConfigurationError, match=f"^model is of type {type(model).__name__}, no torch.nn.Module"):
+    with pytest.raises(ConfigurationError, match=f"^model is of type {type(model).__name__}, not a torch.nn.Module"):
         engine_on(model)
 
 
@@ -224,7 +224,7 @@ def test_data_sets_that_do_not_fit_are_refused_at_once(dataset, message):
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "4", True])
 def test_impossible_micro_batch_sizes_are_refused_at_once(size):
-    """At the call, not at the first batch: a generator would raise far from the mistake."""
+    """At the call, not at the first batch, where a generator would raise far from the mistake."""
     with pytest.raises(ConfigurationError, match=r"micro_batch_size=.*at least 1"):
         engine_on(mlp()).batches(TensorDataset(torch.zeros(100, 4)), size)
 
@@ -238,7 +238,7 @@ def test_what_is_no_state_is_refused(state):
 @pytest.mark.parametrize("part", ["mechanism", "ledger"])
 @pytest.mark.parametrize("value", [None, [], 3, "x", {}])
 def test_a_sealed_state_of_nonsense_is_refused(part, value):
-    """Whoever can write a checkpoint can seal it: the digest tells damage, not intent."""
+    """Anyone who can write a checkpoint can seal it: the digest shows damage, not intent."""
     from dpshard.checkpoint import engine_state
 
     engine = engine_on(mlp())

@@ -179,8 +179,9 @@ def test_a_cap_is_what_the_accountant_is_told(max_batch_size, cap):
     found = train(engine, model)
     sizes = [len(drawn) for drawn, _ in found]
     assert max(sizes) == 9 if cap == 9 else max(sizes) > 9
-    releases = engine.state_dict()["ledger"]["releases"]
-    assert [(r["max_batch_size"], r["sampling_probability"], r["count"]) for r in releases] == [(cap, 8 / N, 12)]
+    (span,) = engine.state_dict()["ledger"]["spans"]
+    assert (span["release"]["max_batch_size"], span["release"]["sampling_probability"]) == (cap, 8 / N)
+    assert (span["start"], span["stop"]) == (0, 12)
     assert engine._budget.ledger.relation == "replace-special"
 
 

@@ -65,7 +65,7 @@ STYLES = {
 
 
 def test_samples_are_clipped_and_unclipped():
-    """The figures of this file would show little if all samples were clipped, or none."""
+    """The tests of this file would prove little if all samples were clipped, or none."""
     norms = [norm(g) for g in PER_SAMPLE]
     assert min(norms) < R < max(norms)
 
@@ -97,7 +97,7 @@ def test_micro_batches(sizes, style, mode):
 
 
 def test_records_may_wait_elsewhere(monkeypatch):
-    """Offloaded records come back for their sums; only the last to arrive, which closes the group, need not leave."""
+    """Offloaded records return for their sums; only the last one, which closes the group, may stay."""
     away, returned = [], []
 
     def leave(record):
@@ -108,7 +108,7 @@ def test_records_may_wait_elsewhere(monkeypatch):
         returned.append(record)
         return offload.fetched(record, device)
 
-    monkeypatch.setattr("dpshard.records.per_sample._SMALL", 0)  # what is small stays where it is
+    monkeypatch.setattr("dpshard.records.per_sample._SMALL", 0)  # small records stay
     monkeypatch.setattr("dpshard.clipping.group_tape.offloaded", leave)
     monkeypatch.setattr("dpshard.clipping.group_tape.fetched", come_back)
     assert_update(step(offload_records=True))
@@ -139,7 +139,7 @@ def test_two_forwards_before_one_backward(mode):
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 6, 8])
 def test_padded_micro_batches(micro_batch_size, mode):
-    """All 6 samples are drawn, since the probability is 1; the last micro-batch is padded."""
+    """All 6 samples are drawn, with probability 1; the last micro-batch is padded."""
     model = Network()
     engine = noise_free_engine(
         model, batch_size=B, sample_size=B, target_delta=1e-3, max_grad_norm=R, clipping_mode=mode
@@ -163,7 +163,7 @@ def test_activation_checkpointing(style, mode):
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 @pytest.mark.parametrize("mode", ["auto", "ghost", "per-example"])
 def test_checkpointing_of_what_meets_the_data_first(mode):
-    """Its input has no gradient: what a repetition saves must be as many tensors as at first."""
+    """Its input has no gradient: a repetition must save as many tensors as the first run."""
 
     class First(nn.Module):
         def __init__(self):
@@ -185,7 +185,7 @@ def test_checkpointing_of_what_meets_the_data_first(mode):
     assert relative_error(gradients_of(model), expected) < 1e-12
 
 
-# Not every step of it sees gradients: that torch warns of it is not the point.
+# Some of its steps see no gradients, and torch's warning does not matter here.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
@@ -228,7 +228,7 @@ def test_norms_under_autocast_are_float32():
     def loss(output):
         return (output.float() * torch.linspace(-1, 1, 8).bfloat16()).sum((1, 2)).mean()
 
-    # The output gradient is a bfloat16 constant, so nothing is rounded but what dpshard computes.
+    # The output gradient is a bfloat16 constant, so only dpshard's computations round.
     g = torch.linspace(-1, 1, 8).bfloat16().double()
     exact = [{"weight": torch.outer(g, x[i].double().sum(0)), "bias": 512 * g} for i in range(2)]
     for mode in CLIPPING_MODES:

@@ -65,7 +65,7 @@ def test_a_secret_of_another_length_is_refused():
 def test_user_seeds_neither_change_nor_are_changed():
     def seed_everything(seed):
         torch.manual_seed(seed)
-        np.random.seed(seed)  # noqa: NPY002  # what training scripts call
+        np.random.seed(seed)  # noqa: NPY002  # as in training scripts
         random.seed(seed)
 
     def user_draws():
@@ -89,7 +89,7 @@ def test_every_bit_of_a_key_matters(bit):
 
 
 def test_the_stream_is_aes_256_in_counter_mode():
-    """NIST SP 800-38D: block i of the stream is the cipher of i + 2, as a nonce of zeros leaves 0 and 1 to the tag."""
+    """NIST SP 800-38D: block i of the stream is the cipher of i + 2; a nonce of zeros reserves 0 and 1 for the tag."""
     key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
     assert random_bytes(RandomSource(key), 16).tobytes() == _encrypted(key, (2).to_bytes(16, "big"))
     longer = random_bytes(RandomSource(key), 2**19)
@@ -113,7 +113,7 @@ def test_normals_are_those_of_box_and_muller():
         radius = np.sqrt(-2 * np.log(u))
         expected = np.concatenate((radius * np.cos(angle), radius * np.sin(angle)))
         drawn = normal(RandomSource(KEY), UNIT, dtype)
-        # Near u = 1 the radius, a root of 1 - u, has half of the digits that u has.
+        # Near u = 1 the radius, a root of 1 - u, has half of u's digits.
         np.testing.assert_allclose(drawn, expected, rtol=tolerance, atol=np.sqrt(np.finfo(dtype).eps))
 
 
@@ -149,7 +149,7 @@ def test_a_source_is_uniform_and_normal():
             512,
             3584,
             2**16,
-        ):  # partners in pieces of several lengths: one angle, or radius, would show
+        ):  # pieces of several lengths may split partners, which would share an angle or a radius
             one, other = drawn[:-distance].astype(np.float64), drawn[distance:].astype(np.float64)
             assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
             assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM

@@ -37,7 +37,7 @@ def sampler(sample_size, *batch_sizes, **options):
 
 
 def inclusions(poisson, steps):
-    """Bool [steps, N]: who is in the batch of each step."""
+    """Return the batch of each step, bool [steps, N]."""
     included = np.zeros((steps, poisson.sample_size), dtype=bool)
     for step in range(steps):
         included[step, poisson.draw(step)] = True
@@ -60,7 +60,7 @@ def test_inclusion_is_bernoulli(batch_size):
     steps, n = 4000, 100
     included = inclusions(sampler(n, batch_size), steps)
     q = batch_size / n
-    # Every position, the first and the last too: the count of each of the n samples is Binomial(steps, q).
+    # Every position, also the first and the last: the count of each of the n samples is Binomial(steps, q).
     chi_square = ((included.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum()
     assert FALSE_ALARM / 2 < stats.chi2.cdf(chi_square, n) < 1 - FALSE_ALARM / 2
 
@@ -70,7 +70,7 @@ def test_batch_sizes_are_binomial(batch_size):
     steps, n = 4000, 120
     sizes = inclusions(sampler(n, batch_size), steps).sum(1)
     q = batch_size / n
-    # A fixed size, or one size drawn per rank, has another variance than a Binomial(n, q).
+    # A fixed size, or one size per rank, has another variance than Binomial(n, q).
     dispersion = ((sizes - n * q) ** 2).sum() / (n * q * (1 - q))
     assert FALSE_ALARM / 2 < stats.chi2.cdf(dispersion, steps) < 1 - FALSE_ALARM / 2
     edges = np.unique(stats.binom.ppf(np.linspace(0.1, 0.9, 9), n, q))
@@ -84,7 +84,7 @@ def test_inclusions_are_independent():
     included = inclusions(sampler(n, 8), steps).astype(float)
     z_scores = np.corrcoef(included.T)[np.triu_indices(n, 1)] * math.sqrt(steps)
     largest = stats.norm.isf(FALSE_ALARM / len(z_scores) / 2)
-    assert np.abs(z_scores).max() < largest  # between samples, neighbours in the data set included
+    assert np.abs(z_scores).max() < largest  # between samples, also neighbours in the data set
     across_steps = stats.pearsonr(included[:-1].ravel(), included[1:].ravel())
     assert across_steps.pvalue > FALSE_ALARM
 
@@ -98,7 +98,7 @@ def test_a_cap_keeps_a_uniform_subset():
         assert len(kept) == min(len(everybody), cap)
         assert np.isin(kept, everybody).all()
         kept_of_position[kept] += 1
-    # By symmetry every sample is kept equally often; keeping the first, say, would favour small indices.
+    # By symmetry every sample is kept equally often; keeping the first ones would favour small indices.
     assert stats.chisquare(kept_of_position).pvalue > FALSE_ALARM
 
 
@@ -140,7 +140,7 @@ def test_a_draw_costs_what_it_draws_not_what_there_is():
     indices = [poisson.draw(step) for step in range(100)]
     seconds, (_, peak) = time.perf_counter() - begin, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # Touching 300 million flags once would take 300 MB and, a hundred times, some ten seconds.
+    # Reading 300 million flags once would take 300 MB, and a hundred times some ten seconds.
     assert peak < 2**20
     assert seconds < 1.0
     assert 200 < np.mean([len(drawn) for drawn in indices]) < 312
@@ -196,7 +196,7 @@ def test_impossible_plans_are_refused(wrong):
 
 
 class Squares:
-    """Map-style, of no class of torch."""
+    """A map-style data set that is not a class of torch."""
 
     def __len__(self):
         return 50
@@ -206,7 +206,7 @@ class Squares:
 
 
 class ReadTogether(Squares):
-    """As the datasets of Hugging Face, whose transforms see all rows that are read at once, and could mix them."""
+    """Like Hugging Face's data sets, whose transforms see all rows of a read, and could mix them."""
 
     def __getitems__(self, indices):
         raise AssertionError("rows are to be read one by one")
@@ -231,7 +231,7 @@ def test_data_are_paired_with_their_plans_in_order(dataset, workers):
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
 def test_tensor_datasets_load_as_row_by_row(workers):
     class RowByRow(TensorDataset):
-        """Not exactly a TensorDataset, so it takes the ordinary way."""
+        """A subclass of TensorDataset, which takes the ordinary path."""
 
     tensors = torch.randn(50, 2, 3), torch.arange(50), torch.rand(50) > 0.5
     quick = load(TensorDataset(*tensors), plans_of(), sample_size=50, **workers)
@@ -257,7 +257,7 @@ def test_collate_fn_is_used():
 
 
 def test_a_collate_fn_that_sorts_its_rows_does_not_move_the_padding():
-    """Row 5: the mask hides the copies behind the samples, wherever collation has put these."""
+    """Row 5: the mask hides the copies after the samples, wherever collation put them."""
     (plan,) = plan_micro_batches([3, 9, 23], 0, 8)
     ((_, data),) = load(
         list(range(50)), [plan], sample_size=50, collate_fn=lambda rows: torch.tensor(sorted(rows, reverse=True))
@@ -307,7 +307,7 @@ def test_data_sets_that_cannot_be_sampled_are_refused_at_once(dataset, remedy):
 
 
 def test_without_padding_rows_are_samples_and_ranks_agree_on_k():
-    """A rank that has no sample left has one row, of another's, which counts nothing."""
+    """A rank without samples has one row of another rank, which contributes nothing."""
     for drawn in (range(0), range(1), range(7), range(8), range(9)):
         ranks = [plan_micro_batches(list(drawn), 0, 2, rank, 3, pad=False) for rank in range(3)]
         padded = [plan_micro_batches(list(drawn), 0, 2, rank, 3) for rank in range(3)]

@@ -1,6 +1,7 @@
 """Units of several rows: one gradient, one coefficient, one contribution in every mode; against a float64 oracle."""
 
 import functools
+import random
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import QuantileTracking, UnitDataset
+from dpshard import QuantileTracking, UnitDataset, augment
 from dpshard.audit import audit_releases, audit_steps
 from dpshard.config import CLIPPING_MODES, BatchSchedule
 from dpshard.errors import (
@@ -253,7 +254,7 @@ def test_a_unit_moves_the_sum_by_R_at_most(options):
     ids, y = sentences(2)
     units = TensorDataset(ids[:, None].repeat(2, 3, 1), y[:, None].repeat(2, 3))
     build = functools.partial(Network, blocks=1)
-    found = influence(build, loop_in(3), units, left_out=[3], rows_per_unit=3, verify=False, **options)
+    found = influence(build, loop_in(3), units, left_out=[3], rows_per_unit=3, **options)
     assert 0.9 < found <= ALLOWED
 
 
@@ -382,12 +383,42 @@ def halves(n):
     return torch.arange(n).view(-1, 2).t().flatten()
 
 
-@pytest.mark.parametrize("order", [halves, torch.randperm])
+def rolled(n):
+    """Each row one place on: every unit gets a row of another."""
+    return torch.arange(n).roll(1)
+
+
+@pytest.mark.parametrize("order", [halves, rolled])
 @pytest.mark.parametrize("units", [2, 3])
 def test_rows_of_a_unit_that_are_no_neighbours_are_refused(units, order):
     """On full micro-batches of 2 units, too."""
     with pytest.raises(LogicalBatchError, match=r"side by side|copies"):
         clipped_sum(Network, in_order(order), units_of(units, 2), rows_per_unit=2, verify=False)
+
+
+def turned(n):
+    """The rows of each unit in reverse."""
+    return torch.arange(n).view(-1, 3).flip(1).flatten()
+
+
+@pytest.mark.parametrize("units", [2, 3])
+def test_rows_of_a_unit_may_change_places(units):
+    """In padded micro-batches, too; the unit's own rows stay together."""
+    options = {"rows_per_unit": 3, "max_grad_norm": 0.5}
+    expected = clipped_sum(Network, loop_in(2), units_of(units, 3), **options)
+    assert relative_error(clipped_sum(Network, in_order(turned), units_of(units, 3), **options), expected) <= TOLERANCE
+
+
+def test_units_that_lose_a_row_to_each_other_are_refused_after_a_reorder():
+    """Two units swap one row each, among units whose rows change places as they may."""
+
+    def swapped(n):
+        order = turned(n)
+        order[[0, 3]] = order[[3, 0]]
+        return order
+
+    with pytest.raises(LogicalBatchError, match="clipped as one"):
+        clipped_sum(Network, in_order(swapped), units_of(2, 3), rows_per_unit=3, verify=False)
 
 
 def test_loops_that_change_the_order_of_rows_are_refused():
@@ -545,6 +576,79 @@ def test_a_collate_fn_that_sorts_the_rows_of_several_units_is_refused(weighted):
         first(by_sum)
 
 
+def apart(x):
+    """First rows of all units, then second ones."""
+    return torch.cat([x[0::2], x[1::2]])
+
+
+def side_by_side(x):
+    """Undo `apart`."""
+    return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+class Typed(nn.Module):
+    """As BERT: types of tokens, zeros in most texts; they may be looked up in another order."""
+
+    def __init__(self, *, regroups=False, padding_idx=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.types = nn.Embedding(7, 4), nn.Embedding(2, 4, padding_idx=padding_idx)
+        self.head, self.regroups = nn.Linear(4, 3), regroups
+        self.double()
+
+    def forward(self, ids, types=None):
+        types = ids.new_zeros(1, 1).expand_as(ids) if types is None else types
+        found = side_by_side(self.types(apart(types))) if self.regroups else self.types(types)
+        return self.head((self.words(ids) + found).tanh().mean(1))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_types_of_tokens_may_all_be_zero(given):
+    """The order of equal ids is that of the inputs: verification tells by gradients."""
+    ids, y = torch.randint(7, (M * 2, 5)), torch.arange(M * 2) % 3
+    data = (torch.stack([ids, torch.zeros_like(ids)], 1) if given else ids), y
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Typed()
+
+        def forward(self, x):
+            return self.body(x[:, 0], x[:, 1]) if given else self.body(x)
+
+    assert_units_exact(Split, data, 2, F.cross_entropy)
+
+
+@pytest.mark.parametrize(("padding_idx", "error"), [(None, VerificationError), (0, BatchLayoutError)])
+def test_types_that_are_looked_up_in_another_order_are_refused(padding_idx, error):
+    """At once; where the zeros are padding they have no gradient, and nothing tells."""
+    data = torch.randint(7, (M * 2, 5)), torch.arange(M * 2) % 3
+    with pytest.raises(error):
+        private_step(
+            Typed(regroups=True, padding_idx=padding_idx), data, F.cross_entropy, rows_per_unit=2, batch_size=M
+        )
+
+
+@pytest.mark.parametrize("first", ["equal", "zero"])
+@pytest.mark.parametrize(("verify", "error"), [(True, VerificationError), (False, BatchLayoutError)])
+def test_equal_rows_do_not_hide_another_order(first, verify, error):
+    """A first micro-batch of equal rows leaves no wrong order behind: by gradients, or not at all."""
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return side_by_side(self.head(self.first(apart(x)).mean(1)))
+
+    ids = torch.randint(7, (M * 2, 5)) if first == "zero" else torch.arange(5).expand(M * 2, 5)
+    data = ids * (first != "zero"), torch.arange(M * 2) % 3
+    with pytest.raises(error):
+        private_step(Halves().double(), data, F.cross_entropy, rows_per_unit=2, batch_size=M, verify=verify)
+
+
 def test_rows_that_tell_no_order_are_refused_where_they_are_zeros():
     """Zeros have no gradient, so verification cannot see in which order the rows of units came to the layer."""
 
@@ -559,7 +663,7 @@ def test_rows_that_tell_no_order_are_refused_where_they_are_zeros():
 
     x, y = randn(8, 4), torch.arange(8) % 2
     x[:, -1] = 0
-    with pytest.raises(BatchLayoutError, match="same number everywhere"):
+    with pytest.raises(BatchLayoutError, match="sees equal rows"):
         private_step(Regrouped().double(), (x, y), F.cross_entropy, rows_per_unit=2, batch_size=4)
 
 
@@ -578,5 +682,66 @@ def test_an_output_that_is_written_to_later_tells_its_order():
 def test_what_does_not_know_units_refuses_them():
     x, y = sentences(6)
     for audit in (audit_steps, audit_releases):
-        with pytest.raises(ConfigurationError, match="does not know units"):
+        with pytest.raises(ConfigurationError, match="does not support units"):
             audit(Network(), x, y, lambda scores, y: F.cross_entropy(scores, y, reduction="none"), rows_per_unit=2)
+
+
+# --- augment ---------------------------------------------------------------------------------------------------------
+
+
+def jittered(item):
+    """By all generators that a transform may draw from, in place."""
+    x, y = item
+    x += torch.rand(()) + np.random.rand() + random.random()  # noqa: NPY002
+    return x, y
+
+
+def test_augmentations_are_drawn_by_the_key_and_leave_everything_else_alone():
+    images = [(torch.full((2,), float(i)), i) for i in range(3)]
+    units = augment(images, jittered, 4)
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    first, again, other = (units.draw(1, key * 32).rows for key in (b"a", b"a", b"b"))
+    assert torch.equal(torch.rand(2), expected)
+    values = [[float(x[0]) for x, _ in rows] for rows in (first, again, other)]
+    assert values[0] == values[1]
+    assert len(set(values[0] + values[2])) == 8
+    assert all(1 <= value < 4 for value in values[0])
+    assert [y for _, y in first] == [1] * 4
+    assert [float(x[0]) for x, _ in images] == [0, 1, 2]
+    assert len(units) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_replayed_step_has_the_same_augmentations(workers):
+    units = augment([(torch.zeros(2), 0)] * 2, jittered, 3)
+
+    def steps(secret):
+        plans = list(poisson_plans(_Everyone(), secret, range(2), 2, rows_per_unit=3))
+        return [x for _, (x, _) in load(units, plans, sample_size=2, rows_per_unit=3, num_workers=workers)]
+
+    first, again, other = steps(bytes(32)), steps(bytes(32)), steps(bytes([1] * 32))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    values = torch.cat(first + other)[:, 0]
+    assert len(values.unique()) == 24
+
+
+def test_a_sample_is_clipped_once_with_all_of_its_augmentations():
+    """Shifted ids as augmentations, of which the transform knows the number."""
+    ids, y = sentences(M)
+    samples = [(ids[i], y[i]) for i in range(M)]
+    shifts = iter(range(3 * M))
+    units = augment(samples, lambda item: (item[0].roll(next(shifts) % 3), item[1]), 3)
+    rows = torch.cat([torch.stack([x.roll(j) for j in range(3)]) for x in ids]), y.repeat_interleave(3)
+    per_unit = per_unit_gradients(Network(), rows, 3, F.cross_entropy)
+    R = threshold(per_unit)
+    found = clipped_sum(Network, loop_in(4), units, rows_per_unit=3, max_grad_norm=R)
+    assert relative_error(found, clipped_mean(per_unit, max_grad_norm=R, batch_size=1)) <= TOLERANCE
+
+
+def test_augmentations_are_counted():
+    with pytest.raises(ConfigurationError, match="rows_per_unit"):
+        augment([1], jittered, 0)
+    with pytest.raises(DataError, match="a unit of 2 rows"):
+        clipped_sum(Network, loop_in(2), augment(TensorDataset(*sentences(4)), tuple, 2), rows_per_unit=3)

@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 import contextlib
+import gc
 
 import fsspec  # which torch.distributed.checkpoint imports late
 import torch._dynamo
@@ -26,3 +27,6 @@ with contextlib.suppress(ImportError):
 
 with contextlib.suppress(ImportError):
     import transformers.models.gpt2.modeling_gpt2
+
+gc.collect()
+gc.freeze()  # a fork that collects garbage need not look at what it has inherited, nor copy its pages

@@ -40,8 +40,12 @@ class Task:
 
     def subject(self) -> Subject:
         """Return a new model, with the data set."""
-        model = self.workload.build().to(device=self.device, dtype=self.dtype)
-        return Subject(model.train(), *self.data, loss)
+        return Subject(self.model().train(), *self.data, loss)
+
+    def model(self) -> nn.Module:
+        """Return a new model, with random weights that its device has drawn: a CPU takes long for large ones."""
+        with torch.device(self.device):
+            return self.workload.build().to(self.dtype)
 
 
 class Contender(ABC):

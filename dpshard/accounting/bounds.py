@@ -23,6 +23,8 @@ def check_accountant(name: str) -> None:
 
 def check_supported(release: Release, accountant: str) -> None:
     """Raise AccountingError unless `accountant` can analyse `release`."""
+    if release.max_rows_per_unit > 1:
+        _check_units(release, accountant)
     if release.discretized_elements is not None:
         _check_discrete(release, accountant)
     if release.max_batch_size is not None and not accountant.startswith("pld"):
@@ -32,6 +34,19 @@ def check_supported(release: Release, accountant: str) -> None:
         )
     if release.max_batch_size is not None:
         _mathematics().check_truncation()
+
+
+def _check_units(release: Release, accountant: str) -> None:
+    if not accountant.startswith("pld"):
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse units of several samples (max_rows_per_unit="
+            f"{release.max_rows_per_unit}), which are mixtures of Gaussians: take accountant='pld'."
+        )
+    if release.max_batch_size is not None or release.discretized_elements is not None:
+        raise AccountingError(
+            f"Units of several samples (max_rows_per_unit={release.max_rows_per_unit}) are analysed for Gaussian noise "
+            f"and without a cap: drop max_batch_size, and take noise='gaussian'."
+        )
 
 
 def _check_discrete(release: Release, accountant: str) -> None:

@@ -21,9 +21,9 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 class Budget:
     """Ledger, history and budget check of a planned run."""
 
-    def __init__(self, mechanism: Mechanism, *, allow_overspend: bool) -> None:
+    def __init__(self, mechanism: Mechanism, *, allow_overspend: bool, run: str = "") -> None:
         self.mechanism = mechanism
-        self.ledger = PrivacyLedger(mechanism.accountant)
+        self.ledger = PrivacyLedger(mechanism.accountant, run)
         self._history = History()
         self.allow_overspend = allow_overspend
         """True to warn about a step over the budget instead of raising."""
@@ -47,7 +47,7 @@ class Budget:
         if self._history.contains(step, identity):
             self.ledger.repeat()
             return False
-        release = self._affordable(step)
+        release = self._affordable(step, unverified_sampling=unverified_sampling)
         self._warn_of_repeat(step)
         self.ledger.record(release, unverified_sampling=unverified_sampling)
         self._history.add(step, identity)
@@ -59,8 +59,9 @@ class Budget:
         self._warned_of_repeats = True
         warnings.warn(
             f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise and "
-            f"counts as one more release, and so does every further step that is repeated. To repeat steps at no "
-            f"cost, restore model, optimizer, data and random states: see Replay in docs/privacy-model.md.",
+            f"costs more than a new step, because it draws the same batch; so does every further repeated step. To "
+            f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
+            f"docs/privacy-model.md.",
             stacklevel=5,
         )
 
@@ -68,14 +69,15 @@ class Budget:
         """Return ledger and history, as plain JSON."""
         return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, same_run: bool) -> bool:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Go to the place of a `state_dict()`; return True if this process has been there.
 
-        Releases of this process stay counted. `same_run`: they have the state's run secret. Raises CheckpointError,
-        without any change, for a damaged state.
+        Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """
-        ledger, history = PrivacyLedger(self.mechanism.accountant), self._history if same_run else History()
+        ledger = PrivacyLedger(self.mechanism.accountant)
         ledger.load_state_dict(state["ledger"])
+        same_run = ledger.run == self.ledger.run
+        history = self._history if same_run else History()
         visited = history.load_state_dict(state["history"], ledger.steps)
         self.ledger.load_state_dict(state["ledger"], visited=visited and same_run)
         self._history = history
@@ -90,15 +92,21 @@ class Budget:
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
             if identity is None or not self._history.contains(step, identity):
-                self.ledger.charge(self.mechanism.release(step))
+                self.ledger.charge(step, self.mechanism.release(step))
                 self._history.add(step, identity)
         return self.ledger.releases - before
 
-    def _affordable(self, step: int) -> Release:
+    def _affordable(self, step: int, *, unverified_sampling: bool) -> Release:
         """Return the release of `step`; over budget, raise or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
-        if target is None or self.ledger.allows(release, target_epsilon=target, target_delta=delta, plan=self._plan):
+        if target is None or self.ledger.allows(
+            release,
+            target_epsilon=target,
+            target_delta=delta,
+            plan=self._plan,
+            unverified_sampling=unverified_sampling,
+        ):
             return release
         message = (
             f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "

@@ -53,6 +53,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from numpy.typing import NDArray
 from scipy import optimize, special
 
+from dpshard.accounting import mixtures
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import check_probability
@@ -79,7 +80,9 @@ def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     `method` is an AccountantName, or "pld-draft", which is quicker than "pld" and looser.
     """
     epsilon = _METHODS[method](counts, delta)
-    if method.startswith("pld") and all(release.max_batch_size is None for release, _ in counts):
+    if method.startswith("pld") and all(
+        release.max_batch_size is None and release.max_rows_per_unit == 1 for release, _ in counts
+    ):
         renyi = _rdp_epsilon(counts, delta)
         if renyi < min(epsilon, LARGEST_LOSS):
             return renyi, "rdp"
@@ -232,10 +235,11 @@ def _exact_epsilon(counts: Counts, delta: float) -> float | None:
     (release, count), *others = counts
     if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
         return None
-    if 1 / release.noise_multiplier > LARGEST_LOSS or delta <= PLD_ERROR:
+    mu = release.max_rows_per_unit / release.noise_multiplier
+    if mu > LARGEST_LOSS or delta <= PLD_ERROR:
         return math.inf
     # Delta is a difference of tails with error below PLD_ERROR; the root has error below ROOT_ERROR.
-    return gdp_epsilon(1 / release.noise_multiplier, delta - PLD_ERROR) + ROOT_ERROR
+    return gdp_epsilon(mu, delta - PLD_ERROR) + ROOT_ERROR
 
 
 def _merged(counts: Counts) -> Counts:
@@ -261,6 +265,8 @@ def _interval(counts: Counts, delta: float) -> float | None:
     Any grid gives an upper bound. Measured against a ten times finer grid, epsilon is within 1% if the interval is at
     most a fifth of the standard deviation of one step's loss. Below 1e-5, float rounding outweighs the gain.
     """
+    if any(release.max_rows_per_unit > 1 for release, _ in counts):
+        return mixtures.interval(counts, delta)
     extent = _rdp_epsilon(counts, delta)
     for release, _ in counts:
         sensitivity_over_std = (1 if release.max_batch_size is None else 2) / release.noise_multiplier
@@ -282,6 +288,8 @@ def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLos
 @lru_cache(maxsize=MAX_DISTINCT)
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
+    if release.max_rows_per_unit > 1:
+        return mixtures.losses(release, interval)
     grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
     if release.max_batch_size is None:
         return privacy_loss_distribution.from_gaussian_mechanism(

@@ -3,7 +3,8 @@
 [Note: What a step that is taken again costs]
 Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). A keyed digest of both is the
 identity of a release. Repeating it publishes the same value, and costs nothing. A step with another or forgotten
-identity has independent noise, and counts as a further release. A history remembers the last MEMORY steps.
+identity has independent noise, and is charged ([Note: Copies of a step share their batch] in copies.py). A history
+remembers the last MEMORY steps.
 """
 
 from __future__ import annotations

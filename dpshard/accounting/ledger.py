@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from copy import copy
 from typing import Any
 
 from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.calibration import largest_that_fits
+from dpshard.accounting.copies import Span, append, cost, first_gap, total_cost
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
-from dpshard.config import AccountantName, is_count
+from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
 
 
 class PrivacyLedger:
     """The releases so far, and their epsilon."""
 
-    def __init__(self, accountant: AccountantName = "pld"):
+    def __init__(self, accountant: AccountantName = "pld", run: str = ""):
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
+        self.run = run
+        """Identity of the run whose steps are taken; see Span."""
         self.steps = 0
         """Index of the next step; `releases` is larger after repeated steps."""
-        self._counts: Counter[Release] = Counter()
-        self._unverified_sampling = 0  # releases of batches drawn by the script itself
-        self._own: Counter[Release] = Counter()  # releases recorded here, not loaded
-        self._own_unverified_sampling = 0
-        # By budget (epsilon, delta): further releases that fit it all together.
-        self._allowances: dict[tuple[float, float], Counter[Release]] = {}
+        self._spans: list[Span] = []
+        self._own: list[Span] = []  # of the releases recorded here, not loaded
+        self._cost: Counter[Release] = Counter()  # of all spans
+        # By budget (epsilon, delta): a multiset that fits it, and so do all parts of it.
+        self._fitting: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
     def releases(self) -> int:
         """Number of all releases."""
-        return self._counts.total()
+        return sum(span.stop - span.start for span in self._spans)
 
     @property
     def relation(self) -> Relation:
         """Neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
-        return relation_of(self._counts)
+        return relation_of(self._cost)
 
     def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
         """Count the release of the next step; only the code that makes it calls this.
@@ -45,51 +47,63 @@ class PrivacyLedger:
         `unverified_sampling`: the script drew the batch itself. Raises AccountingError if the release cannot be
         analysed.
         """
-        self.charge(release, unverified_sampling=unverified_sampling)
+        self.charge(self.steps, release, unverified_sampling=unverified_sampling)
         self.steps += 1
 
     def repeat(self) -> None:
         """Take the next step without a count: the same release was counted already."""
         self.steps += 1
 
-    def charge(self, release: Release, *, unverified_sampling: bool = False) -> None:
-        """Count a release of any step; see `record`."""
+    def charge(self, step: int, release: Release, *, unverified_sampling: bool = False) -> None:
+        """Count a release of `step`; see `record`."""
+        total = self._cost_with(step, release, unverified_sampling=unverified_sampling)
+        for spans in (self._spans, self._own):
+            append(spans, self.run, step, release, unverified_sampling=unverified_sampling)
+        self._cost = total
+
+    def _cost_with(self, step: int, release: Release, *, unverified_sampling: bool) -> Counter[Release]:
+        """Return the cost of all releases and one more of `step`."""
         check_supported(release, self.accountant)
-        self._counts[release] += 1
-        self._own[release] += 1
-        self._unverified_sampling += unverified_sampling
-        self._own_unverified_sampling += unverified_sampling
-        for budget, allowance in list(self._allowances.items()):
-            allowance[release] -= 1
-            if allowance[release] < 0:
-                del self._allowances[budget]
+        copies = [span for span in self._spans if span.covers(self.run, step)]
+        more = Span(self.run, step, step + 1, release, unverified_sampling)
+        return self._cost - cost(copies) + cost([*copies, more])
 
     def epsilon(self, delta: float) -> float:
         """Return epsilon at `delta` of all releases so far."""
-        return epsilon_of(tuple(self._counts.items()), delta, self.accountant)
+        return epsilon_of(tuple(self._cost.items()), delta, self.accountant)
 
-    def allows(self, release: Release, *, target_epsilon: float, target_delta: float, plan: Counts = ()) -> bool:
-        """Return True if epsilon stays within `target_epsilon` after one more `release`.
+    def allows(
+        self,
+        release: Release,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        plan: Counts = (),
+        unverified_sampling: bool = False,
+    ) -> bool:
+        """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
-        If n further releases fit the budget, any subset fits too: until then, calls look up a counter. The rest of
-        `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon. Otherwise bisection finds
-        how many such releases fit, in about log2(steps) evaluations.
+        If a multiset of releases fits the budget, any part of it fits too: until more is needed, calls compare
+        counters. All of `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon.
+        Otherwise bisection finds how many such releases fit, in about log2(steps) evaluations.
         """
-        check_supported(release, self.accountant)
         budget = (target_epsilon, target_delta)
-        if budget in self._allowances and self._allowances[budget][release] > 0:
+        total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
+        if budget in self._fitting and total <= self._fitting[budget]:
             return True
 
-        def fits(more: Counter[Release]) -> bool:
-            if epsilon_of(tuple((self._counts + more).items()), target_delta, self.accountant) > target_epsilon:
+        def fits(all_releases: Counter[Release]) -> bool:
+            if epsilon_of(tuple(all_releases.items()), target_delta, self.accountant) > target_epsilon:
                 return False
-            self._allowances[budget] = more
+            self._fitting[budget] = all_releases
             return True
 
-        rest = Counter(dict(plan)) - self._counts
-        if rest[release] > 0 and fits(rest):
+        planned = Counter(dict(plan))
+        if total != self._cost + Counter([release]):  # a step that was released before
+            return fits(total | planned) or fits(total)
+        if total[release] <= planned[release] and fits(total | planned):
             return True
-        return largest_that_fits(lambda n: fits(Counter({release: n})), max(self.releases, 1024)) > 0
+        return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
@@ -97,24 +111,21 @@ class PrivacyLedger:
         `generator` names the source of the noise.
         """
         note = ", a central limit approximation that may under-state epsilon" if self.accountant == "gdp" else ""
-        bound = bound_of(tuple(self._counts.items()), delta, self.accountant)
+        bound = bound_of(tuple(self._cost.items()), delta, self.accountant)
         if bound.accountant != self.accountant:
             note = f", and this figure is the tighter one of {bound.accountant}"
         source = f"; noise: {generator}" if generator else ""
-        released = self._counts or [release for release, _ in plan]
+        released = self._cost or [release for release, _ in plan]
         relation = relation_of(released)
         sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
         unit = "one sample" if rows_per_unit == 1 else f"one unit of up to {rows_per_unit} rows,"
         unit = f"{unit} of N = {sizes}" if sizes else unit
         cap = " with a cap" if relation == "replace-special" else ""
-        groups = max((release.quantile_counts for release in self._counts), default=0)
+        groups = max((release.quantile_counts for release in self._cost), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
-        noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._counts) else ""
-        trust = (
-            f" ({self._unverified_sampling} of them of batches that the script fed, if it drew them so)"
-            if self._unverified_sampling
-            else ""
-        )
+        noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._cost) else ""
+        fed = sum(span.stop - span.start for span in self._spans if span.unverified_sampling)
+        trust = f" ({fed} of them of batches that the script fed, if it drew them so)" if fed else ""
         again = self.releases - self.steps
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
         releases = f"{self.releases} releases{counts}{noise}{repeated}"
@@ -126,14 +137,7 @@ class PrivacyLedger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the content as plain JSON, without the accountant."""
-        releases = [asdict(r) | {"count": n} for r, n in self._counts.items()]
-        again = self.releases - self.steps
-        return {
-            "steps": self.steps,
-            "again": again,
-            "unverified_sampling": self._unverified_sampling,
-            "releases": releases,
-        }
+        return {"run": self.run, "steps": self.steps, "spans": [span.state_dict() for span in self._spans]}
 
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
         """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
@@ -142,27 +146,17 @@ class PrivacyLedger:
         state before, so all releases of the state are counted already.
         """
         try:
-            counts: Counter[Release] = Counter()
-            for entry in state["releases"]:
-                fields = dict(entry)
-                count = fields.pop("count")
-                if not is_count(count):
-                    raise ValueError(f"a release has the count {count!r}")
-                counts[Release(**fields)] += count
-            steps, again, unverified_sampling = state["steps"], state["again"], state["unverified_sampling"]
-            if not all(type(n) is int and n >= 0 for n in (steps, again)) or counts.total() != steps + again:
-                raise ValueError(f"{counts.total()} releases, but {steps!r} steps, and {again!r} again")
-            if not (type(unverified_sampling) is int and 0 <= unverified_sampling <= counts.total()):
-                raise ValueError(f"{unverified_sampling!r} releases with unverified sampling")
+            run, steps, spans = state["run"], state["steps"], [Span.parse(span) for span in state["spans"]]
+            if type(run) is not str or type(steps) is not int or steps < 0:
+                raise ValueError(f"run {run!r}, {steps!r} steps")
+            if gap := first_gap(spans, run, steps):
+                raise ValueError(f"{steps} steps, but no release of step {gap}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. Resume "
                 f"from an older checkpoint."
             ) from error
-        self.steps = steps
+        self.run, self.steps = run, steps
         if not visited:
-            self._counts, self._unverified_sampling = (
-                counts + self._own,
-                unverified_sampling + self._own_unverified_sampling,
-            )
-        self._allowances.clear()
+            self._spans = [*spans, *map(copy, self._own)]
+            self._cost = total_cost(self._spans)

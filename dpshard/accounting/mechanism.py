@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpshard.accounting.releases import Counts, Release
-from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName
+from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit
 from dpshard.errors import ConfigurationError
 
 
@@ -57,6 +57,18 @@ class SampledMechanism:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MechanismOfUnits(SampledMechanism):
+    """Samples are drawn one by one, and a unit of privacy has up to `max_rows_per_unit` of them."""
+
+    max_rows_per_unit: int
+    """Samples of one unit, at most; see [Note: Units of several samples] in mixtures.py."""
+
+    def _release(self, batch_size: int) -> Release:
+        release = SampledMechanism._release(self, batch_size)  # super() has lost the class, which slots have replaced
+        return replace(release, max_rows_per_unit=self.max_rows_per_unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism(SampledMechanism):
     """Everything that determines the privacy guarantee and its report."""
 
@@ -81,3 +93,6 @@ class Mechanism(SampledMechanism):
     """Delta of the reported epsilon."""
     target_epsilon: float | None
     """Budget at which the run stops, or None if noise_multiplier was given."""
+
+    def __post_init__(self) -> None:
+        check_rows_per_unit(self.rows_per_unit)

@@ -1,9 +1,9 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch; a ledger is a multiset of releases, because composition ignores
-order. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one of
-them (zero-out at fixed N). Two relations of dp-accounting cover this.
+A step releases one noisy sum over a Poisson batch. Composition ignores the order of steps, so a run is a multiset of
+releases. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one
+of them (zero-out at fixed N). Two relations of dp-accounting cover this.
 - Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
   engine refuses a data set of another length.)
 - With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
@@ -54,6 +54,8 @@ class Release:
     mechanism of this noise multiplier: the counts use part of its budget, and cost nothing more."""
     discretized_elements: int | None = None
     """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
+    max_rows_per_unit: int = 1
+    """Samples of one unit of privacy, at most; neighbours differ by a unit. See [Note: Units of several samples]."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -62,9 +64,9 @@ class Release:
             raise ConfigurationError(
                 f"sampling_probability={self.sampling_probability!r}: it is (batch size) / (sample size), in (0, 1]."
             )
-        for name in ("sample_size", "max_batch_size", "discretized_elements"):
+        for name in ("sample_size", "max_batch_size", "discretized_elements", "max_rows_per_unit"):
             value = getattr(self, name)
-            if not (is_count(value) or (name != "sample_size" and value is None)):
+            if not (is_count(value) or (name not in ("sample_size", "max_rows_per_unit") and value is None)):
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
         if not (is_count(self.quantile_counts) or (type(self.quantile_counts) is int and self.quantile_counts == 0)):
             raise ConfigurationError(f"quantile_counts={self.quantile_counts!r}: it must be an int, 0 or above.")
@@ -79,7 +81,7 @@ class Release:
 
     @property
     def loss_deviation(self) -> float:
-        """Standard deviation of the privacy loss (plain Poisson), to leading order in q: q sqrt(e^(1/sigma^2) - 1).
+        """Standard deviation of the privacy loss (units of one sample), in leading order: q sqrt(e^(1/sigma^2) - 1).
 
         Its root sum of squares over the steps is the mu of the central limit; Bu et al. 2020, "Deep learning with
         Gaussian differential privacy", arXiv:1911.11607.

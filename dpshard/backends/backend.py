@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
-from dpshard.errors import DpshardError, LogicalBatchError
+from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.noise.digest import LANES
 from dpshard.noise.keyed import Shard
 
@@ -26,6 +27,17 @@ class Backend:
     sharding: Sharding
     reduction: Reduction
     gradients: GradientStore
+
+    def require_agreement(self, facts: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
+        shapes, parameters = self.sharding.shapes, self.sharding.parameters
+        parts = {"parameters": [(name, tuple(shapes[name]), p.dtype) for name, p in parameters.items()]}
+        if wrong := self.communicator.mismatches({**facts, **parts}):
+            raise ConfigurationError(
+                f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
+                f"stage of a pipeline, no part under tensor or expert parallelism). sample_size counts the whole data "
+                f"set; engine.batches(...) gives every rank its share."
+            )
 
     def complete_sums(
         self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[Shard]], Tensor]
@@ -42,7 +54,10 @@ class Backend:
         """
         all_gather = self.communicator.all_gather
         fault = None if broken else self.reduction.fault()
-        own_X = torch.cat([doubts_F.new_tensor([fault is not None, broken]), doubts_F])
+        flags = doubts_F.new_zeros(2)  # no copy from the host
+        if fault is not None or broken:
+            flags[int(broken)] = 1
+        own_X = torch.cat([flags, doubts_F])
         if self.reduction.is_unsummed:  # either all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
@@ -56,7 +71,7 @@ class Backend:
         return found, [] if any(found) else self._digest(ranks_WX[:, -LANES:])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return the column maxima without the first column, the faults; raise if any rank has one."""
+        """Return the column maxima, except of the faults, column 0; raise if any rank has one."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

@@ -22,8 +22,8 @@ _MOST_KEPT = 1024
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     """Return the names of `tensors` (at least one) and their checksums, int64 [N], on the device of the first.
 
-    They are exact: independent of the order of additions and of the other tensors. Equal names, shapes and dtypes give
-    an equal order.
+    Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
+    order.
     """
     device = next(iter(tensors.values())).device
     names: list[str] = []
@@ -76,7 +76,7 @@ def _ends(lengths: tuple[int, ...], first: int, like: Tensor) -> Tensor:
     if type(like) is not Tensor:  # a FakeTensor without values must not serve real tensors later, nor the reverse
         return _count_ends(lengths, first, like.device)
     key = lengths, first, like.device
-    if key not in _kept_ends:  # copying these numbers to an accelerator would stall
+    if key not in _kept_ends:  # copying these numbers to an accelerator stalls
         if len(_kept_ends) == _MOST_KEPT:
             _kept_ends.clear()
         _kept_ends[key] = _count_ends(lengths, first, like.device)

@@ -23,8 +23,8 @@ _meetings: Counter[int] = Counter()  # of groups, by their first rank
 def meet_for_probe(group: dist.ProcessGroup) -> None:
     """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    Raises BatchLayoutError if they do not come: then only this rank met something new, and its forwards would gather
-    parameters while the others are in the middle of theirs.
+    Raises BatchLayoutError if they do not come: then only this rank met something new, and would gather parameters in
+    the middle of the others' forwards.
     """
     if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
         return
@@ -37,9 +37,9 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
     while int(store.add(key, 0)) < dist.get_world_size(group):
         if time.monotonic() > deadline:
             raise BatchLayoutError(
-                f"On rank {dist.get_rank(group)} the model takes another course than on the others, or gets inputs of "
-                f"another kind: it uses parameters as in no forward before. Where parameters are sharded, all ranks "
-                f"must do so together. Remove control flow that depends on the data or on random numbers of a rank (a "
-                f"layer that is skipped, an input that only some micro-batches have), or train under DDP."
+                f"On rank {dist.get_rank(group)} the model runs a forward of a new kind (other functions on its "
+                f"parameters, or other inputs), and on other ranks it does not. Where parameters are sharded, all "
+                f"ranks must do so together. Remove control flow that depends on the data or on random numbers of a "
+                f"rank (a skipped layer, an input that only some micro-batches have), or train under DDP."
             )
         time.sleep(0.01)

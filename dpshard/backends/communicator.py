@@ -17,8 +17,8 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` in one order. `group` is called late, because it
-    creates the process group of a hybrid-sharded mesh. Tensors travel on `device`.
+    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` in one order, with tensors on `device`. `group` is
+    called late, because it creates the process group of a hybrid-sharded mesh.
     """
 
     def __init__(

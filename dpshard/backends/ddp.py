@@ -3,8 +3,8 @@
 [Note: Reduced or not]
 DDP decides in its own forward whether the next backward reduces. A forward that bypasses it (`model.module(x)`), a
 `no_sync()` around the last micro-batch, or a backward one micro-batch late leave one rank's sums in `.grad`, W times
-too large for the noise, and the reducer does not report it. But reduced sums are bitwise equal on all ranks, else
-replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
+too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or replicas
+would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
 
 
 class DDPReduction:
-    """The Reduction by DistributedDataParallel itself, except for half-precision parameters.
+    """The Reduction by DistributedDataParallel itself.
 
-    Their sums are reduced in float32, in one call, after the backward of the last micro-batch.
+    Sums of half-precision parameters are reduced in float32, in one call, after the last backward.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DDPReduction:
         """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # A pass ends by recording all gradients as results of the reducer, so check all before the first sum.
+        # A pass ends by recording all gradients as the reducer's results, so check all before the first sum.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, take(name)) for name in names]
 

@@ -46,8 +46,8 @@ class GradShards(Protocol):
 class GradStore:
     """Keeps clipped sums in `.grad`, and for half-precision parameters in float32 beside it.
 
-    Micro-batches must not accumulate in half precision. For such a sum `.grad` holds zeros, so that the guard notices
-    when gradients are dropped or changed there.
+    Micro-batches must not accumulate in half precision. There `.grad` holds zeros, so that the guard notices dropped or
+    changed gradients.
     """
 
     def __init__(self, sharding: GradShards) -> None:
@@ -172,7 +172,7 @@ class GradStore:
     def _totals(self) -> dict[str, Tensor]:
         """Return this rank's part of the sums, in float32 or wider; zeros where no gradient arrived.
 
-        Omits a parameter that was frozen meanwhile and has no gradient: its optimizer would move it.
+        Omits a parameter that was frozen meanwhile and has no gradient, because its optimizer would move it.
         """
         totals: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -184,7 +184,7 @@ class GradStore:
             if total is None:
                 shard = self._sharding.local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
-            totals[name] = wide(total)
+            totals[name] = total if total.dtype in WIDE else wide(total)
         return totals
 
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:

@@ -9,8 +9,8 @@ Between an anchor and the noise a clipped sum lies in `.grad`, where any code ma
   foreign optimizer) would alter the accounted sum, or use it without noise. The version reveals writes that change no
   bit (zero_() on zeros). The checksum reveals writes that torch does not count: through `.data`, and by
   torch._foreach_* on shards.
-- checksums are taken of all gradients at once, and compared at the first anchor of the next pass and before the noise.
-  On an accelerator only the release reads the result, because reading in backward would stall. If modules have backward
+- checksums of all gradients are compared at once, at the first anchor of the next pass and before the noise. On an
+  accelerator only the release reads the result, because reading in backward would stall. If modules have backward
   hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
   (A write through `.data` by a tensor hook within the pass is not detected.)
 - foreign hooks on a parameter are refused, because they see and change gradients before the noise.
@@ -36,8 +36,8 @@ from dpshard.records.host import is_at_hand
 class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
-    `local` returns this rank's part of a gradient. `accumulated` receives the name of a parameter after autograd has
-    added to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
+    `local` returns this rank's part of a gradient. `accumulated` gets the name of a parameter after autograd has added
+    to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Guard:
         self._hooked = hooked
         self._at_once = False  # foreign code runs within the backward pass
         self._watching = True
-        # A reference, not an address: another gradient may reuse the address of one that never arrived.
+        # Not an address: another gradient may reuse that of one that never arrived.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
         self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
@@ -82,15 +82,15 @@ class Guard:
         if self._expected.pop(name, None) is not gradient:
             if not self._training():
                 raise UnsupportedParameterError(
-                    f"{name}: a gradient of a model in eval mode reached it, which is not clipped: its forwards are "
-                    f"ordinary ones. Call model.train() before the training loop (from_pretrained returns models in "
-                    f"eval mode); to train without dropout, set its probability to 0."
+                    f"{name}: a gradient reached it from a forward in eval mode and is not clipped. Call model.train() "
+                    f"before the training loop (from_pretrained returns models in eval mode). To train without "
+                    f"dropout, set its probability to 0."
                 )
             raise UnsupportedParameterError(
-                f"{name}: a gradient reached it on a way that dpshard does not see, so it is not clipped. Typical "
+                f"{name}: a gradient reached it along a path that dpshard does not see, so it is not clipped. Typical "
                 f"causes: a regularisation term on the parameter outside the model's forward (use the optimizer's "
-                f"weight_decay), torch.jit.script code, a custom autograd.Function, the parameter used outside of "
-                f"any module call, or a forward in eval mode (call model.train())."
+                f"weight_decay), torch.jit.script code, a custom autograd.Function, the parameter used outside of any "
+                f"module call, or a forward in eval mode (call model.train())."
             )
 
     @contextmanager
@@ -109,7 +109,7 @@ class Guard:
         gradient = self._parameters[name].grad
         if gradient is None:
             return
-        self._noted[name] = _Noted(gradient, self._versions(gradient))
+        self._noted[name] = _Noted(gradient, (gradient._version, self._local(gradient)._version))
         self._unsealed[name] = None
         backward = torch._C._current_graph_task_id()
         if backward == -1 or self._at_once:
@@ -140,8 +140,11 @@ class Guard:
         """Return True if `.grad` is the noted tensor at its noted version."""
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
-            return not self.holds_anything(name)  # zero_grad(set_to_none=False)
-        return gradient is noted.gradient and self._versions(noted.gradient) == noted.versions
+            return gradient is None or not self.holds_anything(name)  # zero_grad(set_to_none=False)
+        if gradient is None or gradient is not noted.gradient:
+            return False
+        own, shard = noted.versions
+        return gradient._version == own and self._local(gradient)._version == shard
 
     def all_thrown_away(self) -> bool:
         """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
@@ -165,7 +168,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; raise LogicalBatchError now, or later if reading would stall."""
+        """Compare all gradients with their checksums; raise LogicalBatchError, later if reading would stall."""
         for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
             held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
             names, now_N = checksums(self._bits(held))
@@ -187,18 +190,15 @@ class Guard:
             return
         if not self.holds_anything(touched):
             raise LogicalBatchError(
-                f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() after "
-                f"optimizer.step() alone: not between the micro-batches of one logical batch, nor to skip a step. "
-                f"(A gradient that an optimizer of your own has used was not private: torch.optim optimizers get "
-                f"their noise by themselves, for any other call engine.privatize() first.)"
+                f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() only after "
+                f"optimizer.step(), not between the micro-batches of one logical batch, and not to skip a step. (An "
+                f"optimizer that is not of torch.optim got a gradient without noise: call engine.privatize() before it "
+                f"steps.)"
             )
         raise LogicalBatchError(
             f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity is not the "
             f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
         )
-
-    def _versions(self, gradient: Tensor) -> tuple[int, int]:
-        return gradient._version, self._local(gradient)._version
 
     def refuse_hooks(self, name: str) -> None:
         """Raise UnsupportedParameterError for a foreign hook on this parameter."""
@@ -209,7 +209,7 @@ class Guard:
         if hooks > 2:
             raise UnsupportedParameterError(
                 f"{name} has a gradient hook that is not dpshard's. It would see and change gradients before the noise "
-                f"is in. Remove it, and look at gradients after engine.privatize(); an optimizer that steps within "
+                f"is added. Remove it, and read gradients after engine.privatize(). An optimizer that steps within "
                 f"backward() cannot be private."
             )
 

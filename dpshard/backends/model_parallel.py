@@ -1,7 +1,7 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and its norm, so the
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm, so the
 sample counts for more than R. Engines on the parts would also draw different batches. Four signs are checked:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
@@ -100,16 +100,16 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in own:
             raise ConfigurationError(
-                f"{canonical_name(name)} is placed as {parameter.placements} on {parameter.device_mesh} by something "
-                f"else than FSDP: tensor or expert parallelism (parallelize_module, distribute_tensor). Then no rank "
-                f"knows the norm of a whole sample, also where only other parameters are trained. {_TODAY}."
+                f"{canonical_name(name)} is placed as {parameter.placements} on {parameter.device_mesh}, not by FSDP "
+                f"but by tensor or expert parallelism (parallelize_module, distribute_tensor). Then no rank has the "
+                f"norm of a whole sample, even if only other parameters are trained. {_TODAY}."
             )
 
 
 def whole_samples() -> AbstractContextManager[Any]:
-    """Return a block in which forwards that share samples between ranks raise ConfigurationError; see [Note].
+    """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
 
-    It does nothing in a single process.
+    They raise ConfigurationError. Does nothing in a single process.
     """
     return nullcontext() if processes() == 1 else _watched()
 

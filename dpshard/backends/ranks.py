@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of the default group, or only this one. All of them call every method, in one order.
+    """All processes of the default group, or only this one; all of them call every method, in one order.
 
-    They use a CPU group of their own, so a thread may use it while the training continues.
+    They have a separate CPU group, so a thread may use it while training continues.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Sharding(ABC):
     """Holds the parameters of a model, and unshards them.
 
     `core` defines the parameter names; a call of `outermost` is a forward of the training. Raises ConfigurationError
-    for parameters that cannot be trained privately: lazy ones, and two of one name.
+    for lazy parameters, and for two of one name.
     """
 
     two_passes = True
@@ -76,14 +76,28 @@ class Sharding(ABC):
         shapes = self.shapes
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
+    def check_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
+        """Raise ConfigurationError if no parameter is trainable, or backward cannot run so often."""
+        if not self.parameters:
+            raise ConfigurationError(
+                f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
+                f"requires_grad_(True) on what is to be trained before making the engine."
+            )
+        if backward_passes == 2 and not self.two_passes:
+            raise ConfigurationError(
+                f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but ZeRO-3 frees the "
+                f"parameters after the first time. Choose a mode of one pass: 'auto', 'bk', 'bk-mixed-ghost', "
+                f"'bk-mixed-opt', 'per-example'."
+            )
+
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
         for name, parameter in self.core.named_parameters():
             if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
-                    f"{name} became trainable, or replaced another parameter, after the engine was made: nobody would "
-                    f"clip its gradient. Unfreeze, add and load parameters before making the engine; or call "
-                    f"engine.state_dict() and engine.detach(), and make a new engine."
+                    f"{name} became trainable, or replaced another parameter, after the engine was made, so its "
+                    f"gradient would not be clipped. Unfreeze, add and load parameters before making the engine; or "
+                    f"call engine.state_dict() and engine.detach(), and make a new engine."
                 )
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:

@@ -63,8 +63,8 @@ class NamedState:
     def snapshot(self) -> Snapshot:
         """See TrainingState."""
         self._reshard()
-        # Before the first step get_optimizer_state_dict would take one with zero gradients: Adam would count it, and
-        # SGD with weight decay would start with a momentum.
+        # get_optimizer_state_dict would take a first step with zero gradients: Adam would count it, and SGD with weight
+        # decay would start with a momentum.
         if not self.optimizer.state:
             return Snapshot(get_model_state_dict(self.model), {}, self._groups())
         return self._stepped()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
 """Kind of secure noise; with another kind, repeated steps would have other noise."""
 
@@ -66,7 +66,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             "spent budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
-    saved = {"rows_per_unit": 1, **json.loads(json.dumps(saved))}  # older states lack the field
+    saved = json.loads(json.dumps(saved))
     changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)

@@ -67,10 +67,10 @@ class Facts:
             return
         self._saved = {}  # warn once
         warnings.warn(
-            f"The loaded state is of a run with other facts: {'; '.join(changed)}. So the sums of a repeated step "
-            f"may differ, at least by rounding: then it has independent noise, and is a second release. The ledger "
-            f"does not know the releases after the state was saved. If there are any, count them by "
-            f"load_state_dict(state, released=n), n of them in all. If there are none, n={step}.",
+            f"The run that saved this state differs: {'; '.join(changed)}. So the sums of a repeated step may differ, "
+            f"at least by rounding; such a step gets independent noise, and is a second release. The ledger does not "
+            f"know the releases after the state was saved. If there are any, count them by load_state_dict(state, "
+            f"released=n), n of them in all. If there are none, n={step}.",
             stacklevel=5,
         )
 

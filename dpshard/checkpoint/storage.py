@@ -121,8 +121,8 @@ class _TableOfContents(pickle.Unpickler):
             if dtype or described or f"{module}.{name}" in self.ALLOWED:
                 return super().find_class(module, name)
         raise CheckpointError(
-            f"The table of contents of the checkpoint asks for {module}.{name}, which may run code, so it is not "
-            f"read. Resume from a checkpoint that dpshard wrote."
+            f"The table of contents of the checkpoint names {module}.{name}, which may run code, so it is not read. "
+            f"Resume from a checkpoint that dpshard wrote."
         )
 
 

@@ -2,10 +2,9 @@
 
 `functions.py`: clipping functions. `groups.py`: clipping styles. `thresholds.py`: fixed and adaptive thresholds.
 `autograd_nodes.py`: nodes that collect records in backward. `tape.py`: the records of some samples, and the clipper.
-`group_tape.py`: norms and sums of one group. `forwards.py`: which forwards had a backward.
-`two_pass.py`: modes with two backward passes. `checkpointing.py`: selective checkpointing.
-`metrics.py`: figures of a logical batch, not private.
-May import `records`, `rules`, `noise` and below. Users import the clipping functions from here. Begin with `tape.py`.
+`group_tape.py`: norms and sums of one group. `forwards.py`: which forwards had a backward. `two_pass.py`: two backward
+passes. `checkpointing.py`: selective checkpointing. `metrics.py`: figures of a logical batch, not private. May import
+`records`, `rules`, `noise` and below. Users import the clipping functions from here. Begin with `tape.py`.
 """
 
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, ClippingFunction, GlobalClipping

@@ -12,6 +12,8 @@ Three nodes implement every clipping style; rules do not use them:
 Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
 Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
        Rules see detached parameters, so only anchors give parameters gradients.
+Tokens have gradients on GPUs: autograd makes the stream of an anchor wait for those of its taps only where a gradient
+       flows, and without one some versions of torch run the anchor in another thread than its taps.
 Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
        the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
 """
@@ -45,17 +47,15 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
         yield
 
 
-def accumulates(leaf: Tensor) -> bool:
-    """Return True if the running backward pass adds to `.grad`, unlike torch.autograd.grad."""
-    with torch.enable_grad():
-        alias = leaf.view_as(leaf).grad_fn
-    node = alias.next_functions[0][0] if alias is not None else None
-    assert node is not None
+def _hands_out(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Return True if the running pass returns the gradient of a leaf among `edges`: torch.autograd.grad."""
     try:
-        torch._C._will_engine_execute_node(node)
+        for node, _ in edges:
+            if node is not None:
+                torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
-        return False
-    return True
+        return True
+    return False
 
 
 Node = TypeVar("Node", bound=torch.autograd.Function)
@@ -70,9 +70,9 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 
 
 def leave_nodes_out_of_graphs() -> None:
-    """Keep torch.compile from tracing the marked nodes where a compiled function calls loss.backward() itself.
+    """Keep torch.compile from tracing the marked nodes in a compiled function that calls loss.backward() itself.
 
-    Each engine calls this, because it loads the compiler, which is slow.
+    Each engine calls this, not the import: it loads the compiler, which is slow.
     """
     while _traced:
         node = _traced.pop()
@@ -81,10 +81,13 @@ def leave_nodes_out_of_graphs() -> None:
 
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: `close()` returns the clipped sums."""
+    """Parameters -> token [0]; backward: `close` returns the clipped sums.
+
+    It is told whether the caller would get any of them (torch.autograd.grad), instead of `.grad`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, close: Callable[[], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, close: Callable[[bool], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
         """Make the token."""
         ctx.close = close
         ctx.set_materialize_grads(False)
@@ -93,7 +96,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close, as every slot of these parameters has its gradients."""
-        return (None, *ctx.close())
+        return (None, *ctx.close(_hands_out(ctx.next_functions)))
 
 
 @left_out_of_graphs
@@ -105,7 +108,7 @@ class Slot(torch.autograd.Function):
         ctx: Any, arrive: Callable[[Sequence[Tensor | None]], None], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Make the dummies."""
-        ctx.arrive, ctx.inputs = arrive, len(tensors)
+        ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors[:count])
 
@@ -115,7 +118,12 @@ class Slot(torch.autograd.Function):
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
-        return (None,) * (2 + ctx.inputs)
+        return (*(None,) * (2 + ctx.count), *(_blank(device),) * ctx.tokens)
+
+
+def _blank(device: torch.device) -> Tensor | None:
+    """Return the gradient of a token; see [Note: Anchor, slot, tap]."""
+    return torch.empty(0, device=device) if device.type == "cuda" else None
 
 
 @left_out_of_graphs
@@ -135,8 +143,8 @@ class _Hold(torch.autograd.Function):
 def hold(x: Tensor) -> Tensor:
     """Return `x`, saved now for the tap of the function that receives it.
 
-    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
-    checkpointing would repeat the last matrix product of the segment.
+    Activation checkpointing repeats a segment up to its last saved tensor: if the tap saved `x` after its function, it
+    would repeat the last matrix product of the segment.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
@@ -167,7 +175,7 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, arrive: Arrive, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor
     ) -> Tensor:
-        ctx.arrive = arrive
+        ctx.arrive, ctx.tokens = arrive, len(tensors) - count
         return _tapped(ctx, nodes, count, output, tensors)
 
     @staticmethod
@@ -175,10 +183,12 @@ class _Tap(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
         # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
-        if _any_runs(ctx.next_functions[1 + ctx.count :]):
-            with in_full_precision(gradients[0].device):
-                ctx.arrive((*_kept(ctx), *gradients))
-        return (None, None, None, *gradients, *(None,) * ctx.others)
+        for node, _ in ctx.next_functions[1 + ctx.count :]:
+            if node is not None and torch._C._will_engine_execute_node(node):
+                with in_full_precision(gradients[0].device):
+                    ctx.arrive((*_kept(ctx), *gradients))
+                break
+        return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
 class _RegionTap(torch.autograd.Function):
@@ -197,13 +207,13 @@ class _RegionTap(torch.autograd.Function):
 
 
 _CREATE_GRAPH = (
-    "backward was called with create_graph=True: the gradient of a gradient reaches parameters on ways that dpshard "
-    "does not see (gradient penalties, meta-learning). Compute it without create_graph."
+    "backward was called with create_graph=True: the gradient of a gradient reaches parameters along paths that "
+    "dpshard does not see (gradient penalties, meta-learning). Compute it without create_graph."
 )
 
 
 def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
-    ctx.nodes, ctx.count, ctx.others = nodes, count, len(tensors)
+    ctx.nodes, ctx.count = nodes, count
     ctx.save_for_backward(*tensors[:count])
     if torch.compiler.is_compiling():
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty
@@ -218,15 +228,11 @@ def _kept(ctx: Any) -> list[Tensor]:
     return [next(saved) if node is None else node.saved_tensors[0] for node in ctx.nodes]
 
 
-def _any_runs(edges: Sequence[tuple[Any, int]]) -> bool:
-    return any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges)
-
-
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
 
-    `ends` get an edge from the tap: the tokens of the anchors, or in a compiled region (`arrive` is None) the dummies
-    of a slot, which carry the kept tensors out.
+    The tap has edges to `ends`: tokens of the anchors, or in a compiled region (`arrive` is None) the dummies of a
+    slot, which carry the kept tensors out.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]

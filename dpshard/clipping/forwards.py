@@ -68,7 +68,7 @@ class Forwards:
         return not self._trained and bool(self._owed or self._used)
 
     def gap(self, *, alone: bool) -> str | None:
-        """Return why the samples do not count whole, or None. `alone`: gradients of inputs only are no gap."""
+        """Return why the micro-batch is incomplete, or None. `alone`: gradients of inputs only are no gap."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

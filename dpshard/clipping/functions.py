@@ -29,10 +29,9 @@ class ClippingFunction(Protocol):
 
 
 def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
-    """Lower `clip_coef_B` [B] where it breaks the guarantee of ClippingFunction.
+    """Lower `clip_coef_B` [B] where it breaks the guarantee of ClippingFunction, to 0 if it or the norm is not finite.
 
-    The result is 0 where the norm is not finite, or the factor negative or NaN, in the dtype of `norm_B` (float32 or
-    float64). `xp`: numpy or torch.
+    In the dtype of `norm_B` (float32 or float64). `xp`: numpy or torch.
     """
     bounded_B = xp.minimum(clip_coef_B, _largest(xp, norm_B, threshold))
     return xp.fmax(bounded_B, constant(xp, 0, norm_B))  # 0 for NaN
@@ -44,8 +43,7 @@ def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
     tiny = float(xp.finfo(norm_B.dtype).tiny)
     radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
     quotient_B = radius_B / xp.maximum(norm_B, constant(xp, tiny, norm_B))
-    # Division rounds by at most half a step, so one step towards zero gives a lower bound: 0 for an infinite norm,
-    # NaN for a NaN norm.
+    # Division rounds by at most half a step, so one step towards zero gives a lower bound (0 for an infinite norm).
     return xp.nextafter(quotient_B, constant(xp, 0, norm_B))
 
 
@@ -97,7 +95,7 @@ class GlobalClipping:
     """C = R / Z if |g| <= Z, else 0: keeps directions, drops outliers; Bu et al. 2021, arXiv:2106.07830."""
 
     bound_over_threshold: float = 1.0
-    """Z / R, >= 1; a gradient longer than Z counts as 0."""
+    """Z / R, >= 1."""
 
     def __post_init__(self) -> None:
         check_positive("bound_over_threshold", self.bound_over_threshold)
@@ -145,15 +143,15 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
         return _FUNCTIONS[clipping_fn]
     if isinstance(clipping_fn, type) or not callable(getattr(clipping_fn, "factor", None)):
         raise ConfigurationError(
-            f"clipping_fn={clipping_fn!r} is no object with a method factor(norm_B, threshold). Choose one of "
-            f"{sorted(_FUNCTIONS)}, or pass an instance of a class that has it."
+            f"clipping_fn={clipping_fn!r} has no method factor(norm_B, threshold). Choose one of {sorted(_FUNCTIONS)}, "
+            f"or pass an instance of a class that has it."
         )
     if type(clipping_fn) in {type(known) for known in _FUNCTIONS.values()}:
         return clipping_fn
     if type(clipping_fn).__repr__ is object.__repr__:
         raise ConfigurationError(
-            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, by which a resumed run would know it "
-            f"again. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
+            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, so a resumed run could not recognise "
+            f"it. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
         )
     return _Guarded(clipping_fn)
 
@@ -189,7 +187,7 @@ def form_groups(
         for name in names:
             if name not in trainable:
                 raise ConfigurationError(
-                    f"clipping_style: {name!r} is no trainable parameter of the model. Known: {_some(trainable)}."
+                    f"clipping_style: {name!r} is not a trainable parameter of the model. Known: {_some(trainable)}."
                 )
             if seen.get(name, label) != label:
                 raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ class Use:
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """True if the slot's template holds copies of its source, one a sample, rather than zeros."""
+    """True if the slot's template holds copies of its source, one a sample, not zeros."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,17 @@ class Roots:
         return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
 
     def placeholder(self, name: str) -> dict[str, Tensor]:
-        """Return an empty tensor of a parameter's shape: FSDP may have freed the value."""
+        """Return an empty tensor of a parameter's shape, because FSDP may have freed the value."""
         value = self.values[name]
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
 
+def _is_same(source: Source, other: Source) -> bool:
+    return other is source or (other.exact and other.label == source.label)
+
+
 _FEW = 2
-"""So few small gradients on a CPU are not worth joining."""
+"""Most small gradients on a CPU that are not worth joining."""
 
 
 class GroupTape:
@@ -60,7 +64,7 @@ class GroupTape:
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
         self.small: dict[str, PerSampleGrad] = {}
-        """Small records that are the only one of their parameter; measured and summed together at the end."""
+        """Small single records of parameters; measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
@@ -90,25 +94,22 @@ class GroupTape:
             )
         return arrived == self._expected[name]
 
-    def awaits_only(self, names: set[str]) -> bool:
+    def awaits_only(self, names: Collection[str]) -> bool:
         """Return True if every use of the other parameters has arrived."""
-        return all(self._arrived.get(name, 0) == n for name, n in self._expected.items() if name not in names)
+        return all(name in names or self._arrived.get(name, 0) == n for name, n in self._expected.items())
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter; keep its records if `keep`.
-
-        `closing`: the sums come next, so do not offload the records.
-        """
+        """Add the squared norms of a parameter; keep its records if `keep`, offloaded unless `closing` is next."""
         entries = self.entries.pop(name, [])
         if not entries:
             return
         source = entries[0][0]
-        if any(other is not source and not (other.exact and other.label == source.label) for other, _ in entries):
+        if len(entries) > 1 and not all(_is_same(source, other) for other, _ in entries):
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
-        (first, *others) = (record for _, record in entries)
+        first, *others = [record for _, record in entries]
         if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
             self.small[name] = first
             return
@@ -139,7 +140,7 @@ class GroupTape:
         return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients, and the mask of samples without a finite norm (None if all are finite)."""
+        """Set the coefficients, and the mask of samples without a finite norm, if any."""
         self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
 
     def begin_sums(self) -> None:
@@ -177,8 +178,10 @@ class GroupTape:
 
     def take(self, name: str) -> Tensor | None:
         """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
-        self.sum(name)
-        self._sum_bundle()
+        if name in self.entries:
+            self.sum(name)
+        if self._bundle is not None:
+            self._sum_bundle()
         clipped = self._sums.pop(name, None)
         return None if clipped is None else as_complex(clipped, self.roots.anchored[name].dtype)
 

@@ -1,7 +1,4 @@
-"""Figures of one logical batch, for tuning and debugging.
-
-They are not private. None of it is covered by epsilon.
-"""
+"""Figures of one logical batch, for tuning and debugging: NOT private. None of it is covered by epsilon."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class BatchMetrics:
         self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding per group
         self._signal: Tensor | None = None
         self._noise = 0.0
-        self._losses: list[tuple[Tensor, float]] = []
+        self._losses: list[Tensor] = []  # sum over rows and number of rows, [2] per micro-batch
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """Add the norms [B] of one group in one micro-batch."""
@@ -71,75 +68,77 @@ class BatchMetrics:
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
         """Add the loss of one micro-batch: a mean over its rows, or one value per row. Skip non-finite rows."""
         if loss.dim() == 0:
-            rows = 1 if is_padding_B is None else int((~is_padding_B).sum())
-            total = loss * rows
+            rows = torch.ones_like(loss) if is_padding_B is None else (~is_padding_B).sum()
+            total = torch.where(rows > 0, loss.double() * rows, 0)  # without samples the loss may be NaN
         else:
-            real = loss if is_padding_B is None else loss[~is_padding_B.to(loss.device)]
-            real = real[real.isfinite()]  # clipping drops and counts the other samples
-            rows, total = len(real), real.sum()
-        if rows:  # without samples the loss may be NaN
-            self._losses.append((total, float(rows)))
+            counted_B = loss.isfinite()  # clipping drops and counts the other samples
+            if is_padding_B is not None:
+                counted_B &= ~is_padding_B
+            rows, total = counted_B.sum(), torch.where(counted_B, loss.double(), 0).sum()
+        self._losses.append(torch.stack([total, rows.double()]))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
         """Set the norms of the clipped sum [] and (expected) of its noise, both before division by the batch size."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by those of all ranks.
+        """Replace the figures by those of all ranks; `stack` gathers the vectors of all ranks as rows.
 
-        `stack` gathers the vectors of all ranks as rows. Every rank must pass the labels of all groups, in one order:
-        it may not have used each group.
+        Every rank must pass the labels of all groups, in one order, even of groups that it has not used.
         """
-        self._take_stock()
-        nothing = torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")
-        rows = []
-        for label in labels:
-            stacked = torch.stack(self._groups.get(label, [nothing]))
-            seen = torch.full_like(stacked[0, :1], len(self._groups.get(label, [])))
-            rows.append(torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].max(0).values, seen]).cpu())
-        own = torch.stack(
-            [torch.as_tensor(total, dtype=torch.float64, device="cpu") for total, _ in self._losses] or [nothing[0]]
-        )
-        rows_of_losses = sum((n for _, n in self._losses), 0.0)
-        losses = torch.stack([own.sum(), torch.tensor(rows_of_losses, dtype=torch.float64, device="cpu")])
-        samples = torch.tensor([self.samples], dtype=torch.float64, device="cpu")
-        ranks_WX = stack(torch.cat([*rows, losses, samples])).cpu()
-        groups_WGF = ranks_WX[:, :-3].view(len(ranks_WX), len(labels), -1)
-        for label, ranks_WF in zip(labels, groups_WGF.unbind(1), strict=True):
+        groups_MF = self._totals(labels)
+        seen_M1 = groups_MF.new_ones(len(labels), 1)
+        for i, label in enumerate(labels):
+            if label not in self._groups:
+                seen_M1[i] = 0
+        samples = groups_MF.new_full((1,), self.samples)
+        figures = torch.cat([torch.cat([groups_MF, seen_M1], 1).flatten(), self._loss(groups_MF.device), samples])
+        ranks_WX = stack(figures).cpu()  # the only wait for an accelerator
+        groups_WMF = ranks_WX[:, :-3].view(len(ranks_WX), len(labels), -1)
+        for label, ranks_WF in zip(labels, groups_WMF.unbind(1), strict=True):
             if ranks_WF[:, -1].any():
                 self._groups[label] = [torch.cat([ranks_WF[:, :-2].sum(0), ranks_WF[:, -2:-1].max(0).values])]
-        total, count, everyone = ranks_WX[:, -3:].sum(0)
-        self.samples = int(everyone)
-        self._losses = [(total, float(count))] if count else []
+        self._losses = [ranks_WX[:, -3:-1].sum(0)]
+        self.samples = int(ranks_WX[:, -1].sum())
+
+    def _totals(self, labels: Sequence[str]) -> Tensor:
+        """Return FIGURES of whole groups, float64 [M, F], zeros for a group that was not used."""
+        self._take_stock()
+        device = next((totals[0].device for totals in self._groups.values()), torch.device("cpu"))
+        nothing = torch.zeros(1, len(FIGURES), dtype=torch.float64, device=device)
+        stacked = [torch.stack(self._groups[label]) if label in self._groups else nothing for label in labels]
+        rows = [torch.cat([micro_KF[:, :-1].sum(0), micro_KF[:, -1:].amax(0)]) for micro_KF in stacked]
+        return torch.stack(rows) if rows else nothing[:0]
+
+    def _loss(self, device: torch.device) -> Tensor:
+        """Return the sum of losses and the number of their rows, float64 [2]."""
+        parts = [part.to(device) for part in self._losses]
+        return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
         A sample without a finite gradient in the group counts as unclipped, so one sample always changes each entry by
-        1/2. Other samples of the micro-batch may decide whether a group runs at all (experts, a branch).
+        1/2, whether or not other samples decide that a group runs (experts, a branch).
         """
-        self._take_stock()
-        nothing = [torch.zeros(len(FIGURES), dtype=torch.float64, device="cpu")]
-        above_M = torch.stack([torch.stack(self._groups.get(label, nothing)).sum(0)[2].cpu() for label in labels])
-        return self.samples / 2 - above_M
+        return self.samples / 2 - self._totals(labels)[:, 2].cpu()
 
     def summary(self) -> dict[str, float]:
         """Return the figures by name; see PrivacyEngine.metrics."""
         self._take_stock()
+        labels = list(self._groups)
         samples = dropped = clipped = counted = 0.0
         norms: dict[str, float] = {}
-        for label, totals in self._groups.items():
-            stacked = torch.stack(totals)
-            real, nonfinite, above, norm_sum = (float(x) for x in stacked[:, :4].sum(0))
+        for label, figures in zip(labels, self._totals(labels).tolist(), strict=True):
+            real, nonfinite, above, norm_sum, largest = figures
             samples, dropped = max(samples, real), max(dropped, nonfinite)
             clipped, counted = clipped + above, counted + real
             norms[f"grad_norm/{label}"] = norm_sum / max(1.0, real - nonfinite)
-            norms[f"grad_norm_max/{label}"] = float(stacked[:, 4].max())
+            norms[f"grad_norm_max/{label}"] = largest
         signal = 0.0 if self._signal is None else float(self._signal)
-        rows = sum(count for _, count in self._losses)
-        loss = {"loss": float(sum(total for total, _ in self._losses)) / rows} if rows else {}
+        total, rows = self._loss(self._losses[0].device).tolist() if self._losses else (0.0, 0.0)
         return {
-            **loss,
+            **({"loss": total / rows} if rows else {}),
             "realised_batch_size": samples,
             "nonfinite_samples": dropped,
             "clip_fraction": clipped / max(1.0, counted),

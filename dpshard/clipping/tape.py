@@ -1,14 +1,15 @@
 """The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-A tape holds the records of one set of samples. All forwards of a micro-batch of `engine.batches` share it, so a sample
-has one gradient and one coefficient however often the model is called. A group's first use makes its anchor. Autograd
-runs younger nodes first, so groups close, and free their records, early. See [Note: Anchor, slot, tap] in
-autograd_nodes.py. With two passes each parameter has its own anchor, because the second pass has all coefficients.
+All forwards of a micro-batch of `engine.batches` share a tape, so a sample has one gradient and one coefficient however
+often the model is called. A group's first use makes its anchor. Autograd runs younger nodes first, so groups close, and
+free their records, early. See [Note: Anchor, slot, tap] in autograd_nodes.py. With two passes each parameter has its
+own anchor, because the second pass has all coefficients.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -31,6 +32,8 @@ from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
 
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
+
+_is_there = functools.partial(operator.is_not, None)
 
 Take = Callable[[str], Tensor | None]
 """See ClippedSums.take."""
@@ -104,54 +107,54 @@ class Tape:
         """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
-        tokens = []
-        for anchor in self.clipper.anchors_of(use.sources):
+        tokens, anchors = [], self.clipper.anchors_of(use.sources)
+        for anchor in anchors:
             self._tokens[anchor] = self.clipper.token(anchor)
             tokens.append(self._tokens[anchor])
         for source in use.sources:
             for name in source.roots:
                 self._begun_group(name).expect(name)
         forward = self.forwards.use()
-        return tokens, functools.partial(self._arrive_from, forward, use)
+        return tokens, functools.partial(self._arrive_from, forward, use, anchors)
 
     def tokens(self) -> list[Tensor]:
-        """Return the tokens of this tape's uses; the clipper may have dropped them after another backward."""
+        """Return the tokens of this tape's uses, which the clipper may have dropped after another backward."""
         return list(self._tokens.values())
 
     def idle(self) -> list[Tensor]:
-        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients, too."""
+        """Return the tokens of unused anchors in used groups, because DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
         return [token for token in tokens if token.requires_grad]
 
-    def _arrive_from(self, forward: int, use: Use, tensors: Sequence[Tensor | None]) -> None:
-        self._require_open(use)
+    def _arrive_from(self, forward: int, use: Use, anchors: list[int], tensors: Sequence[Tensor | None]) -> None:
+        self._require_open(use, anchors)
         if self.current is not Pass.NORMS:
             self.forwards.reach(forward, trained=True)
-        self.arrive(use, tensors)
+        self.arrive(use, anchors, tensors)
 
-    def _require_open(self, use: Use) -> None:
+    def _require_open(self, use: Use, anchors: list[int]) -> None:
         """Raise LogicalBatchError if records come too late, or a second time."""
         if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
                 f"they would count in another one. Call backward within the loop over micro-batches."
             )
-        if self.aborted or (self._closed and not self._closed.isdisjoint(self.clipper.anchors_of(use.sources))):
+        if self.aborted or (self._closed and not self._closed.isdisjoint(anchors)):
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} again after the samples of this micro-batch were clipped: "
                 f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
             )
 
-    def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
+    def arrive(self, use: Use, anchors: list[int], tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of a slot; autograd calls this once per use and pass."""
-        for anchor in self.clipper.anchors_of(use.sources):
+        for anchor in anchors:
             self.clipper.pending.setdefault(anchor, {})[id(self)] = self
-        if all(tensor is not None for tensor in tensors):
+        if all(map(_is_there, tensors)):
             for source, record in use.build(*tensors):
                 self._add(source, record.real())
-        arriving = {name for source in use.sources for name in source.roots}
+        arriving = [name for source in use.sources for name in source.roots]
         for source in use.sources:
             for name in source.roots:
                 group = self._group(name)
@@ -217,6 +220,8 @@ class ClippedSums:
 
     names: Sequence[str]
     tapes: Sequence[Tape]
+    handed_out: bool
+    """True if the caller of the backward pass would get one of them, instead of `.grad`."""
 
     def take(self, name: str) -> Tensor | None:
         """Compute the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
@@ -266,7 +271,7 @@ class Clipper:
         self.pending: dict[int, dict[int, Tape]] = {}
         """Tapes with records, by anchor."""
         self.epoch = 0
-        """Tapes of earlier epochs take no records: their samples would count in another release."""
+        """Tapes of earlier epochs take no records, which would count in another release."""
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
@@ -301,7 +306,7 @@ class Clipper:
                 self._tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
         return self._tokens[anchor]
 
-    def close(self, anchor: int) -> Sequence[Tensor | None]:
+    def close(self, anchor: int, handed_out: bool) -> Sequence[Tensor | None]:
         """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
         names = self.anchors[anchor]
         self._tokens.pop(anchor, None)
@@ -309,7 +314,7 @@ class Clipper:
         with in_full_precision(self.roots.values[names[0]].device):
             for tape in tapes:
                 tape.close(anchor)
-            return self.sink.deliver(ClippedSums(names, tapes))
+            return self.sink.deliver(ClippedSums(names, tapes, handed_out))
 
     def abort(self) -> None:
         """Drop the records of an unfinished backward pass."""

@@ -1,18 +1,18 @@
 """Clipping thresholds: fixed, or following a quantile of the gradient norms at a cost in privacy.
 
 [Note: Counts within the same noise]
-To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, where b is
-1 or 0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other
-samples may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the
-sums (sensitivity S = sqrt(sum R_m^2)) by their noise deviation s, and the M counts (sensitivity sqrt(M) / 2) by theirs,
-t. Then one sample changes the whole by
+To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, with b 1 or
+0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other samples
+may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the sums
+(sensitivity S = sqrt(sum R_m^2)) by their noise deviation s, and the M counts (sensitivity sqrt(M) / 2) by theirs, t.
+Then one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
 if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So under any sampling a step is the same release as
-with fixed thresholds and noise multiplier sigma; the sums get slightly more noise. Thresholds follow from released
-counts, rounded. So they are public, and the next step may depend on them (adaptive composition). Andrew et al. 2021,
-arXiv:1905.03871, Thm. 1; several groups: He et al. 2022, arXiv:2212.01539.
+with fixed thresholds and noise multiplier sigma. Thresholds follow from released counts, rounded. So they are public,
+and the next step may depend on them (adaptive composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; several
+groups: He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one count]
 The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal sums, equal noise] in
@@ -32,14 +32,16 @@ from torch import Tensor
 from dpshard.clipping.functions import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
-from dpshard.config import check_positive, is_number
+from dpshard.config import NoiseName, check_positive, is_number
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 
 COUNT_GRID = 2.0**-10
-"""Grid of the published counts. The last bits of float64 noise may reveal the exact count ([Note: Secure noise] in
-noise/keyed.py). Rounding is post-processing, so it costs no privacy."""
+"""Grid of the published counts: the last bits of float64 noise may reveal the exact count.
+
+See [Note: Secure noise] in noise/keyed.py. Rounding is post-processing, so it costs no privacy.
+"""
 
 FARTHEST = 1e12
 """Largest ratio between a threshold and its first value, either way: keeps thresholds finite."""
@@ -110,6 +112,18 @@ class Thresholds:
         """Load a `state_dict`; raise CheckpointError for anything else."""
 
 
+def check_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
+    """Raise ConfigurationError unless thresholds can start at `max_grad_norm`, and follow `tracking` under `noise`."""
+    check_positive("max_grad_norm", max_grad_norm)
+    if not isinstance(tracking, QuantileTracking | None):
+        raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
+    if tracking is not None and noise != "gaussian":
+        raise ConfigurationError(
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
+            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+        )
+
+
 class TrackedThresholds(Thresholds):
     """Thresholds that follow a quantile."""
 
@@ -137,8 +151,8 @@ class TrackedThresholds(Thresholds):
         """See Thresholds."""
         # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
-            "adaptive_clipping counts samples, so each must come once: iterate over engine.batches(dataset, "
-            "micro_batch_size), which sees to it, rather than over batches of your own."
+            "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
+            "micro_batch_size), which ensures that, not over batches of your own."
         )
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:

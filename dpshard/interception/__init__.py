@@ -1,8 +1,8 @@
-"""The forward: every torch function that uses a trainable parameter is redirected to its rule.
+"""Redirect every torch function that uses a trainable parameter, in a model's forward, to its rule.
 
-`forward.py` enters the user's model, `mode.py` looks at its functions, `batch_dims/` finds the samples, `routing.py`
-follows picked rows, `rows/` checks that rows stay samples. docs/architecture.md has the role of each file.
-May import `clipping`, `rules`, `records`, `sampling` and below. Not for users. Begin with `forward.py`.
+`forward.py` enters the model, `mode.py` sees each function, `batch_dims/` finds the samples, `routing.py` follows
+picked rows, `rows/` checks that rows stay samples. docs/architecture.md lists all files. Begin with `forward.py`. May
+import `clipping`, `rules`, `records`, `sampling` and below. Not for users.
 """
 
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws

@@ -1,4 +1,4 @@
-"""The forward of a model that is running now, if any: patched modules read it, and `ActiveForward` writes it."""
+"""The running forward of a model: `ActiveForward` writes it, patched modules read it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from dpshard.rules.call import Source
 
 @dataclass(slots=True)
 class Region:
-    """A compiled region that runs now: what its mode is made of, in lists, because dynamo takes a key for constant."""
+    """The parts of a running compiled region's mode; lists, because dynamo takes dict keys as constants."""
 
     tensors: list[Tensor]
     sources: list[Source]
-    """What the tensors are."""
     layout: Layout
     slots: Slots
     refusal: Refusal
@@ -31,7 +30,7 @@ class Region:
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `forward` through a mode that is made here, where dynamo traces: it guards on nothing of such a mode."""
+        """Run `forward` through a new mode; dynamo sets no guards on one that it has seen made."""
         mode = InterceptionMode(
             dict(zip(self.tensors, self.sources, strict=True)),
             self.layout,
@@ -48,16 +47,16 @@ class Region:
 
 
 class ActiveForward:
-    """State of one model: modules that are called while a forward is running run as they are."""
+    """State of one model; modules within a running forward run unchanged."""
 
     def __init__(self) -> None:
         self.running = False
         self.mode: InterceptionMode | None = None
-        """The mode of the running forward; None if that forward is an ordinary one."""
+        """Mode of the running forward; None for an ordinary one."""
         self.region: Region | None = None
-        """The compiled region that runs; None outside."""
+        """The running compiled region; None outside."""
         self.repeat: Callable[[], AbstractContextManager[Any]] | None = None
-        """Makes the context in which checkpointing repeats a part of the latest forward; None if none may repeat."""
+        """Makes the context in which checkpointing may repeat parts of the latest forward, or None."""
 
     @contextmanager
     def through(self, mode: InterceptionMode) -> Iterator[None]:
@@ -71,13 +70,13 @@ class ActiveForward:
             self.running, self.mode = before
 
     def innermost(self) -> InterceptionMode | None:
-        """Return the mode that calls go through now: of a region that broke into several graphs, the region's."""
+        """Return the mode of the next call, the region's if a region broke into several graphs."""
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, InterceptionMode)]
         return modes[-1] if modes else self.mode
 
     @contextmanager
     def within(self, region: Region, mode: InterceptionMode) -> Iterator[None]:
-        """Leave `mode` for a compiled region, which has one of its own."""
+        """Leave `mode` for a compiled region."""
         before, self.region = self.region, region
         try:
             with _left(mode):
@@ -88,16 +87,13 @@ class ActiveForward:
     def recorded(
         self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of a recorded forward through `mode`, which checkpointing may repeat.
-
-        The repetition has slots that lead nowhere. It runs inside of `beside`, too.
-        """
+        """Return the context of a recorded forward; checkpointing repeats it within `beside`, with RecomputeSlots."""
 
         def repeat() -> AbstractContextManager[Any]:
             stack = ExitStack()
             if beside is not None:
                 stack.enter_context(beside)
-            # A segment gets what the forward derived before it as arguments: the mode keeps these sources.
+            # A checkpointed segment takes derived tensors as arguments, so the mode keeps their sources.
             stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
             return stack
 
@@ -106,7 +102,7 @@ class ActiveForward:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Make forwards ordinary ones, and restore the state afterwards."""
+        """Make forwards ordinary for a block."""
         before = self.running, self.mode, self.repeat
         self.running, self.mode = True, None
         try:
@@ -117,7 +113,7 @@ class ActiveForward:
 
 @contextmanager
 def _left(mode: InterceptionMode) -> Iterator[None]:
-    """Take `mode` off the stack of function modes; those of the user above it stay."""
+    """Take `mode` off the stack of function modes, but not the user's modes above it."""
     if mode not in _get_current_function_mode_stack():
         yield
         return

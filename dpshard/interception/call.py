@@ -1,4 +1,4 @@
-"""One call of a torch function that uses trainable parameters, as its rule sees it."""
+"""A torch function call that uses trainable parameters, as its rule gets it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class InterceptedCall:
     slots: Slots
     refusal: Refusal
     rows_per_unit: int = 1
-    """Rows of a sample in the inputs of the model, side by side."""
+    """Adjacent rows of a sample in the model's inputs."""
     samples: Tensor | None = None
-    """The sample of every row [N], if rows are routed: to the rule every row is a sample, and its record goes there."""
+    """Sample of every row [N] if rows are routed; the rule then takes each row for a sample."""
     batch_size: int = field(init=False)
     output_axis: BatchAxis | None = field(init=False)
 
@@ -76,12 +76,12 @@ class InterceptedCall:
         return copies if self.samples is None else copies[self.samples]
 
     def _at_samples(self, build: Build, sample_N: Tensor) -> Build:
-        """Return `build`, with the records of routed rows as those of their samples."""
+        """Return `build` with records of routed rows assigned to their samples."""
         B = self.slots.batch_size
         return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
 
     def has_met_no_constants(self) -> bool:
-        """Return True if its sources were made of parameters alone."""
+        """Return True if all sources derive from parameters only."""
         return all(self.sources[x].exact for x in self.tensors if x in self.sources)
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:

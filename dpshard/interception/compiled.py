@@ -1,7 +1,7 @@
-"""Compiled regions: calls of compiled modules, to which slots are inputs like any other.
+"""Compiled regions: calls of compiled modules, which take slots as inputs.
 
-Slots are made before a region is entered. A rehearsal in eager mode, without gradients, tells which slots a region
-uses. See [Note: Anchor, slot, tap] in autograd_nodes.py.
+A rehearsal, in eager mode and without gradients, shows which slots a region uses, before the region is entered. See
+[Note: Anchor, slot, tap] in autograd_nodes.py.
 """
 
 from __future__ import annotations
@@ -34,29 +34,27 @@ Asked = list[tuple[Use, tuple[Tensor, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _Rehearsed:
-    """The uses and calls of a compiled region, for one kind of inputs."""
-
     numbering: Numbering
     layout: Layout
-    """The calls within, with sources by number."""
+    """Calls within, with sources by number."""
     inside: Asked
-    """With sources by number."""
+    """Uses with sources by number."""
     outside: Asked
-    """With sources as the tape knows them."""
+    """Uses with sources by name, for the tape."""
     refusal: Refusal
 
 
 class CompiledRegions:
-    """The compiled modules of a model, and the slots that each uses, by the kind of its inputs."""
+    """The compiled modules of a model, with their slots by the kind of inputs."""
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
         self._rehearsed: dict[Any, _Rehearsed] = {}
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
-        """Call a compiled module with slots that were made for it."""
+        """Call a compiled module with its slots."""
         if self._parameters.unshards(module):
-            with Passthrough.set(True):  # the compiled code comes after the hooks, and so do its slots
+            with Passthrough.set(True):  # the framework's hooks run first; then the compiled code makes its slots
                 return original(*args, **kwargs)
         with self.slots_for(module, original, args, kwargs):
             return original(*args, **kwargs)
@@ -74,7 +72,7 @@ class CompiledRegions:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
-        # Those of the module, and what enters as arguments, have the same numbers in every call.
+        # Parameters of the module, and sources among its arguments, have the same numbers in every call.
         first = [x for x in (*module.parameters(), *leaves) if isinstance(x, Tensor) and x in mode.sources]
         if key not in self._rehearsed:
             self._rehearsed[key] = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
@@ -91,7 +89,7 @@ class CompiledRegions:
     def _rehearse(
         self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
     ) -> _Rehearsed:
-        """Run a region in eager mode and without gradients, to see which uses and calls it makes."""
+        """Find the uses and calls of a region in eager mode, without gradients."""
         numbering, recorder = Numbering(), SlotRecorder(mode.slots.batch_size, [])
         layout = NumberedLayout(numbering, mode.layout)
         for x in first:
@@ -105,18 +103,18 @@ class CompiledRegions:
         return _Rehearsed(numbering, dict(layout), recorder.asked, outside, refusal)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
-        """Return the sources that the trace of a region may meet, by number."""
+        """Return the sources, by number, that the trace of a region may meet."""
         numbering = region.numbering
         known = {x: numbering.number(mode.sources[x]) for x in first}
         if len(numbering.names) > len(known):
             for x, source in mode.sources.items():
-                # Dynamo prints what it guards on, and must not read a parameter that is freed meanwhile.
+                # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
         return known
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
-        """Return the uses with templates that hold the values of now: parameters have moved since the rehearsal."""
+        """Return the uses with templates of current values."""
         values = self._parameters.values() if any(use.copies for use, _ in asked) else {}
 
         def templates(use: Use, noted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -124,14 +122,13 @@ class CompiledRegions:
                 return noted
             with torch.no_grad():
                 value = use.sources[0].replay(values)
-            value = value.detach().to(noted[0].dtype)  # replays leave casts out
+            value = value.detach().to(noted[0].dtype)  # replays omit casts
             return (value.unsqueeze(0).expand(batch_size, *value.shape),)
 
         return [(use, templates(use, noted)) for use, noted in asked]
 
 
 def _renaming(refusal: Refusal, numbering: Numbering) -> Refusal:
-    """Return `refusal` for labels of a region."""
 
     def renamed(labels: str, func: Any, reason: str, *, advise: bool = True) -> Exception:
         return refusal(numbering.name_all(labels), func, reason, advise=advise)
@@ -141,8 +138,8 @@ def _renaming(refusal: Refusal, numbering: Numbering) -> Refusal:
 
 @contextmanager
 def _taken_once_under_checkpoints() -> Iterator[None]:
-    """Let dynamo trace checkpoints that take slots: what backward recomputes of them needs none."""
-    config = torch._dynamo.config  # its patch() is ten times as slow
+    """Let dynamo trace checkpoints that take slots; recomputation in backward takes none."""
+    config = torch._dynamo.config  # patch() is ten times as slow
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     try:

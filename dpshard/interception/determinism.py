@@ -1,4 +1,4 @@
-"""Runs of a model that compare: dropout is off, random draws are constant, and composites are looked into."""
+"""Comparable runs of a model: without dropout, with constant random draws and decomposed composites."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _DROPOUT = {
         for name in (kind, f"{kind}_")
     },
 }
-"""Dropout functions, and what they call the argument that switches them."""
+"""Dropout functions, with the argument that switches each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What random draws are in runs that are compared: constants, so that a sample draws the same in any company.
+    """Constants in place of random draws in compared runs, so a sample draws the same beside any others.
 
-    None but flags is 0, which would hide noise that is scaled by other samples. Branches that a draw decides need low
-    and high ones, and others at every verification: a constant for ever leaves branches that are never taken.
+    Only flags may be 0, which would hide noise scaled by other samples. LOW and HIGH take both branches of a draw.
+    Every verification draws fresh constants, because fixed ones never take some branches.
     """
 
     uniform: float = 0.45
-    """In (0, 1). Integers, waiting times and shares follow from it."""
+    """In (0, 1); integers, waiting times and shares follow from it."""
     normal: float = 1.0
     seed: int | None = None
-    """Seeds Python's and torch's generators, for what is drawn otherwise; None leaves them where they stand."""
+    """Seed of Python's and torch's generators; None keeps their states."""
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
-        """Return the constant in place of the draws of the function `name`."""
+        """Return the draw of the function `name`."""
         if name in _UNIFORM:
             return self.uniform
         if name in _NORMAL:
@@ -54,12 +54,12 @@ class Draws:
 
     @property
     def waiting(self) -> float:
-        """The constant in place of exponential and Gamma draws."""
+        """Constant in place of exponential and Gamma draws."""
         return -math.log1p(-self.uniform)
 
     @classmethod
     def fresh(cls, random: np.random.Generator) -> Draws:
-        """Other constants, drawn from a generator."""
+        """Draw constants from a generator."""
         uniform, normal = float(random.uniform(0.01, 0.99)), float(random.normal())
         seed, numpy_seed = (int(x) for x in random.integers(2**32, size=2))
         return cls(uniform, normal if abs(normal) > 0.1 else 0.1, seed, numpy_seed)
@@ -67,9 +67,9 @@ class Draws:
 
 AS_DRAWN = Draws()
 LOW = Draws(uniform=0.02, normal=-1.5, seed=1990, numpy_seed=126)
-"""Small draws: the first four of these seeds are all below 0.15."""
+"""Small draws; the first four from each seed are below 0.15."""
 HIGH = Draws(uniform=0.97, normal=0.5, seed=698, numpy_seed=1470)
-"""Large draws: the first four of these seeds are all above 0.85."""
+"""Large draws; the first four from each seed are above 0.85."""
 
 _UNIFORM = ("rand", "rand_like", "uniform_")
 _NORMAL = ("randn", "randn_like", "normal", "normal_", "cauchy_")
@@ -84,7 +84,6 @@ _DRAWN = {
 
 
 def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Random integers, all of them at one place between their bounds."""
     drawn = func(*args, **kwargs)
     bounds = [x for x in args if isinstance(x, int)]
     high = kwargs.get("high", kwargs.get("to", bounds.pop() if bounds else None))
@@ -93,7 +92,7 @@ def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a random distribution [..., K]: mixup's weights, and those of Beta."""
+    """Return a random distribution [..., K] (mixup, Beta)."""
     drawn = func(*args, **kwargs)
     share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
     share[..., 0] = 1 - draws.uniform
@@ -108,20 +107,19 @@ _REPLACED = {
     torch._standard_gamma: lambda draws, func, args, kwargs: torch.full_like(func(*args, **kwargs), draws.waiting),
     torch.poisson: lambda _, func, args, kwargs: func(*args, **kwargs).copy_(args[0].round()),
 }
-"""Random draws that are no one constant."""
+"""Random draws that need more than one constant."""
 
 _ORDERS = (torch.argsort, Tensor.argsort)
-"""What makes a permutation of random draws."""
+"""Functions that turn random draws into a permutation."""
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
-    """Return the `order` of the elements of `x` [N]; rotated if all are equal, as random draws are here."""
+    """Return `order`; rotated if all elements of `x` [N] are equal, as random draws are here."""
     alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
     return order.roll(1) if alike else order
 
 
 def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a call with its dropout switched off."""
     if func in _DROPOUT:
         return args[:1] or (kwargs["input"],), {"p": 0.0, _DROPOUT[func]: False}
     if func is F.scaled_dot_product_attention:
@@ -133,20 +131,20 @@ def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class DeterministicForward(TorchFunctionMode):
-    """Runs a model with dropout off and random draws constant, in whatever mode it is, so that runs compare."""
+    """Runs a model, in train or eval mode, without dropout and with constant random draws."""
 
     permuting = True
-    """Whether permutations are rotations, by which samples together show that they are mixed, or the identity."""
+    """True if permutations rotate, which reveals mixing of samples; False if they do nothing."""
 
     def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
-        """Set `samples`, the number that the model is run on; with 0 random subsets of them are not replaced."""
+        """Set `samples`, the number in the run; 0 keeps random subsets of samples."""
         super().__init__()
         self.samples = samples
         self.draws = draws
         self._permutations: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look into composites, and run everything but random draws as it is."""
+        """Decompose composites; replace random draws and dropout."""
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
@@ -155,9 +153,9 @@ class DeterministicForward(TorchFunctionMode):
             self._permutations[order] = True
             return order
         if func is Tensor.__getitem__ and isinstance(args[1], slice) and self._permutes_samples(args[0]):
-            return args[0]  # stochastic depth on a random subset of the samples, off: none is left out
+            return args[0]  # stochastic depth on a random subset of the samples: take all
         if func in (torch.index_add, Tensor.index_add, Tensor.index_add_) and self._permutes_samples(args[2]):
-            kwargs.pop("alpha", None)  # nor scaled for those that are
+            kwargs.pop("alpha", None)  # the scale of that subset
         if func in _DRAWN:
             return func(*args, **kwargs).fill_(self.draws.constant(_DRAWN[func]))
         if func in _REPLACED:

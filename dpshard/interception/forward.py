@@ -1,10 +1,10 @@
-"""The forward of a model whose modules are patched.
+"""The forward of a model with patched modules.
 
 [Note: Where interception happens]
-Every module that holds parameters gets a forward of its own. The outermost such call opens a tape and enters a
-TorchFunctionMode, in which all inner modules run as they are. Under activation checkpointing a module runs again
-inside backward: then it enters the mode anew, with slots that lead nowhere, because only the recomputed tensors
-matter. A compiled module is wrapped outside of its compiled call, where its slots are made; see compiled.py.
+Every module with parameters gets its own forward. The outermost call opens a tape and enters a TorchFunctionMode; inner
+modules run unchanged within it. Activation checkpointing runs a module again inside backward: that call enters the mode
+with slots that lead nowhere, because only the recomputed tensors matter. A compiled module is patched outside its
+compiled call, where its slots are made; see compiled.py.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Interception:
     """The forwards of one model, which are recorded on tapes.
 
     `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
+    `verified`: whether it does verify, so that probes need not tell everything. `alone`: whether there is one rank.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class Interception:
         sharding: ShardingHooks,
         before_forward: Callable[[Run, Any], None],
         rows_per_unit: int = 1,
+        *,
+        verified: bool = True,
+        alone: bool = True,
     ) -> None:
         self._model, self._session, self._before_forward = model, session, before_forward
         self._rows_per_unit = rows_per_unit
@@ -67,11 +71,11 @@ class Interception:
         self._parameters = parameters = TrainedParameters(model, sources, sharding, active)
         isolate = functools.partial(IsolatedForward, model, active, WriteGuard(model))
         self._regions = CompiledRegions(parameters, active, isolate)
-        self.layouts = Layouts(parameters, sharding, isolate)
+        self.layouts = Layouts(parameters, sharding, isolate, verified=verified, alone=alone)
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False
-        # A model that is compiled after its engine was made runs as it is from here on: slots cannot be made within.
+        # A model compiled after its engine runs uncompiled, because slots cannot be made within.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         self._batch_norms = [
             (path, module)
@@ -80,22 +84,22 @@ class Interception:
         ]
 
     def install(self) -> None:
-        """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
         leave_nodes_out_of_graphs()
         self.patcher.install()
 
     def forget(self) -> None:
-        """Drop what the last forward derived from parameters: no backward follows."""
+        """Drop the context of checkpointing, because no backward follows."""
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the call of the model with these arguments, probed, to be repeated beside the training."""
+        """Return the probed call of the model with these arguments, to repeat outside training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None, self._rows_per_unit)
         return self.layouts.probed(run)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        """Run the patched forward of a module: the outermost one, one within, a repetition, or an ordinary one."""
+        """Run a patched forward: outermost, inner, repeated, or ordinary."""
         active = self._active
         if active.running and active.mode is not None:
             if compiled and not torch.compiler.is_compiling():
@@ -161,9 +165,9 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        """Probe inputs of a new kind, and verify the model if that is due."""
+        """Probe inputs of a new kind; verify the model if due."""
         run = self.layouts.as_read(run)
-        contents = kind_of_contents(run)  # a probe may change them
+        contents = kind_of_contents(run)  # before a probe can change them
         run = self.layouts.probed(run)
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
@@ -178,7 +182,7 @@ class Interception:
                 with self._active.recorded(mode):
                     return call()
             except UnknownCall:
-                # Another course through the model (a skipped layer, a new branch): probe it too, and start again.
+                # An unprobed course (a skipped layer, a new branch): probe it, and restart.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
                 self._parameters.unshard(run.module)

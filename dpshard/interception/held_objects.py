@@ -1,4 +1,4 @@
-"""What objects hold: attributes, slots, cells of closures, arguments of partials, the object of a bound method."""
+"""The contents of objects: attributes, slots, closure cells, arguments of partials, objects of bound methods."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FOREIGN = frozenset(
     "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref "
     "threading multiprocessing concurrent asyncio".split()
 )
-"""Packages that look after their own objects."""
+"""Packages that manage their own objects."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000
-"""Items from which on a collection is asked whether it holds data alone."""
+"""Smallest size of a collection that may count as data."""
 
 STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
@@ -40,7 +40,7 @@ STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     io.BytesIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
     io.StringIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
 }
-"""Generators, bytes and files in memory: how their states are read and set."""
+"""Read and set the state of generators, bytes and files in memory."""
 
 
 def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
@@ -52,25 +52,25 @@ def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
 
 
 class Container:
-    """A dict, list or deque, or the attributes of an object or a class: what it holds is walked through by itself."""
+    """A dict, list or deque, or the attributes of an object or class; a walk visits its contents separately."""
 
     def __init__(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.owner, self.read, self.write = owner, read, write
 
 
 def refill(x: Any, content: Any) -> None:
-    """Give a collection the content that it had."""
+    """Restore the content of a collection."""
     x.clear()
     x.update(content) if isinstance(x, dict | set) else x.extend(content)
 
 
 def is_foreign(name: str | None) -> bool:
-    """Whether a module of Python belongs to a framework. Distributions hold what the user gives them."""
+    """Return True if a Python module belongs to a framework; torch.distributions hold user values, so do not count."""
     return (name or "").partition(".")[0] in FOREIGN and not (name or "").startswith("torch.distributions")
 
 
 def container(x: Any) -> Container | None:
-    """Return the content of `x`, if it can be looked into."""
+    """Return the content of `x`, or None if it is opaque."""
     if isinstance(x, Container):
         return x
     if isinstance(x, dict):
@@ -92,7 +92,7 @@ def container(x: Any) -> Container | None:
 
 
 def slots_of(x: Any) -> Iterator[str]:
-    """Yield the names of the slots of an object, as its attributes are called."""
+    """Yield the attribute names of an object's slots."""
     for kind in type(x).__mro__:
         names = vars(kind).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -111,7 +111,7 @@ def _object(x: Any, slots: list[str]) -> Container:
         refill(content, {name: value for name, value in before.items() if name not in slots})
         for name in slots:
             if name in before and getattr(x, name, before) is not before[name]:
-                object.__setattr__(x, name, before[name])  # also of a frozen dataclass
+                object.__setattr__(x, name, before[name])  # works for frozen dataclasses
             elif name not in before and hasattr(x, name):
                 object.__delattr__(x, name)
 
@@ -143,7 +143,7 @@ def _function(x: FunctionType) -> Container:
 
 
 def is_data(x: Any) -> bool:
-    """Whether a collection is large, and holds plain values or tuples of them: a vocabulary, a table of merges."""
+    """Return True for a large collection of plain values or tuples of them, such as a vocabulary."""
     if type(x) not in (list, tuple, dict, deque) or len(x) < _LARGE:
         return False
     items = x.values() if isinstance(x, dict) else x
@@ -154,5 +154,5 @@ def is_data(x: Any) -> bool:
 
 
 def access_to(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    """How the state of a generator, or of bytes, is read and set; None for anything else."""
+    """Return the functions of STATEFUL that read and set the state of `x`, or None."""
     return next((access for kind, access in STATEFUL.items() if isinstance(x, kind)), None)

@@ -1,4 +1,4 @@
-"""Forwards beside the training, which leave generators and the model's state as they were."""
+"""Forwards outside training, which leave generators and the model's state unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpshard.interception.run import Run
 
 
 class IsolatedForward:
-    """A block in which forwards of `module` are ordinary ones, and after which everything is as it was before."""
+    """A block of ordinary forwards of `module`; restores all state at its end."""
 
     def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
         self._model, self._active, self._writes, self._module = model, active, writes, module
@@ -38,22 +38,22 @@ class IsolatedForward:
         return self
 
     def guarded(self, forward: Callable[[], Any]) -> Any:
-        """Return what `forward` returns; UnsupportedParameterError before it writes into a parameter."""
+        """Return the result of `forward`; UnsupportedParameterError before it writes into a parameter."""
         return self._writes.run(forward, self.rewind)
 
     def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
-        """Return the output for `samples` through plain autograd, without dropout and compilation."""
+        """Return the output for `samples` by plain autograd, without dropout or compilation."""
         self._active.repeat = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
         with eager(), self._active.repeat():
             return run.on(samples)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
-        """Put the state back, so that the next forward takes the same course; `draws` may seed the generators."""
+        """Restore the state, so that the next forward takes the same course; `draws` may seed generators."""
         self.model.restore()
         self.rewind_generators(draws)
 
     def rewind_generators(self, draws: Draws = AS_DRAWN) -> None:
-        """Put the generators back, and leave the model's state as it is."""
+        """Restore only the generators."""
         if draws.seed is None:
             random.setstate(self._python)
             np.random.set_state(self._numpy)  # noqa: NPY002
@@ -72,9 +72,9 @@ class IsolatedForward:
 
 
 Isolate = Callable[[nn.Module], IsolatedForward]
-"""Makes the block for forwards of one module of a model."""
+"""Makes the block for forwards of one module."""
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a block in which compiled modules run as they were written."""
+    """Return a block in which nothing is compiled."""
     return torch.compiler.set_stance("force_eager")

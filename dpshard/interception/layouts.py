@@ -1,8 +1,9 @@
-"""Where the samples are in the inputs and calls of a model: found by probes, and kept by the kind of the inputs."""
+"""The batch dimensions of a model's inputs and calls, found by probes, kept by the kind of inputs."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,46 +18,58 @@ from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
-"""How often a forward starts again because it takes a course that was not probed."""
+"""Most starts of one forward; each unprobed course restarts it."""
 NEW_COURSE = (
-    "The model takes another course in every forward, so its use of parameters cannot be learnt. Remove control flow "
-    "that depends on random numbers or on the data of a single sample."
+    "The model runs other functions in every forward, so dpshard cannot learn how it uses its parameters. Remove "
+    "control flow that depends on random numbers or on the data of a single sample."
 )
 
 
 class Layouts:
     """The layouts of one model."""
 
-    def __init__(self, parameters: TrainedParameters, sharding: ShardingHooks, isolate: Isolate) -> None:
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        sharding: ShardingHooks,
+        isolate: Isolate,
+        *,
+        verified: bool,
+        alone: bool,
+    ) -> None:
         self.found: dict[Any, Layout] = {}
-        """By the kind of the inputs."""
+        """By the kind of inputs."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # By the kind of the inputs: which carry samples, where probes have corrected what their sizes said.
+        # Batch dimensions by the kind of inputs, where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
+        self._verified, self._alone = verified, alone
 
     def of(self, run: Run) -> Layout:
-        """Return the layout for the inputs of `run`, which were probed."""
+        """Return the layout for the probed inputs of `run`."""
         return self.found[kind_of_run(run)]
 
     def as_read(self, run: Run) -> Run:
-        """Return `run` with the inputs that carry samples as earlier probes have found."""
+        """Return `run` with the batch dimensions that earlier probes found."""
         dims = self._readings.get(kind_of_run(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
-        """Return `run` as the model takes it: inputs of a new kind are probed.
+        """Return `run`, after a probe if its inputs are of a new kind.
 
-        An input that has the size of the batch by chance fails when it is cut. So other readings are tried.
+        Cutting an input that has the batch size by chance may fail; then try other batch dimensions.
         """
         run = self.as_read(run)
         kind = kind_of_run(run)
         if kind in self.found:
             return run
+        if run.rows == 1 < run.rows_per_unit and (of_several := kind_of_run(replace(run, rows=2))) in self.found:
+            self.found[kind] = self.found[of_several]  # one unit tells less than several
+            return run
         try:
             self.found[kind] = self.probe(run, into={})
             return run
         except BatchLayoutError:
-            if self._parameters.unshards(run.module):  # all ranks probe as often
+            if self._parameters.unshards(run.module):  # all ranks must probe equally often
                 raise
             for reading in run.other_readings():
                 try:
@@ -68,14 +81,14 @@ class Layouts:
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:
-        """Run the model on 2 and on 3 samples, add what is found to a layout, and return it."""
+        """Run the model on 2 and on 3 samples, and return layout `into` with the calls added."""
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            if not unshards:  # other ranks need not have failed, and would not take part
+            if not unshards:  # other ranks may not have failed, and would not take part
                 self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
@@ -93,17 +106,34 @@ class Layouts:
                 state.rewind()
                 return state.guarded(functools.partial(run.first, n, rows))
 
+            def compared(rows: int) -> Layout:
+                return find_layout(
+                    functools.partial(first, rows=rows),
+                    self._parameters.trainable,
+                    rows_per_unit=run.rows_per_unit,
+                    verified=self._tells_order(run),
+                )
+
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.
-            alike = functools.partial(first, rows=min(2, run.rows))
+            alike = min(2, run.rows)
             if unshards:  # all ranks run as often
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(alike)
             try:
-                varied = functools.partial(first, rows=run.rows)
-                return find_layout(varied, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(run.rows)
             except BatchLayoutError:
-                return find_layout(alike, self._parameters.trainable, rows_per_unit=run.rows_per_unit)
+                return compared(alike)
+
+    def _tells_order(self, run: Run) -> bool:
+        """Return True if the order of equal rows of units will be verified, or does not matter.
+
+        One unit is not compared with others. Alone, it comes with its copies only, which a wrong order may bring
+        together; where a rank has one unit, another may have two.
+        """
+        if run.rows > 1:
+            return self._verified
+        return self._alone or run.batch_size == 1
 
     def _try_whole(self, run: Run) -> None:
-        """Raise what `run` raises on all of its samples: such an error has nothing to do with where they are."""
+        """Raise any error that `run` raises on all samples: batch dimensions do not cause it."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))

@@ -1,4 +1,4 @@
-"""The function mode: looks at every torch function of a forward, and sends those that use a parameter to their rule."""
+"""The function mode: sees every torch function of a forward, and redirects uses of parameters to rules."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _IN_PLACE = (
 
 
 class UnknownCall(Exception):
-    """A call that the layout does not hold: the model took a course that it did not take when it was probed."""
+    """A call without a layout: the model took an unprobed course."""
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Redirects calls that use parameters, with a given layout, to their rules."""
+    """Redirects calls that use parameters to their rules."""
 
     def __init__(
         self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal, rows_per_unit: int = 1
@@ -63,34 +63,34 @@ class InterceptionMode(TorchFunctionMode):
         self.rows_per_unit = rows_per_unit
         self.layout = layout
         self.slots = slots
-        self.sources = dict(sources)  # grows by what the forward derives
+        self.sources = dict(sources)  # the forward adds derived tensors
         self._routing: Routing | None = None
 
-    # --- what others change --------------------------------------------------------------------------------------
+    # --- changes from outside ------------------------------------------------------------------------------------
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
-        """Return another mode that knows the same sources and calls, and records in `slots`."""
+        """Return a mode with the same sources and layout that records in `slots`."""
         return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit)
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
-        """Know a parameter that was gathered just now; one that was frozen since the last time is a constant."""
+        """Add a gathered parameter to the sources; remove a frozen one."""
         if parameter.requires_grad:
             self.sources[parameter] = source
         else:
             self.sources.pop(parameter, None)
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples that are worth a probe; see Routing."""
+        """Return up to n samples that need a probe; see Routing."""
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error to raise for parameters in a function."""
-        return self._refusal(labels, func, reason, advise=advise)  # dynamo must not look at the model within
+        """Return the error for parameters in a function."""
+        return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
 
     # --- every torch function ------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call, through its rule if it uses a trainable parameter."""
+        """Run the call, by its rule if it uses a trainable parameter."""
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
@@ -99,7 +99,7 @@ class InterceptionMode(TorchFunctionMode):
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         compiling = torch.compiler.is_compiling()
-        if func is checkpoint:  # dynamo shows it to modes, and would trace what it repeats without them
+        if func is checkpoint:  # dynamo passes it to modes, and would trace its repetition without them
             return checkpoint(self._within(args[0]), *args[1:], **kwargs)
         if not compiling and torch._C._are_functorch_transforms_active():
             lifted = lift(func, args, kwargs)
@@ -152,7 +152,7 @@ class InterceptionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
                 raise UnsupportedParameterError(ANOTHER_COURSE) if in_region else UnknownCall
-            return result  # a shape, a comparison, a printed value: nothing that a gradient flows through
+            return result  # a shape, a comparison, a printed value: no gradient
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(
@@ -186,14 +186,14 @@ class InterceptionMode(TorchFunctionMode):
 
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
         tensors = [] if torch.compiler.is_compiling() else tensors_of((plain_args, plain_kwargs))
-        versions = [x._version for x in tensors]  # seen by the rehearsal and the verification, where compiled
+        versions = [x._version for x in tensors]  # in compiled code, rehearsal and verification check this
         result = func(*plain_args, **plain_kwargs)
         if any(x._version != version for x, version in zip(tensors, versions, strict=True)):
             labels = ", ".join(dict.fromkeys(source.label for source in cut.values()))
             raise self.refusal(labels, func, _IN_PLACE, advise=False)
         for index, output in enumerate(outputs_of(result)):
             if output in cut:
-                self.sources[output] = cut[output]  # a cast to the dtype that it has: the same tensor comes back
+                self.sources[output] = cut[output]  # a cast to its own dtype returns the same tensor
             elif differentiable(output):
                 self.sources[output] = derive(func, args, kwargs, self.sources, index, output)
         return result
@@ -202,7 +202,7 @@ class InterceptionMode(TorchFunctionMode):
 
     @property
     def routing(self) -> Routing:
-        """The routes of this forward, made when the first row is picked: most forwards pick none."""
+        """The routes of this forward, made when the first row is picked."""
         if self._routing is None:
             self._routing = Routing(self.slots.batch_size, self._holds_samples)
         return self._routing
@@ -211,25 +211,25 @@ class InterceptionMode(TorchFunctionMode):
         known = self.layout.get(rows_key(x, dim))
         whole = self.slots.batch_size * self.rows_per_unit
         if known is None and read and x.requires_grad and x.shape[dim] == whole:
-            raise UnknownCall  # rows are picked on a course that was not probed
+            raise UnknownCall  # an unprobed course picks rows
         return known is not None and known.inputs[0] is not None
 
     def _run_routed(self, call: InterceptedCall) -> Any:
-        """Run a call on routed rows; their outputs are routed as well."""
+        """Run a call on routed rows; route its outputs."""
         func, args, kwargs = call.func, call.args, call.kwargs
         rule = ROUTED_RULES.get(func) or self._rule(func, call)
         if call.batch_size:
             result = rule(call, *args, **kwargs)
         else:
             args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
-            result = func(*args, **kwargs)  # an expert to which no row came
+            result = func(*args, **kwargs)  # an expert without rows
         self.routing.follow(func, args, kwargs, result)
         if any(self.routing.samples(x) is None for x in outputs_of(result)):
             raise call.refuse(ONE_BY_ONE, advise=False)
         return result
 
     def _unprobed(self, func: Function, tensors: list[Tensor]) -> CallLayout | None:
-        """Return the layout of a call that no probe has met: of an expert that had no row, or of a view."""
+        """Return the layout of an unprobed call of an expert, or of a view of parameters."""
         data = [x for x in tensors if x not in self.sources]
         if not data and (func in ISOMETRIC or function_name(func) in ISOMETRIC_PROPERTIES):
             return CallLayout([None] * len(tensors), None)

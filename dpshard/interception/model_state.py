@@ -1,10 +1,9 @@
-"""What a model holds beside its parameters: buffers, attributes, generators. It is saved, put back, and compared.
+"""Save, restore and compare the state of a model besides its parameters: buffers, attributes, generators.
 
 [Note: What a model may remember]
-State lives in buffers, and in whatever hangs on a module or its class: numbers, tensors, arrays, lists, dicts, sets,
-deques, generators, bytes, and what objects hold of these; see held_objects.py. A walk finds it by its path. What hangs
-on a foreign framework (a trainer, a process group) is its own, and what lives in globals has no path: verification sees
-that by its effect on outputs.
+State lives in buffers, and in the attributes of a module or its class: numbers, tensors, arrays, lists, dicts, sets,
+deques, generators, bytes, and the contents of objects; see held_objects.py. A walk gives each a path, and skips objects
+of frameworks (a trainer, a process group). Globals have no path: verification sees their effect on outputs.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from dpshard.interception.held_objects import (
 )
 
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-"""Attributes of a module that torch, or the interception, keeps."""
+"""Attributes of a module that belong to torch or the interception."""
 HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
-"""Where a module keeps its hooks: some models put them there in their first forward, and note that they did."""
+"""Hooks of a module, which some models register in their first forward."""
 _MOST = 100_000
-"""Things looked at: beyond them an attribute holds data rather than state."""
+"""Most objects of a walk; an attribute with more holds data, not state."""
 
 
 def is_own(name: str) -> bool:
-    """Whether an attribute of a module is the model's own, rather than torch's or a sharding framework's."""
+    """Return True for an attribute of the model, not of torch or a sharding framework."""
     return name not in _FRAMEWORK and not name.startswith(("ds_", "_ds", "_fsdp", "applied_p", "__"))
 
 
@@ -56,7 +55,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""By layout: the methods that give the tensors which hold what there is."""
+"""Methods that return the dense parts of a tensor, by layout."""
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -64,7 +63,7 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Whether two values are equal; NaN is equal to NaN."""
+    """Return True if two values are equal; NaN equals NaN."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device or x.layout != y.layout:
             return False
@@ -77,18 +76,18 @@ def same(x: Any, y: Any) -> bool:
 
 
 class ModelState:
-    """The state of a model at one time, which can be put back."""
+    """The state of a model at one time."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._saved: dict[str, tuple[Any, Any]] = {}  # by path: the object, and a copy of what it holds
-        with torch._C.DisableTorchFunction():  # modes compare what the model calls, not this
+        self._saved: dict[str, tuple[Any, Any]] = {}  # path -> the object, and a copy of its content
+        with torch._C.DisableTorchFunction():  # hides this from modes
             for path, x in walk(model):
                 self._saved[path] = (x, _copy(x))
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
-        """Put everything back: the same objects, with what they held."""
+        """Restore objects and contents."""
         with torch._C.DisableTorchFunction():
             for path, (x, value) in self._saved.items():
                 _put_back(x, value, path)
@@ -97,12 +96,12 @@ class ModelState:
                 p.requires_grad_(trained)
 
     def changes(self) -> dict[str, Any]:
-        """By path, copies of what is not now as it was saved; None for what is gone."""
+        """Return copies of changed state by path; None for what is gone."""
         now, found = dict(walk(self._model)), {}
         for path, x in now.items():
             old, value = self._saved.get(path, (None, None))
             if isinstance(x, Container):
-                continue  # what it holds has paths of its own
+                continue  # its contents have their own paths
             if isinstance(x, set | frozenset):
                 if old is None or x != value:
                     found[path] = sorted(repr(item) for item in x)
@@ -112,7 +111,7 @@ class ModelState:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Paths and values of what a model holds beside parameters; containers come before what they hold."""
+    """Yield paths and values of a model's state; containers precede their contents."""
     seen = {id(p) for p in model.parameters()}
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
@@ -125,7 +124,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def walk_through(path: str, x: Any) -> dict[str, Any]:
-    """Paths and values of what an object holds."""
+    """Return paths and values of the contents of an object."""
     return dict(_walk(path, x, set()))
 
 
@@ -170,7 +169,7 @@ def _class_attributes(kind: type) -> Container:
 
 
 def _is_state(x: Any) -> bool:
-    own = isinstance(x, FunctionType) and bool(vars(x))  # what a method keeps as its attribute
+    own = isinstance(x, FunctionType) and bool(vars(x))  # a method with attributes
     return own or isinstance(x, (*PLAIN, Tensor, np.ndarray, dict, list, set, deque, *STATEFUL))
 
 
@@ -185,11 +184,11 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(x, PLAIN):
         yield path, x
         return
-    if not isinstance(x, Container):  # they are made for the walk, and their numbers come again
+    if not isinstance(x, Container):  # the walk makes new containers, with repeated ids
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))
-    if isinstance(x, nn.Module):  # kept in a list, say, where torch does not find it
+    if isinstance(x, nn.Module):  # a module that torch does not find, in a list for example
         for prefix, module in x.named_modules():
             if id(module) not in seen or module is x:
                 yield from _walk_module(f"{path}.{prefix}." if prefix else f"{path}.", module, seen)
@@ -215,7 +214,7 @@ def _copy(x: Any) -> Any:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor has numbers that can be read here."""
+    """Return True if the numbers of a tensor can be read here."""
     return type(x) in (Tensor, nn.Buffer, nn.Parameter) and not x.is_meta and x.layout in _PARTS
 
 

@@ -1,8 +1,7 @@
-"""Hooks of the module that a loop calls, and global ones: torch runs them in `__call__`, outside of `forward`.
+"""Hooks that torch runs in `__call__`, outside `forward`: those of the module that a loop calls, and global ones.
 
-What they compute of inputs, outputs and their gradients is part of the model. So it is probed, recorded and verified
-with it: a module that has such hooks is entered where it is called. Hooks of frameworks stay outside, where they
-expect to be.
+They are part of the model. So a module with such hooks is entered at its call, and they are probed, recorded and
+verified. Hooks of frameworks stay outside, as they expect.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if hooks run when `module` is called that no framework has put there."""
+    """Return True if calls of `module` run hooks of the user."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -35,7 +34,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise UnsupportedParameterError if `module` has hooks, which run beside its recorded forward."""
+    """Raise UnsupportedParameterError if `module` has hooks, which would run outside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
             f"{type(module).__name__}, which your loop calls, has a hook, or one of all modules, that runs outside of "
@@ -46,7 +45,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def _home(hook: Callable[..., Any]) -> str:
-    """Return the package that a hook comes from."""
+    """Return the package of a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]

@@ -1,7 +1,7 @@
-"""Sources of a compiled region by number.
+"""Sources of a compiled region, by number.
 
-Dynamo guards on every string that it reads: a graph that has read the names of one block serves no other block.
-So a region knows its parameters by numbers, in an order that equal blocks share, and names stay outside of it.
+Dynamo guards on every string that it reads, so a graph with the names of one block serves no other block. A region
+therefore numbers its parameters, in an order that equal blocks share.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LABEL = re.compile(r"source#(\d+)")
 
 
 class Numbering:
-    """The numbers of the sources of one region, in the order in which they were asked for."""
+    """Numbers of the sources of one region, in the order of first use."""
 
     def __init__(self) -> None:
         self.names: list[Source] = []
-        """The sources as they are known outside, by number."""
+        """The outside sources, by number."""
         self._numbered: dict[Source, Source] = {}
         self._named: dict[Source, Source] = {}
 
     def number(self, source: Source) -> Source:
-        """Return `source` as the region knows it: a root."""
+        """Return `source` as a root of the region."""
         if source not in self._numbered:
             transpose_of = source.transpose_of and self.number(source.transpose_of)
             slice_of = source.slice_of and (self.number(source.slice_of[0]), source.slice_of[1])
@@ -45,13 +45,13 @@ class Numbering:
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return a source of the region, a root or one derived within, as it is known outside."""
+        """Return the outside source for one of the region, a root or derived within."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
 
     def name_use(self, use: Use) -> Use:
-        """Return a use within the region as it is known outside."""
+        """Return a use of the region with its outside sources."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [(self.name(source), record) for source, record in use.build(*tensors)]
@@ -59,11 +59,11 @@ class Numbering:
         return Use(tuple(map(self.name, use.sources)), build, use.copies)
 
     def name_all(self, labels: str) -> str:
-        """Return text of the region with labels that are known outside."""
+        """Replace numbers in text by outside labels."""
         return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
 
     def name_forms(self, form: str) -> str:
-        """Return the form of a source of the region as it is known outside."""
+        """Replace numbers in a form by outside forms."""
         return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
 
     def _outside(self, label: str) -> Source:
@@ -97,7 +97,7 @@ def _root(
     transpose_of: Source | None,
     slice_of: tuple[Source, int] | None,
 ) -> Source:
-    """Return a source of a region; equal blocks have the same."""
+    """Return a source of a region; cached, so equal blocks share it."""
 
     def replay(values: dict[str, Tensor]) -> Tensor:
         return values[label]
@@ -106,7 +106,7 @@ def _root(
 
 
 class NumberedSources(dict[Tensor, Source]):
-    """The sources that a rehearsal may meet: each gets its number when it is read first."""
+    """Sources that a rehearsal may meet; the first read of each gives it a number."""
 
     def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
         super().__init__(outside)
@@ -120,14 +120,14 @@ class NumberedSources(dict[Tensor, Source]):
 
 
 class NumberedLayout(dict[CallKey, CallLayout]):
-    """The calls that a rehearsal has met, with sources by number; the layouts are those that are known outside."""
+    """Calls of a rehearsal, with sources by number and outside layouts."""
 
     def __init__(self, numbering: Numbering, outside: Layout) -> None:
         super().__init__()
         self._numbering, self._outside = numbering, outside
 
     def get(self, key: CallKey, default: CallLayout | None = None) -> CallLayout | None:  # type: ignore[override]
-        """Look up a call, and remember its layout for the trace."""
+        """Look up a call, and keep its layout for the trace."""
         named = tuple(self._numbering.name_forms(x) if isinstance(x, str) else x for x in key)
         layout = self._outside.get(named, default)
         if layout is not None:

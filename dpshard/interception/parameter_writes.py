@@ -1,4 +1,4 @@
-"""Parameters are not written to in a forward beside the training: refused before the first number lands."""
+"""Refuse writes into parameters by forwards outside training, before they happen."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class ParameterWrites(TorchDispatchMode):
 
 
 class WriteGuard:
-    """Runs forwards of a model in which no parameter may be written to."""
+    """Runs forwards that must not write into parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._scripted = False  # forward calls functions of torch.jit.script, whose interpreter refuses modes
+        self._scripted = False  # forward calls functions of torch.jit.script, which refuses modes
 
     def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
-        """Return what `forward` returns; UnsupportedParameterError before it writes into a parameter.
+        """Return the result of `forward`; UnsupportedParameterError before it writes into a parameter.
 
-        `rewind` puts the state of the model back before a second try.
+        `rewind` restores the model's state before a second try.
         """
         if not self._scripted:
             try:
@@ -76,7 +76,7 @@ def _storage(x: Tensor) -> int:
 
 @functools.cache
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Where the arguments stand that an operation writes to."""
+    """Return places and names of the arguments that an operation writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return ()
     arguments = enumerate(func._schema.arguments)

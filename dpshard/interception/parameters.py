@@ -1,4 +1,4 @@
-"""The trainable parameters of a model, as the sources that a mode redirects."""
+"""The trainable parameters of a model, as sources for a mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainedParameters:
         self.model = model
         self.sources = sources
         self.temporary: set[str] = set()
-        """Names of the parameters that exist only while a module runs."""
+        """Names of parameters that exist only while a module runs."""
         self.unshards = sharding.unshards
         self.refusal = functools.partial(refusal, model)
         self._by_name = {source.label: source for source in sources.values()}
@@ -34,19 +34,19 @@ class TrainedParameters:
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
 
     def trainable(self) -> dict[Tensor, Source]:
-        """Return the parameters that require gradients now; a parameter that was frozen later is a constant."""
+        """Return the parameters that require gradients now; others are constants."""
         return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
 
     def values(self) -> dict[str, Tensor]:
-        """Return the tensors by name; of gathered parameters the latest."""
+        """Return the parameters by name; gathered ones as last seen."""
         return {source.label: x for x, source in self.sources.items()}
 
     def versions(self) -> list[int]:
-        """Return how often each parameter was written to: optimizers write between forwards, never within one."""
+        """Return the version of each parameter; optimizers write only between forwards."""
         return [p._version for _, p in self._plain]
 
     def refuse_writes(self, before: list[int]) -> None:
-        """Raise UnsupportedParameterError if a parameter was written to since `versions` returned `before`."""
+        """Raise UnsupportedParameterError if a parameter's version differs from `before`."""
         for (name, p), version in zip(self._plain, before, strict=True):
             if p._version != version:
                 raise written(name)
@@ -59,7 +59,7 @@ class TrainedParameters:
             self.take_up(module)
 
     def take_up(self, module: nn.Module) -> None:
-        """Take up the parameters that were gathered for `module`, whose forward begins."""
+        """Add the parameters gathered for `module`, at the start of its forward."""
         with Passthrough.set(True):
             for name, parameter in self._sharding.unsharded_parameters(module):
                 source = self.sources[parameter] = self._by_name[name]
@@ -68,7 +68,7 @@ class TrainedParameters:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` for calls beside the hooks of `module`: a backward frees what these have gathered."""
+        """Return `original` with its own gathering: backward frees the parameters that hooks gathered."""
         if not self.unshards(module):
             return original
 

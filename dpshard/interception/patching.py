@@ -1,4 +1,4 @@
-"""Puts a forward of its own on every module that holds parameters, and takes it off again."""
+"""Puts a forward on every module with parameters, and removes it again."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from dpshard.names import is_compiled_wrapper
 from dpshard.rules.torch_functions import Passthrough
 
 Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
-"""(module, its own forward, whether that is compiled, args, kwargs) -> output."""
+"""(module, its own forward, True if compiled, args, kwargs) -> output."""
 
 
 class ModulePatcher:
-    """The patches on the modules of one model, which call `enter` in place of a module's own forward."""
+    """The patches on the modules of one model; they call `enter` instead of a module's own forward."""
 
     def __init__(
         self, parameters: TrainedParameters, active: ActiveForward, regions: CompiledRegions, enter: Enter
     ) -> None:
         self._parameters, self._active, self._regions, self._enter = parameters, active, regions, enter
         self._codes: dict[type[nn.Module], types.CodeType] = {}
-        self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what was there before
+        self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, previous value
         self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
-        """Patch every module that holds parameters; UnsupportedParameterError for scripted ones."""
+        """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
         model = self._parameters.model
         for path, module in model.named_modules():
             if next(module.parameters(), None) is None:
@@ -59,7 +59,7 @@ class ModulePatcher:
             self._patch(module, "forward", compiled=is_compiled_wrapper(module))
 
     def uninstall(self) -> None:
-        """Give every module its own forward back."""
+        """Restore the forward of every module."""
         for module, attribute, previous in reversed(self._patched):
             if previous is None:
                 module.__dict__.pop(attribute, None)
@@ -71,7 +71,7 @@ class ModulePatcher:
         self._hooks.clear()
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward of `module` as it was before it was patched."""
+        """Return the forward of `module` before its patch."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
         if has_hooks(module) and not self._parameters.unshards(module):
@@ -93,7 +93,7 @@ class ModulePatcher:
                 else getattr(type(copy), attribute)(copy, *args, **kwargs)
             )
 
-        # A bound method: a deep copy of the module binds it to the copy, which then is an ordinary module.
+        # A bound method, which a deep copy of the module binds to the copy, an ordinary module.
         def forward(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self_module is not module:
                 return on_copy(self_module, *args, **kwargs)
@@ -107,15 +107,15 @@ class ModulePatcher:
     def _code_for(self, kind: type[nn.Module], code: types.CodeType) -> types.CodeType:
         """Return a copy of `code` for the modules of one class in this model.
 
-        Dynamo compiles a code object a few times, and then runs it in eager mode. One code object for all engines of
-        a process would use that up; one for every module would compile equal blocks one by one.
+        Dynamo compiles a code object a few times, then falls back to eager mode. One code object per process would
+        exhaust this limit; one per module would compile equal blocks one by one.
         """
         if kind not in self._codes:
             self._codes[kind] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
         return self._codes[kind]
 
     def _enter_with_hooks(self, module: nn.Module) -> None:
-        """Enter a call of `module` before its hooks, if it has some."""
+        """Enter calls of `module` before its hooks, if any."""
         self._patched.append((module, "_compiled_call_impl", None))
 
         def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class ModulePatcher:
         module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
 
     def _skip_sharding_hooks(self, module: nn.Module, *, compiled: bool) -> None:
-        """Keep the mode out of the hooks with which a framework gathers and frees the parameters of `module`."""
+        """Keep the mode out of the hooks by which a framework gathers and frees parameters of `module`."""
         active = self._active
         previous = module.__dict__.get("_compiled_call_impl")
         original = previous if previous is not None else module._call_impl
@@ -157,6 +157,6 @@ class ModulePatcher:
             if looking:
                 looking.pop().close()
 
-        # These hooks run after the framework has gathered the parameters, and before it frees them.
+        # These run after the framework gathers the parameters, and before it frees them.
         self._hooks.append(module.register_forward_pre_hook(cast(Any, gathered), with_kwargs=True))
         self._hooks.append(module.register_forward_hook(cast(Any, done), prepend=True, always_call=True))

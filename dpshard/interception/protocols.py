@@ -1,4 +1,4 @@
-"""The protocols that the interception calls: the step in progress, and the framework that shards parameters."""
+"""Protocols of the step in progress, and of the framework that shards parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class TapeProvider(Protocol):
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """The micro-batch that `engine.batches` has handed out, or None in a loop of the user's own."""
+        """The micro-batch from `engine.batches`; None in a user's own loop."""
         ...
 
     @property
     def rows(self) -> RowIdentity | None:
-        """The check of the rows of that micro-batch."""
+        """The check of that micro-batch's rows."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if no forward may come now."""
+        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if a forward is out of place."""
         ...
 
 
@@ -45,9 +45,9 @@ class ShardingHooks(Protocol):
         ...
 
     def dry_run(self) -> AbstractContextManager[Any]:
-        """Return a block of forwards beside the training, which no backward follows."""
+        """Return a block of forwards without backward, outside training."""
         ...
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of the parameters that were gathered for `module`, whose forward begins."""
+        """Return names and tensors of the parameters gathered for `module`, at the start of its forward."""
         ...

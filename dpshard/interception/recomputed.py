@@ -1,7 +1,6 @@
 """Weights that a hook computes before forward: the old weight_norm and spectral_norm, and pruning.
 
-Of the outermost module these hooks run before its forward is entered, so what they derive from parameters is not
-seen. They run once more within.
+The hooks of the outermost module run outside the mode, so they run again within.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ Forward = Callable[..., Any]
 
 
 def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
-    """`forward` of `module`, after what its hooks compute from parameters alone was computed again."""
+    """Return `forward`, preceded by the hooks that compute weights from parameters."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _KNOWN)]
     if not hooks:
         return forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         for hook in hooks:
-            if isinstance(hook, SpectralNorm):  # without another step of its power iteration
+            if isinstance(hook, SpectralNorm):  # without another power iteration
                 setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
             else:
                 hook(module, args)

@@ -1,4 +1,4 @@
-"""The errors for parameters that cannot be trained: which one, where, why, and what to do."""
+"""The errors for parameters that cannot be trained: parameter, module, reason and remedy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpshard.errors import UnsupportedParameterError
 
 
 def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
-    """Return an error that names parameters, the module that owns the first of them, and the function."""
+    """Return an error that names the parameters, the first one's module, and the function."""
     owner = "the model"
     for name, _ in model.named_parameters():
-        if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is no part of `10.weight`
+        if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is not part of `10.weight`
             path = name.rpartition(".")[0]
             owner = f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
             break
@@ -32,7 +32,7 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples even without parameters."""
+    """Raise UnsupportedParameterError for BatchNorm in training mode: it mixes samples even without parameters."""
     for path, module in batch_norms:
         if module.training or getattr(module, "running_mean", None) is None:
             raise UnsupportedParameterError(

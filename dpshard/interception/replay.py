@@ -1,4 +1,4 @@
-"""Forwards of a model on chosen samples, beside its training: what verification compares."""
+"""Forwards of a model on chosen samples, outside training, for verification."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Replay:
     ) -> None:
         self.parameters, self.layouts = parameters, layouts
         self.isolate = isolate
-        """Makes a block in which forwards of a module are ordinary ones, and leave the model as it was."""
+        """Makes a block of ordinary forwards of a module."""
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return what the forward of `module` gets when it is called with these: FSDP casts inputs before it.
+        """Return the arguments that the forward of `module` gets for these: FSDP casts inputs.
 
-        The call is an ordinary one. FSDP also finds its root in the first call of all.
+        Calls `module` once, by which FSDP also finds its root.
         """
         if not self.parameters.unshards(module):
             return args, kwargs
@@ -50,10 +50,7 @@ class Replay:
     def recorded(
         self, run: Run, samples: list[int], tape: Callable[[], Tape], state: IsolatedForward, draws: Draws = AS_DRAWN
     ) -> Any:
-        """Return the output for `samples`, recorded on a tape, from the state of `state`.
-
-        Dropout and compilation are off.
-        """
+        """Return the output for `samples`, recorded on a tape from `state`, without dropout or compilation."""
         layout = self.layouts.of(run)
         for _ in range(ATTEMPTS):
             state.rewind(draws)

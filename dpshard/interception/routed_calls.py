@@ -1,4 +1,4 @@
-"""Calls that use a parameter on rows that the data has picked: which rows, or why the call is refused."""
+"""Calls that use a parameter on rows picked by the data: their samples, or a refusal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one
 
 
 def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall:
-    """Return `call` with the sample of every row, if it meets routed rows.
+    """Return `call` with the sample of every row if rows are routed, else unchanged.
 
-    Rows that lie as if they had never been routed are ordinary ones. Raises UnsupportedParameterError for rows of
-    which nobody knows the sample.
+    Rows in the order of the samples count as never routed. Raises UnsupportedParameterError for unknown samples.
     """
     if call.layout.routed and (call.slots.compiled or torch.compiler.is_compiling()):
         raise call.refuse(_COMPILED)

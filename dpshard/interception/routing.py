@@ -1,17 +1,17 @@
 """Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
 
 [Note: Routed rows]
-The data decides how many rows `x[token_ids]` has, and in which order: its shape tells nothing. So rows are followed by
-the values of the index. A route starts where a tensor with the rows of all samples is indexed along dimension 0. It
-continues through functions that make row n of the output from row n of the input only. It ends where the rows are added
-to rows of their own samples, or lie in the order of the samples again (after an index that undoes the first). Rows that
-meet any other function out of order are lost: the parameter that they meet next is refused.
+The data decides the number and order of the rows of `x[token_ids]`, so its shape tells nothing; the values of the index
+do. A route starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions
+that make row n of the output from row n of the input only. It ends where each row is added to a row of its own sample,
+or where rows are in the order of the samples again. Any other function loses rows that are out of order; the next
+parameter that meets lost rows is refused.
 
 [Note: Packed sequences]
 Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all samples that are as long.
-So row (t, b) belongs to the sample of row b, sorted by length or not, and padding returns the rows to columns of one
-sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be
-permuted, packed, or read one step at a time; any other function loses them.
+Row (t, b) belongs to the sample of row b, sorted by length or not; padding returns rows to columns of one sample each.
+Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be permuted, packed, or
+read one step at a time; any other function loses them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions with a number of output rows that depends on the values of the data."""
+"""Functions whose number of output rows depends on the data."""
 
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
-"""Functions that write rows into their first argument, at numbers that they are given."""
+"""Functions that write rows into their first argument at given numbers."""
 
 _SELECTING = functions_named(["index_select"])
 _CUTTING = functions_named(["split", "split_with_sizes", "chunk"])
@@ -43,7 +43,7 @@ PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
 def picks(func: Function, args: Any) -> bool:
-    """Return True if values of the data decide how many rows `func` returns."""
+    """Return True if the data decides the number of output rows."""
     if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
         return True
     index = args[1] if func is Tensor.__getitem__ else ()
@@ -52,7 +52,7 @@ def picks(func: Function, args: Any) -> bool:
 
 
 STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
-"""Functions with which a route may start: a forward without any of them has no routed rows."""
+"""Functions that may start a route."""
 
 
 def _starts(func: Function, args: Any) -> bool:
@@ -64,7 +64,7 @@ def _starts(func: Function, args: Any) -> bool:
 
 
 def _row_numbers(index: Any) -> Tensor | None:
-    """Return the rows [N] that an index picks along dimension 0; None if it does anything else."""
+    """Return the rows [N] that an index picks along dimension 0; None for any other index."""
     first, *others = index if isinstance(index, tuple) else (index,)
     tensors = [i for i in others if isinstance(i, Tensor)]
     if not isinstance(first, Tensor) or first.dim() == 0:
@@ -77,13 +77,13 @@ def _row_numbers(index: Any) -> Tensor | None:
 
 
 def _numbers_in(index: Any) -> Any:
-    """Return a list or array that indexes a tensor as a tensor, and anything else as it is."""
+    """Return a list or array of indices as a tensor, anything else unchanged."""
     numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
     return torch.as_tensor(index) if numbers else index
 
 
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
-    """Return the tensor and its dimension (0 or 1) that `func` picks from, the numbers [N], and where they go."""
+    """Return the tensor, dimension (0 or 1) and numbers [N] of a pick, and their dimension in the output."""
     shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
@@ -103,7 +103,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
-    """Return which dimension of its first argument each dimension of the output was, for functions of _TRANSPOSING."""
+    """Return the input dimension of each output dimension of a transpose."""
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
     dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]
@@ -118,29 +118,29 @@ class Routing:
     """Follows routed rows through one forward."""
 
     def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, int, bool], bool]) -> None:
-        """Take `holds_samples(x, dim, read)`: whether a probe found all samples along dimension 0 or 1 of `x`.
+        """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension 0 or 1 of `x`.
 
-        `read`: rows are read from `x`, so that their order counts, rather than added to it.
+        `read`: rows are read from `x`, so their order counts; otherwise rows are added to `x`.
         """
         self.batch_size = batch_size
         self.holds_samples = holds_samples
-        # Weak: what a forward has dropped is not kept alive.
+        # Weak keys do not keep dropped tensors alive.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # The sample of each column, along dimension 1, and whether they are in order.
+        # Sample of each column, along dimension 1; True if in order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, and what was picked along it
+        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked along it
         self.idle = True
-        """Whether no row was picked so far."""
+        """True until a row is picked."""
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples whose rows were picked where no probe found samples: worth a probe."""
+        """Return up to n samples to probe: their rows were picked where no probe found samples."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
-        """Return the sample of every row of `x`, int64 [N]; None if its rows were not routed."""
+        """Return the sample of every row of `x`, int64 [N]; None if not routed."""
         return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
@@ -150,11 +150,11 @@ class Routing:
         return x in self._lost or (x in self._columns and not self._columns[x][1])
 
     def in_order(self, sample_N: Tensor) -> bool:
-        """Return True if rows lie as if never routed: equally many of every sample, one sample after the other."""
+        """Return True if rows are as if never routed: equally many per sample, sample after sample."""
         return len(sample_N) % self.batch_size == 0 and torch.equal(sample_N, self._numbers(sample_N))
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
-        """Note where the rows of the arguments of a call have gone."""
+        """Note the samples of a call's output rows."""
         if self.idle and not _starts(func, args):
             return
         with torch.no_grad():
@@ -187,7 +187,7 @@ class Routing:
         routed = [x for x in tensors if self.samples(x) is not None]
         lost = picks(func, args) or any(self.lost(x) for x in tensors)
         if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):
-            return  # a number moves no rows
+            return  # writes a number, not rows
         if func in ADDING or func is Tensor.__setitem__:
             if lost or routed:
                 self._add(func, args, kwargs, outputs or [args[0]])
@@ -211,7 +211,7 @@ class Routing:
             self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
 
     def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
-        """Make columns of one sample each; rows that were not packed so are lost."""
+        """Make columns of one sample each; lose rows that were not packed so."""
         sample_N, sizes = self.samples(args[0]), argument(args, kwargs, 1, "batch_sizes").tolist()
         if sample_N is not None:
             sample_B = sample_N[: sizes[0]]
@@ -232,7 +232,7 @@ class Routing:
         return to_dim <= 1
 
     def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-        """Return the samples of the rows of each output, where `func` cuts or joins routed rows along dimension 0."""
+        """Return the samples of each output's rows if `func` cuts or joins routed rows along dimension 0."""
         if func in _JOINING:
             parts = [self.samples(x) for x in argument(args, kwargs, 0, "tensors")]
             along_rows = argument(args, kwargs, 1, "dim") in (0, None)
@@ -257,7 +257,7 @@ class Routing:
         return None
 
     def agreed(self, routed: list[Tensor]) -> Tensor | None:
-        """Return the samples of the rows of all tensors of `routed`, if they are the same."""
+        """Return the samples of the rows of all `routed` tensors; None if they differ."""
         first, *others = (self._samples[x] for x in routed)
         return first if all(other is first or torch.equal(first, other) for other in others) else None
 
@@ -277,7 +277,7 @@ class Routing:
             self._put(outputs, self.samples(base))
 
     def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
-        """Return the samples along dimension `dim` of `x`; None if it holds none there, or they are unknown."""
+        """Return the samples along dimension `dim` of `x`; None if unknown or absent."""
         if x in self._lost:
             return None
         rows, columns = self.samples(x), self._along_columns(x)
@@ -306,7 +306,7 @@ class Routing:
                 self.idle = False
 
     def lose(self, outputs: list[Tensor]) -> None:
-        """Note that the samples of the rows of these are unknown."""
+        """Mark the samples of these tensors' rows as unknown."""
         for x in outputs:
             self._samples.pop(x, None)
             self._columns.pop(x, None)

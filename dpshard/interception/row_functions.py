@@ -1,4 +1,4 @@
-"""The functions that treat every row by itself, by what must hold for their arguments; see [Note: Routed rows]."""
+"""Functions that treat every row separately, with conditions on their arguments; see [Note: Routed rows]."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class RowCall:
 
     @property
     def first_only(self) -> bool:
-        """Whether the first argument is the only routed one."""
+        """True if only the first argument is routed."""
         return len(self.routed) == 1 and bool(self.args) and self.args[0] is self.routed[0]
 
     def others_lack_rows(self, rank: int) -> bool:
-        """Return True if no other tensor has rows beside outputs of `rank` dimensions."""
+        """Return True if no unrouted tensor has rows that broadcast to outputs of `rank` dimensions."""
         followed = {id(x) for x in self.routed}
         return all(id(x) in followed or x.dim() < rank or len(x) == 1 for x in self.tensors)
 
 
 def by_row(call: RowCall, N: int) -> bool:
-    """Return True if row n of every output, of N, is made of row n of the routed inputs, and of inputs without rows."""
+    """Return True if row n of every output, of N, depends on routed inputs only by their row n."""
     if not call.outputs or any(x.dim() == 0 or len(x) != N for x in call.outputs):
         return False
     holds = _BY_ROW.get(call.func)
@@ -46,7 +46,7 @@ def by_row(call: RowCall, N: int) -> bool:
 
 
 def argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    """Return an argument that may be given by place or by name."""
+    """Return an argument given by place or by name."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
@@ -79,7 +79,7 @@ _ALONG = {
         1,
     ),
 }
-"""Functions along a dimension, and at which place they take it."""
+"""Functions along a dimension -> the place of that argument."""
 
 
 def _first_only(call: RowCall) -> bool:
@@ -87,7 +87,7 @@ def _first_only(call: RowCall) -> bool:
 
 
 def _normalizes(call: RowCall) -> bool:
-    return call.first_only and len(call.args[1]) < call.args[0].dim()  # else over the rows, too
+    return call.first_only and len(call.args[1]) < call.args[0].dim()  # otherwise it normalizes over rows
 
 
 def _convolves(call: RowCall) -> bool:
@@ -124,7 +124,7 @@ def _indexes_others(call: RowCall) -> bool:
     return call.first_only and bool(whole) and not any(isinstance(i, Tensor) for i in index)
 
 
-_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # of a function that stands twice the last entry counts
+_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # of duplicate keys the last entry counts
     Tensor.__getitem__: _indexes_others,
     **dict.fromkeys(_ALONG, _is_along_others),
     **dict.fromkeys(VIEWS, _first_only),
@@ -135,4 +135,4 @@ _BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # of a function that sta
     **dict.fromkeys((F.layer_norm, F.rms_norm), _normalizes),
     **dict.fromkeys(_MAPPING_FIRST, _first_only),
 }
-"""What must hold for the arguments of a function, so that it treats every row by itself."""
+"""Condition by which a function treats every row separately."""

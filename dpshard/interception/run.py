@@ -1,17 +1,17 @@
-"""One outermost call of a module: which of its inputs carry samples, and how to repeat it on some of them.
+"""One outermost call of a module: its inputs that carry samples, and its repetition on some of them.
 
 [Note: Units]
-A sample is a unit of K rows, and K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units
-as one dimension of m * K, the rows of a unit side by side. Here, and only here, rows become units: `Run.leaves` have
-both dimensions, and `Run.on` joins them again for the model. So a unit is a sample whose rows are flattened into the
-batch before the model instead of within it. Everything else knows such rows already: probes find them, rules join them
-into one record of the sample, and verification compares the sample with others.
+A sample is a unit of K rows; K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units as
+one dimension of m * K, the rows of a unit side by side. Only here rows become units: `Run.leaves` have both dimensions,
+and `Run.on` joins them again. So a unit is a sample whose rows are flattened into the batch before the model, not
+within it. All other code handles such rows already: probes find them, rules join them into one record, and verification
+compares the sample with others.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,49 +25,49 @@ from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan
 
 READINGS = 16
-"""Largest number of ways to read the inputs of a model that are tried."""
+"""Most readings of a model's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One outermost call of a module, which can be repeated on chosen samples."""
+    """One outermost call of a module, to repeat on chosen samples."""
 
     module: nn.Module
     original: Callable[..., Any]
     given: tuple[Any, ...]
-    """The inputs of the model, as it got them."""
+    """The inputs of the model, unchanged."""
     leaves: tuple[Any, ...]
-    """The same; where they carry samples, those have a dimension, and behind it their rows, if they have several."""
+    """The inputs; samples have a dimension, followed by one of their rows if `rows_per_unit` > 1."""
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
     """Per leaf: the dimension of the samples, or None."""
     rows: int
-    """The first samples, which are not padding; at least 1."""
+    """Samples that are not padding, the first ones; at least 1."""
     rows_per_unit: int = 1
     """Rows of a sample; see [Note: Units]."""
 
     def on(self, samples: list[int]) -> Any:
-        """Return the output for `samples` (indices into the batch) alone."""
+        """Return the output for only `samples` (indices into the batch)."""
         picked = [self._joined(self._pick(i, samples), self.dims[i]) for i in range(len(self.leaves))]
         args, kwargs = pytree.tree_unflatten(picked, self.tree)
         return self.original(*args, **kwargs)
 
     def carrying(self) -> list[tuple[Tensor, int]]:
-        """Return the given inputs that carry samples, and the dimension of each."""
+        """Return the given inputs that carry samples, with the dimension of each."""
         return [(x, dim) for x, dim in zip(self.given, self.dims, strict=True) if dim is not None]
 
     def reading(self, dims: tuple[int | None, ...]) -> Run:
-        """Return the call with the samples of its inputs along other dimensions."""
+        """Return the call with other batch dimensions."""
         leaves = tuple(by_unit(x, dim, self.rows_per_unit) for x, dim in zip(self.given, dims, strict=True))
         return replace(self, dims=dims, leaves=leaves)
 
     def first(self, n: int, rows: int) -> Any:
-        """Return the output for the first n of `rows` samples, repeated if there are fewer."""
+        """Return the output for n samples, the first `rows` of the batch in turn."""
         return self.on([i % rows for i in range(n)])
 
     def other_readings(self) -> Iterator[Run]:
-        """Yield the call with some inputs as constants, though their size is the batch's: a mask [T, T] of T = B."""
+        """Yield the call with some inputs of the batch's size as constants: a mask [T, T] with T = B."""
         B = self.batch_size * self.rows_per_unit
         carrying = [i for i, d in enumerate(self.dims) if d == 0]
         doubtful = [i for i in carrying if self.given[i].dim() == 1 or self.given[i].shape[:2] == (B, B)]
@@ -87,7 +87,7 @@ class Run:
             return leaf
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
-        return picked.clone()  # modes must see a new tensor, not the indexing
+        return picked.clone()  # modes see a new tensor, not the indexing
 
     def _joined(self, x: Any, dim: int | None) -> Any:
         if dim is None or self.rows_per_unit == 1:
@@ -97,7 +97,7 @@ class Run:
 
 
 def by_unit(x: Any, dim: int | None, rows_per_unit: int) -> Any:
-    """Return `x` with its units along `dim`, and behind it the rows of each, if they are several."""
+    """Return `x` with its units along `dim`, followed by their rows if `rows_per_unit` > 1."""
     if dim is None or rows_per_unit == 1:
         return x
     with torch._C.DisableTorchFunction():
@@ -112,9 +112,9 @@ def plan_run(
     plan: MicroBatchPlan | None,
     rows_per_unit: int = 1,
 ) -> Run:
-    """Find the samples among the inputs: dimension 0 of at least one; of others the only dimension that is B long.
+    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only one that is.
 
-    B counts rows, `rows_per_unit` a sample.
+    B counts rows, `rows_per_unit` a sample. Raises BatchLayoutError unless an input has samples in dimension 0.
     """
     if transforms_are_active():
         raise BatchLayoutError(
@@ -122,31 +122,7 @@ def plan_run(
             f"are hidden. Call it on the whole micro-batch; within its forward torch.vmap is followed."
         )
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
-    if not sizes:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
-            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
-            f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
-        )
-    B = len(plan.indices) * rows_per_unit if plan is not None else sizes[0]
-    if plan is None and len(set(sizes) - {1}) > 1:
-        raise BatchLayoutError(
-            f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
-            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
-            f"or iterate over engine.batches(...), which knows their number."
-        )
-    if B == 0:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
-        )
-
-    if B % rows_per_unit:
-        raise BatchLayoutError(
-            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
-            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
-            f"have fewer rows."
-        )
+    B = _row_count(module, leaves, plan, rows_per_unit)
 
     def dim(x: Any) -> int | None:
         if not isinstance(x, Tensor) or x.dim() == 0:
@@ -169,10 +145,38 @@ def plan_run(
     return run if rows_per_unit == 1 else run.reading(dims)
 
 
-def refuse_two_batch_dimensions(run: Run) -> None:
-    """Raise BatchLayoutError if a hidden tensor may be [B, T, ...] as well as [T, B, ...]: for calls of a part.
+def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | None, rows_per_unit: int) -> int:
+    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
+    if not sizes:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called without a tensor argument, so its samples cannot be counted. "
+            f"Pass tensors, or tuples, lists and dicts of tensors (model(**batch) rather than model(batch)). "
+            f"engine.batches(...) yields logical batches: `for x, y in logical_batch:` loops over micro-batches."
+        )
+    B = len(plan.indices) * rows_per_unit if plan is not None else sizes[0]
+    if plan is None and len(set(sizes) - {1}) > 1:
+        raise BatchLayoutError(
+            f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
+            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
+            f"or iterate over engine.batches(...), which knows their number."
+        )
+    if B == 0:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
+        )
+    if B % rows_per_unit:
+        raise BatchLayoutError(
+            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
+            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
+            f"have fewer rows."
+        )
+    return B
 
-    A whole model gets the samples first; a part gets what other parts have made.
+
+def refuse_two_batch_dimensions(run: Run) -> None:
+    """Raise BatchLayoutError if a part of the model gets a hidden tensor that may be [B, T, ...] or [T, B, ...].
+
+    Only a whole model surely gets the samples first.
     """
     rows = run.batch_size * run.rows_per_unit
     for x in run.given:

@@ -1,4 +1,4 @@
-"""Where rules record the uses of parameters: on the tape, or on what stands in for it."""
+"""Records of the uses of parameters: the tape, or stand-ins for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dpshard.errors import REENTRANT, UnsupportedParameterError
 
 
 class Slots(Protocol):
-    """Records the uses of parameters in one forward: the tape, or a stand-in for it."""
+    """Records the uses of parameters in one forward."""
 
     batch_size: int
     compiled: bool
-    """Whether the forward is that of a compiled region, or its rehearsal: the tape is out of its reach."""
+    """True for a compiled region or its rehearsal, which cannot reach the tape."""
     rehearses: bool
-    """Whether the forward only counts uses, so that it records under torch.no_grad(), too."""
+    """True if the forward only counts uses, even under torch.no_grad()."""
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; in backward `keep` and its gradient become the records of `use`."""
@@ -33,12 +33,12 @@ class Slots(Protocol):
         ...
 
     def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region; given with each use are its templates."""
+        """Return the slots of all uses of a compiled region, given with their templates."""
         return [self.slot(use, *templates) for use, templates in asked]
 
 
 class RecomputeSlots(Slots):
-    """Slots for a module that checkpointing runs again: they lead nowhere, unless checkpointing is reentrant."""
+    """Slots for a module that checkpointing repeats; differentiating them is refused."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -49,7 +49,7 @@ class RecomputeSlots(Slots):
             self._token = torch.zeros(0, requires_grad=True)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output` with a graph, as it had at first, which refuses to be differentiated."""
+        """Return `output` with a graph, as before, that refuses to be differentiated."""
         return tap(output, keep, (self._token,), _refuse)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 @dataclass(slots=True)
 class SlotRecorder(Slots):
-    """Notes which slots a compiled region uses."""
+    """Notes the slots that a compiled region uses."""
 
     batch_size: int
     asked: list[tuple[Use, tuple[Tensor, ...]]]
@@ -81,18 +81,18 @@ class SlotRecorder(Slots):
     rehearses: bool = True
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Note the tensors that would arrive; the output is enough, because gradients are off."""
+        """Note the use; without gradients there is nothing to tap."""
         self.slot(use, *dummies_like(output, keep))
         return output
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Note the use; the templates are enough, because gradients are off."""
+        """Note the use; without gradients the templates serve as its slot."""
         self.asked.append((use, templates))
         return templates
 
 
 class PreallocatedSlots(Slots):
-    """Hands a compiled region the slots that were made for it, in order."""
+    """Gives a compiled region its premade slots, in order."""
 
     compiled: bool = True
     rehearses: bool = False
@@ -100,7 +100,7 @@ class PreallocatedSlots(Slots):
     def __init__(self, batch_size: int, made: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
         self.batch_size = batch_size
         self.made = made
-        """The labels of the sources of each use, and its tensors."""
+        """Labels of each use's sources, and its tensors."""
         self._taken = 0
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
@@ -108,7 +108,7 @@ class PreallocatedSlots(Slots):
         return tap(output, keep, self.slot(use), None)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return the next slot; UnsupportedParameterError if it was made for another use."""
+        """Return the next slot; UnsupportedParameterError if made for another use."""
         labels, tensors = self.made[self._taken] if self._taken < len(self.made) else ((), ())
         self._taken += 1
         if labels != tuple([source.label for source in use.sources]):

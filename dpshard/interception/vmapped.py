@@ -1,7 +1,7 @@
-"""torch.vmap in a forward: a call on tensors with hidden dimensions is made outside, on the whole tensors.
+"""torch.vmap in a forward: calls within it become calls on whole tensors.
 
-A vmapped function sees tensors with one hidden dimension, perhaps that of the samples. Outside it is
-a function of whole tensors, whose dimensions can be compared, and whose parameters are known by identity.
+A vmapped function sees tensors without a hidden dimension, perhaps that of the samples. On whole tensors, dimensions
+can be compared, and parameters recognised by identity.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 
 from dpshard.rules.torch_functions import Function, function_name, outputs_of
 
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # what torch.func itself asks
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # torch.func uses it, too
 
 
 def transforms_are_active() -> bool:
-    """Return True within torch.vmap or another transform of torch.func; compiled code cannot ask."""
+    """Return True within a transform of torch.func, such as torch.vmap; False in compiled code."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -34,9 +34,9 @@ class Lifted:
     args: Any
     kwargs: Any
     levels: tuple[int, ...]
-    """Of the vmaps that hide a dimension of an argument, outermost first."""
+    """Levels of the vmaps that hide a dimension, outermost first."""
     differentiated: bool
-    """Whether a transform that differentiates (torch.func.grad, jvp) surrounds an argument."""
+    """True if a differentiating transform (torch.func.grad, jvp) wraps an argument."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Lifted:
             yield
 
     def lower(self, result: Any) -> Any:
-        """Return the result of the call on whole tensors as the vmapped function sees it."""
+        """Return the result as the vmapped function sees it."""
 
         def hide(x: Tensor) -> Tensor:
             for level in self.levels:
@@ -79,19 +79,19 @@ def lift(func: Function, args: Any, kwargs: Any) -> Lifted:
 
 @dataclass(frozen=True)
 class Vmapped:
-    """A function under torch.vmap as one of whole tensors; the outputs have the hidden dimensions first."""
+    """A function under torch.vmap, for whole tensors; outputs have the hidden dimensions first."""
 
     func: Function
     levels: tuple[int, ...]
     hidden: tuple[tuple[int | None, ...], ...]
-    """Which dimension of each tensor argument a level hides, level by level, counted without those of outer levels."""
+    """Hidden dimension of each tensor argument by level, counted without those of outer levels."""
 
     @property
     def __name__(self) -> str:
         return f"vmap({function_name(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it on whole tensors; return a result without tensors (a shape) as the function sees it."""
+        """Call it on whole tensors; a result without tensors (a shape) stays as the function sees it."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         plain: list[Any] = []

@@ -5,29 +5,37 @@ Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key an
 every device, up to the last bits of a logarithm and a cosine. (torch.randn on a GPU depends on the number of
 multiprocessors, and a part of a tensor is not the tensor's part.) It passes statistical tests but is not a cipher.
 
-The key is a seed of 64 bits. Element k lies in half k // HALF % 2 of a tile of 2 HALF elements. Both halves share the
-counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first takes the cosine and the second the sine.
-The radius has 62 bits, so tails reach 9.3 standard deviations; the angle has 32 bits in float32 and 64 in float64.
-`release_` adds the noise; `triton.release_` does the same in one pass.
+A stream is named by 160 bits: the key, and the upper three words of the counter. (Under 64 bits, two of 10^9 blocks of
+a long run would have the same noise with a probability of 2.7%.) Element k lies in half k // HALF % 2 of a tile of
+2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first
+takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations; the angle has
+24 bits in float32, as every float32, and 53 in float64. `release_` adds the noise; `triton.release_` does the same in
+one pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 HALF = 512
-"""Counters per tile; part of the meaning of a seed."""
+"""Counters per tile; part of the meaning of a stream."""
+
+Stream = Sequence[int]
+"""Three integers of 64 bits: the key, and 96 bits for the counter, the lowest first."""
 
 _WORD = 0xFFFFFFFF
 
 
-def philox(seed: int, counter: Tensor) -> list[Tensor]:
-    """Return four random words of 32 bits, int64 in [0, 2**32), for every counter (the same range) under `seed`."""
-    key_0, key_1 = seed & _WORD, seed >> 32 & _WORD
-    c0, c1, c2, c3 = counter, *[torch.zeros_like(counter)] * 3
+def philox(stream: Stream, counter: Tensor) -> list[Tensor]:
+    """Return four random words of 32 bits, int64 in [0, 2**32), for every counter (the same range) of `stream`."""
+    key, low, high = stream
+    key_0, key_1 = key & _WORD, key >> 32 & _WORD
+    upper = (low & _WORD, low >> 32 & _WORD, high & _WORD)
+    c0, c1, c2, c3 = counter, *(torch.full_like(counter, word) for word in upper)
     for _ in range(10):
         # 64-bit products wrap around into the sign; the mask after the shift removes copies of the sign.
         product_0, product_2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -38,11 +46,11 @@ def philox(seed: int, counter: Tensor) -> list[Tensor]:
 
 
 def standard_normals(
-    seed: int, start: int, stop: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    stream: Stream, start: int, stop: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Elements [start, stop) of the stream under `seed`, in float32 or float64; stop is at most 2**32."""
+    """Elements [start, stop) of `stream`, in float32 or float64; stop is at most 2**32."""
     first, last = start // (2 * HALF), -(-stop // (2 * HALF))
-    words = philox(seed, torch.arange(first * HALF, last * HALF, device=device))
+    words = philox(stream, torch.arange(first * HALF, last * HALF, device=device))
     radius, fine = ((word & 2**31 - 1).to(dtype) for word in words[:2])
     # (w + (w' + 1/2) 2^-31) 2^-31 in (0, 1]: tails come from values near 0, where all bits count.
     uniform = (radius + (fine * 2.0**-31 + 2.0**-32)) * 2.0**-31
@@ -55,13 +63,13 @@ def standard_normals(
     return halves.view(-1)[start - first * 2 * HALF :][: stop - start]
 
 
-def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """See triton.release_; here in float32 or float64."""
     norm_sq = torch.linalg.vector_norm(x).double().square()
     at = 0
-    for number, seed in enumerate(seeds.tolist(), start=start // block):
+    for number, stream in enumerate(streams.tolist(), start=start // block):
         first = start + at - number * block
-        noise = standard_normals(seed, first, min(block, first + len(x) - at), x.dtype, x.device)
+        noise = standard_normals(stream, first, min(block, first + len(x) - at), x.dtype, x.device)
         x[at : at + len(noise)].add_(noise, alpha=std)
         at += len(noise)
     x.div_(divisor)

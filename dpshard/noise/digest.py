@@ -65,18 +65,24 @@ class SumDigest:
         stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
         if not stretches:
             return torch.zeros(LANES, dtype=torch.int64, device="cpu")
-        devices = dict.fromkeys(map(_device, stretches))
-        totals = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in devices}
+        totals: dict[torch.device, Tensor] = {}
+        rest: dict[torch.device, list[_Stretch]] = {}
+        natively: list[tuple[Tensor, int, Tensor]] = []
         for stretch in stretches:
+            device = stretch.device
+            if device not in totals:
+                totals[device] = torch.zeros(LANES, dtype=torch.int64, device=device)
             if native.supports_digest(stretch.words):
-                total, rows = totals[_device(stretch)], self._weights(stretch)
-                native.add_digest_(total, stretch.words, stretch.at, self._columns, rows)
-        for device, total in totals.items():
-            rest = [x for x in stretches if _device(x) == device and not native.supports_digest(x.words)]
-            for pieces in _batches(rest):
+                natively.append((stretch.words, stretch.at, self._weights(stretch)))
+            else:
+                rest.setdefault(device, []).append(stretch)
+        if natively:
+            native.add_digests_(totals[natively[0][0].device], natively, self._columns)
+        for device, others in rest.items():
+            for pieces in _batches(others):
                 matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
-                total += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
-        return torch.stack([total.to(_device(stretches[0])) for total in totals.values()]).sum(0)
+                totals[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
+        return torch.stack([total.to(stretches[0].device) for total in totals.values()]).sum(0)
 
     def _columns_on(self, device: torch.device) -> Tensor:
         """Weights [LANES, WIDTH], int64."""
@@ -86,7 +92,8 @@ class SumDigest:
 
     def _weights(self, stretch: _Stretch) -> Tensor:
         """Weights [n, 2], int64."""
-        first, end, device = stretch.row, stretch.row + stretch.rows, _device(stretch)
+        first, device = stretch.start // WIDTH, stretch.device
+        end = first + stretch.rows
         key = (stretch.name, first, end, device)
         if key not in self._rows:
             blocks = range(first // BLOCK, -(-end // BLOCK))
@@ -103,30 +110,21 @@ class _Stretch(NamedTuple):
     """Index of the first word in the parameter."""
     words: Tensor
     """[n], int32, at least one."""
-
-    @property
-    def row(self) -> int:
-        """Index of the first row."""
-        return self.start // WIDTH
-
-    @property
-    def at(self) -> int:
-        """Column of the first word."""
-        return self.start % WIDTH
-
-    @property
-    def rows(self) -> int:
-        """Number of rows, with partial ones."""
-        return -(-(self.at + len(self.words)) // WIDTH)
+    device: torch.device
+    at: int
+    """Column of the first word."""
+    rows: int
+    """Number of rows, with partial ones."""
 
 
 def _stretch(shard: Shard) -> _Stretch:
     words = shard.local.detach().contiguous().view(-1).view(torch.int32)
-    return _Stretch(shard.name, shard.start * (shard.local.itemsize // 4), words)
+    return _placed(shard.name, shard.start * (shard.local.itemsize // 4), words, words.numel())
 
 
-def _device(stretch: _Stretch) -> torch.device:
-    return stretch.words.device
+def _placed(name: str, start: int, words: Tensor, n: int) -> _Stretch:
+    at = start % WIDTH
+    return _Stretch(name, start, words, words.device, at, -(-(at + n) // WIDTH))
 
 
 def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
@@ -135,7 +133,7 @@ def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
     while done < n:
         start = stretch.start + done
         end = min(n, (start // WIDTH + _TOGETHER) * WIDTH - stretch.start)
-        yield _Stretch(stretch.name, start, stretch.words[done:end])
+        yield _placed(stretch.name, start, stretch.words[done:end], end - done)
         done = end
 
 

@@ -36,6 +36,7 @@ every point of the grid. Rounding the result to the dtype of the sum is post-pro
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ from dpshard.errors import ConfigurationError
 from dpshard.kernels import native, philox, triton
 from dpshard.noise import LOG2_STD
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
-from dpshard.randomness import RandomSource, derive_key, first_normals
+from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret."""
@@ -69,8 +70,8 @@ SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 """Elements of the first and the longest pieces of a block of discrete noise; the longest fill the cache. Part of the
 meaning of a run secret."""
 
-_TOGETHER = 32
-"""Heads per batch."""
+_TOGETHER = 2**16
+"""Normals per batch of short pieces: more do not fit the cache."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
@@ -128,8 +129,9 @@ class KeyedGaussian:
         pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
         if not pairs:
             return torch.zeros((), dtype=torch.float64, device="cpu")
-        here = [pair for pair in pairs if std == 0 or self._draws_on_cpu(pair[1].device)]
-        there = [pair for pair in pairs if std > 0 and not self._draws_on_cpu(pair[1].device)]
+        at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in {flat.device for _, flat in pairs}}
+        here = [pair for pair in pairs if at_hand[pair[1].device]]
+        there = [pair for pair in pairs if not at_hand[pair[1].device]]
         norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
@@ -146,9 +148,7 @@ class KeyedGaussian:
             return []
         norms = torch._foreach_norm([block.part for block in blocks])
         if std > 0:
-            for batch in self._batches(blocks):
-                for piece, noise in self._noise(batch, step):
-                    self._privatize(piece, noise, std, divisor)
+            self._release_blocks_(blocks, step, std, divisor)
         else:
             torch._foreach_div_([flat for _, flat in pairs], divisor)
         return norms
@@ -157,11 +157,11 @@ class KeyedGaussian:
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """Release flat shards on devices that draw noise by the element; return their norms."""
-        seeds = [[self._seed(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
-        joined = torch.tensor([seed for of_one in seeds for seed in of_one], dtype=torch.int64, device="cpu")
+        streams = [[self._stream(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
+        joined = torch.tensor([stream for of_one in streams for stream in of_one], dtype=torch.int64, device="cpu")
         copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
         norms, at = [], 0
-        for (shard, flat), of_one in zip(pairs, seeds, strict=True):
+        for (shard, flat), of_one in zip(pairs, streams, strict=True):
             own = copies[flat.device][at : at + len(of_one)]
             at += len(of_one)
             by_kernel = flat.dtype == torch.float32 and triton.run_on(flat.device)
@@ -169,8 +169,8 @@ class KeyedGaussian:
             norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
         return norms
 
-    def _seed(self, block: _Block, step: int) -> int:
-        return int.from_bytes(self._key(block, step)[:8], "little", signed=True)
+    def _stream(self, block: _Block, step: int) -> tuple[int, ...]:
+        return struct.unpack("<3q", self._key(block, step)[:24])
 
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
@@ -198,47 +198,54 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
-    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        """Batch heads of one dtype, because calls on single heads are mostly overhead; rests stay single."""
-        batches: list[list[_Block]] = []
-        heads: dict[torch.dtype, list[_Block]] = {}
+    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        """Release the parts of `blocks`, short pieces in batches: calls on single ones are mostly overhead."""
+        short: dict[Any, list[_Piece]] = {}
         for block in blocks:
-            first, rest = block.cut_at(HEAD)
-            if first is not None:
-                batch = heads.setdefault(first.part.dtype, [])
-                batch.append(first)
-                if len(batch) == _TOGETHER:
-                    batches.append(heads.pop(first.part.dtype))
-            if rest is not None:
-                batches.append([rest])
-        return [*batches, *heads.values()]
+            for piece in _cut(block, self._key(block, step)):
+                if piece.end > piece.stretch:
+                    self._release_long_(piece, std, divisor)
+                else:
+                    alike = piece.stretch, piece.part.dtype, piece.part.device
+                    short.setdefault(alike, []).append(piece)
+        for alike in short.values():
+            alike.sort(key=lambda piece: piece.end)
+            for batch in _batches(alike):
+                self._release_short_(batch, std, divisor)
+
+    def _release_short_(self, batch: Sequence[_Piece], std: float, divisor: float) -> None:
+        """Release pieces of one dtype and device, sorted by their ends, as one tensor."""
+        parts = [piece.part for piece in batch]
+        joined, dtype, n = torch.cat(parts), _NUMPY_DTYPE[parts[0].dtype], batch[0].stretch
+        noise = np.empty(joined.numel(), np.float64 if self.secure else dtype)
+        keys, needed, at = [piece.key for piece in batch], batch[-1].end, 0
+        rows = _first_sums(keys, n, needed) if self.secure else first_normals(keys, n, dtype, needed)
+        for piece, row in zip(batch, rows, strict=True):
+            size = piece.end - piece.lo
+            noise[at : at + size] = row[piece.lo : piece.end]
+            at += size
+        self._privatize(joined, noise, std, divisor)
+        torch._foreach_copy_(parts, joined.split([piece.end - piece.lo for piece in batch]))
+
+    def _release_long_(self, piece: _Piece, std: float, divisor: float) -> None:
+        """Release a piece that needs several stretches of its stream."""
+        at, n = 0, piece.end  # draw nothing past the end
+        for normals in _sums(piece.key, n) if self.secure else _normals(piece.key, n, piece.part.dtype):
+            skipped = max(0, piece.lo - at)
+            if skipped < len(normals):
+                noise, start = normals[skipped:], at + skipped - piece.lo
+                self._privatize(piece.part[start : start + len(noise)], noise, std, divisor)
+            at += len(normals)
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         """Turn `piece` into (piece + std * noise) / divisor, rounded once. Overwrites `noise`."""
-        if piece.device.type == "cpu":
-            native.release_(piece.numpy(), noise, std, divisor)
-        else:
-            piece.add_(torch.from_numpy(noise).to(piece.device), alpha=std).div_(divisor)
+        host = piece.cpu()  # itself on the CPU; a GPU would round otherwise
+        native.release_(host.numpy(), noise, std, divisor)
+        if host is not piece:
+            piece.copy_(host)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return self.secure or device.type == "cpu"
-
-    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        """Yield pieces of the parts of `batch` with standard normals for each, which the next ones overwrite."""
-        keys, dtype = [self._key(block, step) for block in batch], _NUMPY_DTYPE[batch[0].part.dtype]
-        if batch[0].lo < HEAD:
-            rows = _first_sums(keys) if self.secure else first_normals(keys, HEAD, dtype)
-            for block, row in zip(batch, rows, strict=True):
-                yield block.part, row[block.lo : block.lo + block.part.numel()]
-            return
-        (block,), key, at = batch, derive_key(keys[0], "rest"), HEAD
-        n = block.lo + block.part.numel() - HEAD  # draw nothing past the end of the part
-        for normals in _sums(key, n) if self.secure else RandomSource(key).normals(n, dtype):
-            skipped = max(0, block.lo - at)
-            if skipped < len(normals):
-                noise, start = normals[skipped:], at + skipped - block.lo
-                yield block.part[start : start + len(noise)], noise
-            at += len(normals)
 
 
 @dataclass(frozen=True)
@@ -263,11 +270,13 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return True  # no device draws it by the element
 
-    def _batches(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        return [[block] for block in blocks]
+    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        for block in blocks:
+            for part, integers in self._noise(block, step):
+                self._privatize(part, integers, std, divisor)
 
-    def _noise(self, batch: Sequence[_Block], step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        (block,) = batch
+    def _noise(self, block: _Block, step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+        """Yield pieces of the part of `block` with integers for each."""
         key, end = self._key(block, step), block.lo + block.part.numel()
         start, stop = 0, SHORTEST_PIECE
         while start < end:
@@ -291,7 +300,7 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
     """Name of the noise generator for sums on `device`, for display."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
     if device.type != "cpu" and not secure and noise == "gaussian":
-        return f"{kind} from Philox 4x32-10 under 64 bits"
+        return f"{kind} from Philox 4x32-10 under 160 bits"
     return f"{kind} from AES-256" + (f", sums of {SUMMANDS}" if secure and noise == "gaussian" else "")
 
 
@@ -308,10 +317,14 @@ def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArra
         yield first
 
 
-def _first_sums(keys: Sequence[bytes]) -> Iterator[NDArray[np.float64]]:
+def _first_sums(keys: Sequence[bytes], n: int, needed: int) -> Iterator[NDArray[np.float64]]:
     """Yield the rows of `first_normals` in float64, each element a sum of SUMMANDS."""
-    sources = (first_normals(summands, HEAD, np.float64) for summands in zip(*map(_summands, keys), strict=True))
+    sources = (first_normals(keys, n, np.float64, needed) for keys in zip(*map(_summands, keys), strict=True))
     return _summed(sources)
+
+
+def _normals(key: bytes, n: int, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
+    return RandomSource(key).normals(n, _NUMPY_DTYPE[dtype])
 
 
 def _summands(key: bytes) -> list[bytes]:
@@ -325,14 +338,39 @@ class _Block(NamedTuple):
     """Position in the block."""
     part: Tensor
 
-    def cut_at(self, at: int) -> tuple[_Block | None, _Block | None]:
-        """Return the parts before and after position `at` of the block; None for an empty one."""
-        n = at - self.lo
-        if n >= self.part.numel():
-            return self, None
-        if n <= 0:
-            return None, self
-        return self._replace(part=self.part[:n]), self._replace(lo=at, part=self.part[n:])
+
+class _Piece(NamedTuple):
+    key: bytes
+    stretch: int
+    """Normals that are drawn at once under the key."""
+    lo: int
+    """Position in the stream of the key."""
+    end: int
+    part: Tensor
+
+
+def _cut(block: _Block, key: bytes) -> list[_Piece]:
+    """Return the head of a block, and the rest under a key of its own; without what is empty."""
+    lo, part = block.lo, block.part
+    end, n = lo + part.numel(), HEAD - lo
+    if end <= HEAD:
+        return [_Piece(key, HEAD, lo, end, part)]
+    rest = derive_key(key, "rest")
+    if n <= 0:
+        return [_Piece(rest, UNIT, lo - HEAD, end - HEAD, part)]
+    return [_Piece(key, HEAD, lo, HEAD, part[:n]), _Piece(rest, UNIT, 0, end - HEAD, part[n:])]
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield batches of pieces in order; each draws as many normals under every key as its last one needs."""
+    batch: list[_Piece] = []
+    for piece in pieces:
+        if batch and (len(batch) + 1) * piece.end > _TOGETHER:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
 
 
 def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:

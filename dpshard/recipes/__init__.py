@@ -5,6 +5,7 @@ with `schedules.py`.
 """
 
 from dpshard.recipes.adam_bc import AdamBC
+from dpshard.recipes.averaging import WeightAverage
 from dpshard.recipes.pretraining import DP_BERT, PretrainingRecipe
 from dpshard.recipes.scaled_adam import ScaledAdam, scale_parameters, unscale_parameters
 from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
@@ -14,6 +15,7 @@ __all__ = [
     "AdamBC",
     "PretrainingRecipe",
     "ScaledAdam",
+    "WeightAverage",
     "scale_parameters",
     "stepped_batches",
     "unscale_parameters",

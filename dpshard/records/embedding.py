@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, norms, sum_floor, wide, zero_rows
+from dpshard.records.numerics import add_rows, as_real, has_atomics, norms, sum_floor, wide, zero_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EmbeddingRecord:
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
         run_BT = starts.cumsum(1) - 1
         values = values.gather(1, order[:, :, None].expand_as(values))
-        runs = torch.zeros_like(values).scatter_add_(1, run_BT[:, :, None].expand_as(values), values)
+        runs = _added(values, run_BT, ids.shape[1])
         floor = sum_floor(torch.linalg.vector_norm(values, dim=2).sum(1))
         return torch.maximum(norms(runs), floor).square()
 
@@ -42,16 +42,13 @@ class EmbeddingRecord:
         """Per-sample gradients [B, *shape]."""
         values = self.read()
         B, _, C = values.shape
-        out = values.new_zeros(B, self.shape.numel() // C, C)
-        out.scatter_add_(1, self.ids.clamp(min=0)[:, :, None].expand_as(values), values)
-        return out.view(B, *self.shape)
+        return _added(values, self.ids.clamp(min=0), self.shape.numel() // C).view(B, *self.shape)
 
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """sum_i clip_coef_i * gradient_i, [*shape]."""
         values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
-        C = values.shape[2]
-        out = values.new_zeros(self.shape.numel() // C, C)
-        return out.index_add_(0, self.ids.clamp(min=0).flatten(), values.flatten(0, 1)).view(self.shape)
+        rows_N, count = self.ids.clamp(min=0).flatten(), self.shape.numel() // values.shape[2]
+        return add_rows(values.flatten(0, 1), rows_N, count).view(self.shape)
 
     def real(self) -> EmbeddingRecord:
         """See record.py."""
@@ -62,3 +59,12 @@ class EmbeddingRecord:
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
         """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))
+
+
+def _added(values: Tensor, rows_BT: Tensor, count: int) -> Tensor:
+    """Sum values [B, T, C] by sample and row, [B, count, C]."""
+    B, _, C = values.shape
+    if not has_atomics(values.device):
+        return values.new_zeros(B, count, C).scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)
+    first_B1 = torch.arange(B, device=values.device)[:, None] * count
+    return add_rows(values.flatten(0, 1), (rows_BT + first_B1).flatten(), B * count).view(B, count, C)

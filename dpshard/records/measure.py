@@ -68,7 +68,7 @@ def measure(
     joined = join(records)
     if len(joined) == 1:
         (record,) = joined
-        if keep and isinstance(record, OuterProduct | Convolution) and _keeps(record.size, method, closing):
+        if keep and isinstance(record, (OuterProduct, Convolution)) and _keeps(record.size, method, closing):
             gradient, norm_sq = record.instantiated()
             return norm_sq, [PerSampleGrad(gradient)]
         return record.norm_sq(method), joined

@@ -56,6 +56,20 @@ def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+def has_atomics(device: torch.device) -> bool:
+    """Return True if index_add_ and scatter_add_ on `device` add in an order that does not repeat."""
+    return device.type != "cpu"
+
+
+def add_rows(values: Tensor, rows_N: Tensor, count: int) -> Tensor:
+    """Sum values [N, *shape] by row, [count, *shape], in an order that repeats."""
+    if values.is_complex() or not has_atomics(values.device):
+        return values.new_zeros(count, *values.shape[1:]).index_add_(0, rows_N, values)
+    flat_NC = values.reshape(len(values), values.shape[1:].numel())
+    total = torch.ops.aten.embedding_dense_backward(flat_NC, rows_N, count, -1, False)
+    return total.view(count, *values.shape[1:])
+
+
 def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Inner products [..., stop - start, stop] of the vectors [start, stop) of x [..., T, n] with the first `stop`.
 

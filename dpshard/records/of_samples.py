@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
-from dpshard.records.numerics import wide
+from dpshard.records.numerics import add_rows, wide
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
@@ -17,9 +17,7 @@ from dpshard.records.routed_product import RoutedProduct
 def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
     """Return the record of N rows as one of `batch_size` samples; row n belongs to sample sample_N[n] (int64)."""
     if isinstance(record, PerSampleGrad):
-        gradient = wide(record.gradient)
-        total = gradient.new_zeros(batch_size, *gradient.shape[1:])
-        return PerSampleGrad(total.index_add_(0, sample_N, gradient))
+        return PerSampleGrad(add_rows(wide(record.gradient), sample_N, batch_size))
     if isinstance(record, EmbeddingRecord):
         return _gathered(record, sample_N, batch_size)
     if isinstance(record, Convolution):

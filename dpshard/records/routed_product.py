@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import as_real, wide, zero_rows
+from dpshard.records.numerics import add_rows, as_real, wide, zero_rows
 from dpshard.records.outer_product import OuterProduct
 
 
@@ -57,7 +57,7 @@ class RoutedProduct:
         """Squared norms [B]; those of groups add up, because groups are different elements of the weight."""
         keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
         norm_sq = product.norm_sq(method)
-        return norm_sq.new_zeros(self.batch_size).index_add_(0, keys // self.groups, norm_sq)
+        return add_rows(norm_sq, keys // self.groups, self.batch_size)
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
-from dpshard.clipping.autograd_nodes import accumulates
 from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
@@ -134,7 +133,7 @@ class Collector:
             self._own = [*(earlier for earlier in self._own if earlier.gap), tape]
         else:
             if micro.tape is None:
-                is_padding_B = micro.plan.is_padding.to(self._device)
+                is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
                 if micro.rows is not None and micro.rows.copies is not None:
                     self._watched.append((is_padding_B, micro.rows.copies))
@@ -165,9 +164,9 @@ class Collector:
         if not self._own_loop_warned:
             self._own_loop_warned = True
             warnings.warn(
-                "This loop feeds its own batches: epsilon holds only if each was drawn by Poisson sampling with "
-                "probability batch_size / sample_size (a shuffled DataLoader is not), and if no sample is in two "
-                "forwards of one step. engine.batches(dataset, micro_batch_size) sees to both.",
+                "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
+                "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
+                "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both.",
                 stacklevel=2,
             )
         if module is not self._backend.sharding.outermost:
@@ -180,7 +179,7 @@ class Collector:
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
         """See Sink."""
         try:
-            self._require_clean(sums.names)
+            self._require_clean(sums)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
                 self._own.clear()  # nothing was collected, and the error tells the script to restart
@@ -188,16 +187,21 @@ class Collector:
         self.state = BatchState.COLLECTING
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
-    def _require_clean(self, names: Sequence[str]) -> None:
+    def _require_clean(self, sums: ClippedSums) -> None:
         """Raise LogicalBatchError if the caller would get clipped sums, or add them to older gradients."""
-        leaf = self._backend.sharding.anchored[names[0]]
-        if leaf.requires_grad and not accumulates(leaf):
+        if sums.handed_out:
             raise LogicalBatchError(
                 "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
                 "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
             )
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
+
+    @property
+    def moment(self) -> tuple[int | None, int]:
+        """Position of the micro-batch and number of micro-batches; (None, 1) in a user's own loop."""
+        plan = self.plan
+        return (None, 1) if plan is None else (plan.position, plan.count)
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """See Sink."""
@@ -267,7 +271,7 @@ class Collector:
     def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
         """Sum over ranks, and return the digest of the sums; see Backend.
 
-        Raises LogicalBatchError on all ranks if a micro-batch of one rank does not count whole.
+        Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.
         """
         gaps = self._gaps()
         if any(everywhere for _, _, everywhere in gaps):
@@ -280,7 +284,7 @@ class Collector:
         return sums
 
     def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """Return the micro-batches that do not count whole, with the reason, and whether all ranks had to run them."""
+        """Return the micro-batches that are incomplete, with the reason, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.gap, False) for tape in self._own if tape.gap]
         found = []

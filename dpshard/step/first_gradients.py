@@ -54,8 +54,8 @@ class FirstGradients:
             more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
             warnings.warn(
                 f"No gradient reached {', '.join(missed[:_SHOWN])}{more} in the first logical batch ({len(missed)} of "
-                f"{len(trained)} trained parameters), so noise alone moves them. Experts and layers that are skipped "
-                f"at random may get one later. Else the forward does not use them, or cuts them off (detach(), "
-                f"no_grad()): mend it, or freeze them before making the engine.",
+                f"{len(trained)} trained parameters), so only noise moves them. Experts and layers that are skipped at "
+                f"random may get a gradient later. Otherwise the forward does not use these parameters, or cuts them "
+                f"off (detach(), no_grad()). Repair it, or freeze them before making the engine.",
                 stacklevel=2,
             )

@@ -50,7 +50,7 @@ class MicroBatch:
 
     @property
     def gap(self) -> str | None:
-        """Reason why its samples do not count whole; None if they do."""
+        """Reason why it is incomplete; None if it is whole."""
         if self.tape is None:
             return "the model was not called on it in training mode"
         return self.tape.gap
@@ -147,14 +147,14 @@ class LogicalBatch:
         """Yield the data of each micro-batch, as the data set and collate_fn give it."""
         if self._position:
             raise LogicalBatchError(
-                "A logical batch can be iterated once: its samples would count twice. To begin it anew after an error, "
-                "leave the loop and call engine.batches(...) again: it draws the same samples, at no cost."
+                "A logical batch can be iterated only once: its samples would count twice. To restart it after an "
+                "error, leave the loop and call engine.batches(...) again. It draws the same samples, at no cost."
             )
         while not self.complete:
             if not self.in_progress:
                 raise LogicalBatchError(
-                    "The iterator of engine.batches(...) that this logical batch comes from is gone, so the engine no "
-                    "longer knows which rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
+                    "The iterator of engine.batches(...) that made this logical batch is gone, so it is unknown which "
+                    "rows are padding. Keep it: `batches = engine.batches(...)`, `next(batches)`."
                 )
             plan, data = self._feed.take()
             self._position += 1
@@ -175,6 +175,6 @@ class LogicalBatch:
         self._micro = None
 
     def gaps(self) -> list[tuple[MicroBatch, str]]:
-        """Return the micro-batches so far that do not count whole, each with the reason."""
+        """Return the incomplete micro-batches so far, each with the reason."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dpshard.errors import EngineInUseError, LogicalBatchError, UnsupportedOptimizerError, UnsupportedParameterError
+from dpshard.errors import (
+    ConfigurationError,
+    EngineInUseError,
+    LogicalBatchError,
+    UnsupportedOptimizerError,
+    UnsupportedParameterError,
+)
 from dpshard.step.internals import Internals
 
 
@@ -33,8 +39,8 @@ _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
 _NOT_COMPILED = (
-    "dpshard adds the noise in a hook before optimizer.step(), outside of what is compiled: compile the step "
-    "without fullgraph=True, or not at all"
+    "dpshard adds the noise in a hook before optimizer.step(), which cannot be compiled: compile the step without "
+    "fullgraph=True, or not at all"
 )
 
 
@@ -53,15 +59,21 @@ def unregister(engine: _Engine) -> None:
     _engines.discard(engine)
 
 
-def refuse_shared(model: nn.Module) -> None:
-    """Raise EngineInUseError if a parameter of `model` belongs to an engine."""
+def check_model(model: Any) -> None:
+    """Raise ConfigurationError unless `model` is a module, and EngineInUseError if an engine has a parameter of it."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"model is of type {type(model).__name__}, not a torch.nn.Module. Pass the module to train. "
+            f"(replace_unsupported(model) changes the model in place, and returns a list of the changes.)"
+        )
     for engine in list(_engines):
         owned = engine.internals.owned()
         for name, parameter in model.named_parameters():
             if parameter in owned:
                 raise EngineInUseError(
-                    f"{name} already belongs to a PrivacyEngine; two engines would add noise twice and each keep half "
-                    f"of the account. Call engine.detach() on the first, or resume it with load_state_dict()."
+                    f"{name} already belongs to a PrivacyEngine. Two engines would add noise twice, and each would "
+                    f"count only a part of the releases. Call engine.detach() on the first, or resume it with "
+                    f"load_state_dict()."
                 )
 
 
@@ -73,8 +85,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     if torch._C._current_graph_task_id() != -1:
         raise LogicalBatchError(
-            "optimizer.step() was called within backward(): noise would be added before all clipped sums have arrived, "
-            "and the rest be used without. Step after backward() has returned."
+            "optimizer.step() was called within backward(), before all clipped sums have arrived, so some would be "
+            "used without noise. Call step() after backward() has returned."
         )
     _refuse_scaler()
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -139,20 +151,22 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
     if others:
         raise UnsupportedParameterError(
             f"The optimizer also holds {len(others)} parameter(s) outside of the private model (shape "
-            f"{tuple(others[0].shape)}) that have a gradient, which nobody clipped or noised. Make them part of the "
-            f"model before the engine is made, or give them an optimizer of their own if no data reaches them."
+            f"{tuple(others[0].shape)}) with gradients that are neither clipped nor noised. Add them to the model "
+            f"before making the engine, or give them an optimizer of their own if no data reaches them."
         )
 
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
     for engine in list(_engines):
-        owned = engine.internals.owned()
+        late = {p for p in held - engine.internals.owned() if p.grad is not None}
+        if not late:
+            continue  # the walk through the modules takes long
         for name, parameter in engine.model.named_parameters():
-            if parameter.grad is not None and parameter in held and parameter not in owned:
+            if parameter in late:
                 raise UnsupportedParameterError(
-                    f"{name} has a gradient, but was frozen, or another one, when the engine was made: nobody has "
-                    f"clipped or noised it. Unfreeze, replace and add parameters before making the engine, or call "
-                    f"zero_grad() if the gradient is older than the engine."
+                    f"{name} has a gradient, but it was frozen, or another parameter, when the engine was made. So the "
+                    f"gradient is neither clipped nor noised. Unfreeze, replace and add parameters before making the "
+                    f"engine. If the gradient is older than the engine, call zero_grad()."
                 )
 
 
@@ -162,10 +176,10 @@ def _refuse_scaler() -> None:
     while frame is not None:
         if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():
             raise UnsupportedOptimizerError(
-                "GradScaler multiplies the loss before per-sample gradients are clipped, and divides what was clipped: "
-                "the update would not be the one that was accounted, and norms overflow in fp16 (Bu et al. 2023, "
-                "arXiv:2311.11822, Sec. 3.4). Drop the scaler: under DP no loss scaling is needed; use bfloat16, or "
-                "float16 as it is."
+                "GradScaler scales the loss before per-sample gradients are clipped, and unscales the clipped sum. So "
+                "the update is not the accounted one, and norms overflow in fp16 (Bu et al. 2023, arXiv:2311.11822, "
+                "Sec. 3.4). Drop the scaler: private training needs no loss scaling. Use bfloat16, or float16 without "
+                "a scaler."
             )
         frame = frame.f_back
 

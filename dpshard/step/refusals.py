@@ -5,28 +5,29 @@ from __future__ import annotations
 from dpshard.step.logical_batch import LogicalBatch, MicroBatch
 
 DETACHED = (
-    "The engine was detached, and the model is an ordinary one: make a new engine, and load the state_dict() of this "
-    "one to go on with its run."
+    "The engine was detached, so the model is an ordinary one. To resume the run, make a new engine and load the "
+    "state_dict() of this one."
 )
 
 _AGAIN = (
-    "Nothing was released: leave the loop and call engine.batches(...) again. It draws the same logical batch, at no "
-    "cost; after running out of memory, with a smaller micro_batch_size."
+    "Nothing was released. Leave the loop and call engine.batches(...) again: it draws the same logical batch, at no "
+    "cost. If memory ran out, take a smaller micro_batch_size."
 )
 
 AFTER_FAILED_BACKWARD = (
-    f"Backward failed half-way on this micro-batch, and part of its samples may have been counted: it can neither be "
-    f"repeated nor left out. {_AGAIN}"
+    f"Backward failed half-way on this micro-batch, so some of its samples may be in the sum already. The micro-batch "
+    f"can neither be repeated nor left out. {_AGAIN}"
 )
 
 BACKWARD_BEFORE_CLOSURE = (
-    "backward() was called before optimizer.step(closure), and the closure calls it again: the samples would count "
-    "twice. Nothing was released, and the sums were dropped. Call backward() in the closure only, or step() without "
-    "it. For two gradients a step (SAM), step twice: optimizer.step() after each backward(), each of which counts."
+    "backward() was called before optimizer.step(closure), and the closure calls it again, so the samples would count "
+    "twice. Nothing was released, and the sums were dropped. Call backward() only in the closure, or call step() "
+    "without a closure. For two gradients a step (SAM), call optimizer.step() after each backward(); each call is a "
+    "release."
 )
 CAPTURED = (
-    "A CUDA graph captures this forward. A replayed graph runs no Python: samples would be neither counted nor given "
-    "noise. Leave forward, backward and step out of torch.cuda.graph, or compile the blocks of the model."
+    "A CUDA graph captures this forward. A replayed graph runs no Python, so dpshard could not count its samples or "
+    "add noise. Move forward, backward and step out of torch.cuda.graph, or compile the blocks of the model."
 )
 
 
@@ -36,7 +37,7 @@ def superseded(*, detached: bool) -> str:
         DETACHED
         if detached
         else (
-            "These batches were begun before load_state_dict(), or before another engine.batches(...): they are not "
+            "This loop began before load_state_dict(), or before another engine.batches(...), so its batches are not "
             "the next ones of the run. Call engine.batches(...) again."
         )
     )
@@ -45,46 +46,46 @@ def superseded(*, detached: bool) -> str:
 def unreleased(batch: LogicalBatch) -> str:
     """Say why the next logical batch cannot begin."""
     return (
-        f"The logical batch of step {batch.step} was not released: call optimizer.step() after its micro-batches (also "
-        f"if it is empty), then optimizer.zero_grad(). If it was called, the optimizer holds none of the engine's "
-        f"parameters: make it of model.parameters(), after fully_shard, which replaces them."
+        f"The logical batch of step {batch.step} was not released. Call optimizer.step() after its micro-batches, even "
+        f"if it is empty, and then optimizer.zero_grad(). If you did, the optimizer holds none of the engine's "
+        f"parameters: make it from model.parameters(), after fully_shard, which replaces them."
     )
 
 
 def half_finished(batch: LogicalBatch) -> str:
     """Say why a step within the loop over micro-batches is refused."""
     return (
-        f"optimizer.step() came after {batch.progress()} of this logical batch. Step once per logical batch, after the "
-        f"loop over its micro-batches."
+        f"optimizer.step() was called after {batch.progress()} of this logical batch. Call it once per logical batch, "
+        f"after the loop over its micro-batches."
     )
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
     """Say why a logical batch cannot be released again after a failed release."""
     return (
-        f"The release of step {batch.step} failed after it was counted, and its batch must not have the noise of step "
-        f"{step}. Leave the loop: engine.batches(...) goes on with step {step}."
+        f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
+        f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
     )
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
     """Say why a logical batch with an incomplete backward cannot be released."""
     reason = (
-        "Samples that are left out because of the data let one sample decide about all of its micro-batch. Leave no "
-        "micro-batch out for a loss that is NaN or inf: samples without a finite gradient contribute 0. Call the model "
-        "under torch.no_grad() if you do not train on its output."
+        "If the data decide which micro-batches are left out, one sample decides for all samples of its micro-batch. "
+        "Do not skip a micro-batch whose loss is NaN or inf: samples without a finite gradient contribute 0. If you do "
+        "not train on an output of the model, call the model under torch.no_grad()."
     )
     if batch is None:
-        where = f"A forward in training mode since the last release does not count whole: {why}"
+        where = f"A forward in training mode since the last release is incomplete: {why}"
         again = (
-            "Nothing was released, and the sums were dropped: feed all rows of this logical batch again, or iterate "
+            "Nothing was released, and the sums were dropped. Feed all rows of this logical batch again, or iterate "
             "over engine.batches(...), which repeats a logical batch."
         )
     else:
         where = (
-            f"A micro-batch of step {batch.step} does not count whole {why}"
+            f"A micro-batch of step {batch.step} is incomplete {why}"
             if micro is None
-            else f"Micro-batch {micro.plan.position + 1} of step {batch.step} does not count whole: {why}"
+            else f"Micro-batch {micro.plan.position + 1} of step {batch.step} is incomplete: {why}"
         )
         again = _AGAIN
     padding = ""

@@ -1,4 +1,4 @@
-"""One call of a model, repeated on chosen or changed samples from one state."""
+"""One call of a model, to repeat on chosen or changed samples from one state."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dpshard.verification.tolerances import Precision
 
 
 def is_compared(x: Any) -> bool:
-    """Return True if a leaf of an output is compared: flags and integers too, because a mask may decide a loss."""
+    """Return True for leaves of outputs to compare, also flags and integers: a mask may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 class RunFailedError(VerificationError):
-    """The model raised an error of its own on some samples."""
+    """The model failed on some samples."""
 
 
 @dataclass(slots=True)
 class Bench:
-    """One call of a model, to repeat on chosen and on changed samples from one state."""
+    """One call of a model, to repeat on chosen or changed samples from one state."""
 
     replay: Replay
     state: IsolatedForward
@@ -38,7 +38,7 @@ class Bench:
     mean: bool
     """True if losses average over their samples."""
     chosen: list[int]
-    """The samples for the comparison of gradients."""
+    """Samples for the comparison of gradients."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
     kept: Sequence[str] = ()
@@ -50,9 +50,9 @@ class Bench:
         return self.precision.half
 
     def plain(self, samples: Sequence[int], *, run: Run | None = None, rewind: bool = True) -> Any:
-        """Return the model's output for only these samples. Raises RunFailedError if the model fails on them.
+        """Return the output for only these samples, from the initial state unless `rewind` is False.
 
-        `rewind`: start from the initial state, not from the state after the last run.
+        Raises RunFailedError if the model fails on them.
         """
         run = self.run if run is None else run
         if rewind:
@@ -75,7 +75,7 @@ class Bench:
     def values(
         self, samples: Sequence[int], *, run: Run | None = None, loss: Loss | None = None, rewind: bool = True
     ) -> list[Tensor]:
-        """Return the output and the user's loss for some samples, as tensors without a graph."""
+        """Return the output and the user's loss for some samples, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
             found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
@@ -89,14 +89,14 @@ class Bench:
         return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
-        """Return `values`, or None if forward refuses these inputs, which may be invented."""
+        """Return `values`, or None if forward refuses the inputs, which may be invented."""
         try:
             return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
         except RunFailedError:
             return None
 
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return the output's leaves for some samples, with their requires_grad, and the other tensors kept."""
+        """Return the output's leaves for some samples, with their requires_grad, and the other kept tensors."""
         output = self.plain(samples)
         kept = tensors_kept(self.replay.parameters.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

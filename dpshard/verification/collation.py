@@ -1,11 +1,10 @@
 """Verify that the output of a collate_fn for a sample does not depend on the other samples.
 
 [Note: Other rows beside it]
-Half of the rows are replaced by copies of one sample; the other half must come out as before. Rows keep their number,
-so with generators in the same states they draw the same random numbers. If the content of a row decides the number of
-draws, the generators end elsewhere, and nothing is compared. A collate_fn may sort its rows, and pad them. If the
-lengths differ, only cuts are looked for. The rows of a unit must stay side by side: if the units come in reverse, so
-must what a collate_fn without random numbers makes of them.
+Half of the rows become copies of one sample; the other half must not change. Rows keep their number, so they draw the
+same random numbers from generators in the same states. If the content of a row decides the number of draws, the
+generators end elsewhere, and nothing is compared. A collate_fn may sort and pad its rows; if lengths differ, only cuts
+are looked for. Rows of a unit must stay side by side: without random numbers, reversed units must give reversed output.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ ROUNDING = 1e-4
 SPLITS = 2
 """Divisions of a micro-batch into halves."""
 SEEDS = 24
-"""Random draws to confirm a fault: by chance, rows may draw the same number of values in another order."""
+"""Random draws to confirm a fault, because rows may draw equally many values in another order by chance."""
 
 
 def verified_collation(
     collate_fn: Callable[[list[Any]], Any] | None, rows_per_unit: int = 1
 ) -> Callable[[list[Any]], Any] | None:
-    """Return `collate_fn` with its verification; None and torch's own need none."""
+    """Return `collate_fn` with verification, unless it is None or torch's own."""
     return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn, rows_per_unit)
 
 
 class CollationVerified:
-    """Calls `collate_fn`, and verifies calls 1, 2, 4, 8, ... of a process."""
+    """Calls `collate_fn`; verifies calls 1, 2, 4, 8, ... of a process."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], rows_per_unit: int = 1) -> None:
         self.collate_fn = collate_fn
@@ -50,7 +49,7 @@ class CollationVerified:
         self._calls = 0
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return the result of collate_fn. Raises VerificationError if one sample depends on others."""
+        """Return the result of collate_fn. Raises VerificationError if a sample depends on others."""
         self._calls += 1
         if self._calls & (self._calls - 1) or not isinstance(rows, list) or len(rows) < 2:
             return self.collate_fn(rows)
@@ -67,7 +66,7 @@ class CollationVerified:
     def _values(self, rows: list[Any]) -> list[Any] | None:
         try:
             return list(_with_rows(self.collate_fn(_copied(rows)), len(rows)))
-        except Exception:  # noqa: BLE001 - a user's code may raise anything on an invented micro-batch
+        except Exception:  # noqa: BLE001 - user code may raise anything on an invented micro-batch
             return None
 
 
@@ -79,7 +78,7 @@ def check_collation(
     call: int,
     rows_per_unit: int = 1,
 ) -> None:
-    """Raise VerificationError if the values of some rows change when other rows do, or rows leave their unit.
+    """Raise VerificationError if some rows change when others do, or rows leave their unit.
 
     `begin`: states of the generators. `call`: number of the call.
     """
@@ -128,7 +127,7 @@ def check_collation(
 
 
 def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
-    """Return the error's text if the rows `kept` changed, else None."""
+    """Return the error's text if the rows `kept` changed, or None."""
     if list(map(_shape, expected)) == list(map(_shape, found)):
         same = _alike(expected, found, kept) or _sorted(expected, found, len(kept))
         return None if same else _MIXES
@@ -155,7 +154,7 @@ _SCATTERS = (
 _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------
 
 
 def _with_rows(data: Any, n: int) -> Iterator[Any]:
@@ -184,7 +183,7 @@ def _shape(x: Any) -> Any:
 
 
 def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
-    """Return True if the rows `kept` are the same in both, up to rounding."""
+    """Return True if the rows `kept` agree up to rounding."""
     if list(map(_shape, expected)) != list(map(_shape, found)):
         return False
     return all(
@@ -219,7 +218,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Return True if the longer one continues with more than padding in the rows `kept`; None if they differ before."""
+    """Return True if the longer one adds more than padding to the rows `kept`; None if the common part differs."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
@@ -236,7 +235,7 @@ def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
     return None
 
 
-# --- what goes in ---------------------------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------------------------
 
 
 def _copied(x: Any) -> Any:
@@ -255,7 +254,7 @@ def _copied(x: Any) -> Any:
 
 
 class _Generators:
-    """The states of torch's, NumPy's and Python's generators, and of those that a function holds."""
+    """States of torch's, NumPy's and Python's generators, and of those that a function holds."""
 
     def __init__(self, function: Any) -> None:
         self._own = list({id(x): x for x in _held(function, 3)}.values())

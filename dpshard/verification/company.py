@@ -1,11 +1,10 @@
 """Change the inputs of some rows: outputs and losses of the other rows must not move.
 
 [Note: Leave one out, or half]
-At the size of the real micro-batch, rows K get other inputs, among them an outlier; the outputs of the other rows J
-may not move. A scalar that adds up losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') =
-0. A token mean, a penalty on a group and a variance of the batch are not. K is a random half, so a term of any two
-samples, or of a group, has some on both sides. All ranks change their own K at the same time, so a gather of rows of
-other ranks shows as well.
+At the size of the real micro-batch, rows K get other inputs, with an outlier; outputs of the other rows J may not move.
+A sum of losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on
+a group and a variance of the batch are not. K is a random half, so a term of two samples or of a group has some on both
+sides. All ranks change their K at the same time, so a gather of other ranks' rows shows as well.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dpshard.verification.tolerances import moved, one_size, scale
 
 
 class Others(Enum):
-    """The new inputs of the other rows."""
+    """New inputs of the other rows."""
 
     MOVED = auto()  # each row gets those of another row
     SCALED = auto()  # outliers
@@ -43,8 +42,8 @@ def check_company(
 ) -> None:
     """Raise VerificationError if the inputs of some rows move the outputs or losses of others.
 
-    `shapes`: outputs for the chosen samples, and for the first of them. `both`: each half of the rows gets other
-    inputs in turn; otherwise only one half does, unless losses are compared.
+    `shapes`: outputs for the chosen samples, and for the first of them. `both`: change each half of the rows in turn;
+    otherwise only one half, unless losses are compared.
     """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
@@ -70,7 +69,7 @@ def check_company(
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
-        # A mask that depends on a threshold may stay the same for one half of the rows.
+        # A mask that depends on a threshold may stay the same for one half.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
             for x, y, place in zip(before, now or (), places, strict=False):
@@ -87,7 +86,7 @@ def check_company(
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
-    """Return the row from which each row takes its other inputs; `crowded`: the same for all."""
+    """Return the row from which each row takes its inputs; `crowded`: one row for all."""
     if crowded:
         return [order[0]] * run.batch_size
     shift = 1 + order[0] % (run.rows - 1)
@@ -95,7 +94,7 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
 
 
 def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
-    """Raise VerificationError if outputs of the rows `kept` moved when other rows changed."""
+    """Raise VerificationError if outputs of the rows `kept` moved."""
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
@@ -134,7 +133,7 @@ _MIXES = (
 
 
 def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError if a loss is not a sum of contributions of single samples."""
+    """Raise VerificationError if a loss is not a sum over single samples."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -153,13 +152,13 @@ def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
 
 
 def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
-    """Raise VerificationError if the inputs of other ranks move any value here; all ranks call it."""
+    """Raise VerificationError if inputs of other ranks move a value here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return
     everyone = list(range(bench.run.batch_size))
     before = bench.values(everyone)
     apart = False
-    for parity in (0, 1):  # a rank raises once all have made their runs
+    for parity in (0, 1):  # a rank raises only after the runs of all
         run, loss = bench.run, bench.loss
         if rank % 2 == parity:
             rows = [0] * run.batch_size

@@ -1,4 +1,4 @@
-"""Count sketches: gradients in little memory, to compare sums of many."""
+"""Count sketches: gradients in little memory, to compare sums."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import Tensor
 from dpshard.records import as_real
 
 WIDTHS = (4093, 4091, 4079)
-"""Sizes of a sketch: the first one that does not divide the number of elements. They are primes, so the elements of
-one column of a matrix fall in different places."""
+"""Sizes of a sketch: the first that does not divide the number of elements.
+
+Primes, so that the elements of a matrix column fall in different places.
+"""
 _ROWS = 256
-"""Size, in sketches, of the part of a gradient that is in float64 at a time."""
+"""Sketches' worth of a gradient in float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """The norm of a gradient, and a linear image that nearly keeps the norms of differences.
+    """The norm of a gradient, and a linear image that nearly keeps norms of differences.
 
-    Whole gradients of several samples, in float64, would take many times the memory of the training. Elements get
-    random signs and are added up in some 4,000 places: the squared norm of the image is right on average, and its
-    relative standard deviation is about sqrt(2 / 4000). This is the count sketch of Charikar, Chen and Farach-Colton
-    2002, "Finding frequent items in data streams". A gradient of fewer elements is kept as it is.
+    Saves many times the memory of whole float64 gradients. Elements get random signs and are summed in some 4,000
+    places: the squared norm of the image is unbiased, with relative standard deviation about sqrt(2 / 4000). Source:
+    count sketch, Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams". Smaller gradients are
+    kept whole.
     """
 
     norm: Tensor
@@ -34,7 +36,7 @@ class Sketch:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """Return the sketch of a gradient; two of one shape and device get the same signs and places."""
+        """Return the sketch of a gradient; equal shapes on one device have equal signs and places."""
         flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)

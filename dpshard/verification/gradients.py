@@ -1,7 +1,7 @@
-"""Compare a few samples together, through rules and anchors, with each one alone, through plain autograd.
+"""Compare gradients of a few samples together, by rules and anchors, with each sample's by plain autograd.
 
-The comparison needs no knowledge of the architecture. So it catches any cause of a difference: a wrong batch
-dimension, a function that mixes samples, a loss that divides by values of other samples, a lost use of a parameter.
+This finds any cause of a difference, in any architecture: a wrong batch dimension, a function that mixes samples, a
+loss that divides by values of other samples, a lost use of a parameter.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
 
 MAGNIFIED = 1e3
-"""Factor of the objectives that makes gradients large."""
+"""Factor of magnified objectives."""
 _LARGEST = 1e18
-"""Norms above have squares that float32 cannot hold."""
+"""Squares of larger norms overflow float32."""
 _UNRESOLVED = 1e-13
-"""Smaller norms may be lost over many elements, because their squares underflow in float32."""
+"""Smaller norms may be lost over many elements: their squares underflow in float32."""
 
 
 class Differentiated(Protocol):
@@ -41,7 +41,7 @@ class Differentiated(Protocol):
 
 
 class _Found:
-    """The norms by group, and sketches of the clipped sums by parameter, of one backward pass."""
+    """Norms by group, and sketches of clipped sums by parameter, of one backward pass."""
 
     def __init__(self) -> None:
         self.norms: dict[int, Tensor] = {}
@@ -69,11 +69,10 @@ def check_gradients(
     outlier: int | None = None,
     magnified: bool = False,
 ) -> None:
-    """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one alone.
+    """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one by itself.
 
-    `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient is rounded by
-    more. `magnified`: gradients are larger than in training, so that code that clips gradients of activations acts on
-    them.
+    `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient rounds more.
+    `magnified`: gradients are larger than in training, to trigger code that clips gradients of activations.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
@@ -103,21 +102,21 @@ def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
     try:
         torch.autograd.grad(value, parameters, allow_unused=True)
     except RuntimeError as error:
-        # The messages of torch, and of DeepSpeed.
+        # Messages of torch and of DeepSpeed.
         if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
             raise
         raise UnsupportedParameterError(REENTRANT) from error
 
 
 def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
-    """Return sketches of the gradients of `value` by name; only one whole gradient is alive at a time."""
+    """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time."""
     found: dict[str, Sketch] = {}
 
     def note(name: str, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # the graph leads here, but no gradient came
+        if gradient is None:  # the graph reaches the parameter, but no gradient does
             return None
         found[name] = Sketch.of(gradient)
-        return gradient.new_zeros(()).expand_as(gradient)  # backward keeps it for its caller, without memory
+        return gradient.new_zeros(()).expand_as(gradient)  # backward keeps its result; this one takes no memory
 
     with ExitStack() as hooks:
         for name, parameter in parameters.items():
@@ -140,7 +139,7 @@ def _check(
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
-    # Training, too, drops and counts a sample if its gradient, or the square of it, is not finite.
+    # Training also drops and counts samples without a finite gradient, or square of it.
     finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
     if not any(finite):
         return
@@ -161,11 +160,11 @@ def _check(
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         off = {name: _difference(name, together, singles, factor) for name in group.names}
         own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
-        # Relative to one sample's contribution, because contributions may cancel in the sum.
+        # Relative to one sample's contribution, because the sum may cancel.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
-        # A loss that balances experts is small, but not beside the other gradients of their router. (Half precision
-        # rounds small gradients by more.)
+        # A balancing loss has a small gradient, but not beside the others of its router. (Half precision rounds small
+        # gradients more.)
         parts_agree = half or all(
             off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
             for name in group.names
@@ -181,7 +180,7 @@ def _norm(sketches: Iterable[Sketch]) -> float:
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
 ) -> float:
-    """Return the norm of a parameter's clipped sum minus that of the samples alone."""
+    """Return the norm of a parameter's clipped sum minus that of the single samples."""
     image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
@@ -207,7 +206,7 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
 
 
 def _other_reduction(exact: Tensor, found: Tensor) -> str | None:
-    """Return the reason if norms differ by the number of samples, as those of a loss of the other reduction do."""
+    """Return the reason if norms differ by a factor of the number of samples, as for the other reduction."""
     n = len(exact)
     if n > 1 and bool(exact.any()):
         if torch.allclose(found, n * exact, rtol=1e-3):

@@ -1,8 +1,8 @@
 """Tensors that forward leaves with their graph, in attributes and returned objects, for the loop to add to the loss.
 
 [Note: Kept tensors]
-A load-balancing loss is often kept (`self.l_aux`), and added in the loop. A tensor with a graph is a statistic of the
-samples if its shape does not depend on their number, and its values do. It must be a loss of single samples, like a
+Models often keep a load-balancing loss (`self.l_aux`), and the loop adds it. A tensor with a graph is a statistic of
+the samples if its values depend on them, and its shape not on their number. It must be a loss of single samples, like a
 returned one. A kept tensor with rows of samples is compared like an output.
 """
 
@@ -37,7 +37,7 @@ def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str
 
 
 def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: int) -> list[str]:
-    """Return the paths of tensors with rows of samples, from those of n samples and of one."""
+    """Return the paths of tensors with rows of samples, given those for n samples and for one."""
     return [path for path, x in together.items() if path in alone and sample_dim(x, alone[path], n) is not None]
 
 

@@ -1,11 +1,11 @@
 """Remove the longest rows: less padding must not move the outputs of the other rows.
 
 [Note: Lengths]
-Where micro-batches differ in length, each is padded to its longest row. A scale that follows the length (long or
-dynamic RoPE) then makes one long document count in all others. So the longest rows are removed, with the columns that
-hold only padding in all other rows: columns at either end in which no integer input of a row changes. A mask among
-the inputs must be 0 there. Without a mask, at least two rows must hold one id there. (A word that often ends texts, as
-in masked language models, is then taken for padding: such texts need a mask.)
+Each micro-batch is padded to its longest row. If a scale follows the length (long or dynamic RoPE), one long document
+affects all others. So the longest rows are removed, with the columns that are padding in all other rows: columns at
+either end in which no integer input of a row changes. A mask among the inputs must be 0 there. Without a mask, at least
+two rows must hold one id there. (A word that often ends texts, as in masked language models, then counts as padding:
+such texts need a mask.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def check_lengths(bench: Bench) -> None:
         try:
             after = bench.values(list(range(len(rest))), run=short)
         except DpshardError:
-            return  # an input of another shape depends on the length: it cannot be cut
+            return  # the shape of another input depends on the length
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
-                continue  # rounding at another size decides between equals
+                continue  # rounding at another size decides ties
             if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
                 x, y = x[None], y[None]
             elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
@@ -57,7 +57,7 @@ def check_lengths(bench: Bench) -> None:
 
 
 def _sequences(run: Run) -> list[int]:
-    """Return the leaves that are integers [B, T], of the length of the first one."""
+    """Return the integer leaves [B, T] as long as the first one."""
     found = [
         i
         for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
@@ -67,7 +67,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Return, per row [B], the number of positions at one end with one value in every integer input; 0 for 1."""
+    """Return, per row [B], the positions at one end with one value in every integer input; 0 for 1."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)
@@ -88,7 +88,7 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
     if not leaves or run.rows < 2:
         return None
     padding = _padding(run, at_end=at_end)
-    rest = (padding > padding.min()).nonzero()[:, 0].tolist()  # several may be the longest
+    rest = (padding > padding.min()).nonzero()[:, 0].tolist()  # several rows may be the longest
     long = run.leaves[leaves[0]].shape[1]
     cut = int(padding[rest].min()) if rest else long
     if cut >= long:
@@ -108,7 +108,7 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
 
 
 def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
-    """Return True if a mask, or an ignored label, marks the padding of these rows as padding."""
+    """Return True if a mask, or an ignored label, marks the padding of these rows."""
     found = [run.leaves[i][rest] for i in _sequences(run)]
     ends = [x[:, -1 if at_end else 0] for x in found]
     shortest = int(_padding(run, at_end=at_end)[rest].argmax())
@@ -117,7 +117,7 @@ def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
 
 
 def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
-    """Return a mask of the numbers of outputs [rows, ...] at positions that are not padding."""
+    """Return a mask of outputs [rows, ...] at positions that are not padding."""
     if x.dim() < 2 or x.shape[1] != length:
         return torch.ones_like(x, dtype=torch.bool)
     padding = _padding(run, at_end=at_end)[rest]

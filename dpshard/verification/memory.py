@@ -1,11 +1,10 @@
 """Verify that a model keeps nothing of a sample that later samples meet.
 
 [Note: Memory]
-One sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and is
-published with the state dict. An attribute may differ if B overwrites it: losses and features are often left for the
-script to read. But after B the state and the outputs must be equal. And B after A must give the same as B before any
-of them: so memory in globals and closures, which cannot be put back, shows by its effect. Counters and tables of
-positions pass, because they depend only on shapes.
+Run one sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state
+dict publishes it. An attribute may differ if B overwrites it: models often leave losses and features for the script.
+But after B, state and outputs must be equal. B after A must also give the same as B first: this shows memory in globals
+and closures, which cannot be put back. Counters and tables of positions pass: they depend only on shapes.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from dpshard.verification.tolerances import moved, one_size, scale
 
 
 def check_memory(bench: Bench, *, thorough: bool) -> set[str]:
-    """Raise UnsupportedParameterError if later samples meet something that the model keeps of a sample.
+    """Raise UnsupportedParameterError if the model keeps something of a sample that later samples meet.
 
-    Returns the paths that every forward changes alike. `thorough`: also for a plain sample, beside a scaled one.
+    Returns the paths that every forward changes alike. `thorough`: also after a plain sample, not only a scaled one.
     """
     run = bench.run
     first, one = bench.chosen[0], [bench.chosen[0]]

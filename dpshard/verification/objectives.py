@@ -1,4 +1,4 @@
-"""The scalars to differentiate and compare: a model's own losses, the user's loss, random directions of outputs."""
+"""The scalars to differentiate and compare: losses of the model and the user, random directions of outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dpshard.errors import VerificationError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the user, to differentiate instead of the model's output."""
+    """A loss of the user, in place of the model's output."""
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
-    """Samples first; then the rows of each, if they have several."""
+    """Dimensions: samples, then their rows if `rows_per_unit` > 1."""
     rows_per_unit: int = 1
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
@@ -30,7 +30,7 @@ class Loss:
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]
-"""Maps the output for some samples, and their numbers, to the scalar to differentiate."""
+"""(output for some samples, their numbers) -> the scalar to differentiate."""
 
 
 def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
@@ -65,7 +65,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
 
 
 def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
-    """Return the samples' dimension, if there is one, and the rows of a sample, given outputs for n samples and one."""
+    """Return (dimension of the samples, rows of a sample), or None, given outputs for n samples and for one."""
     dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
     if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
         return None
@@ -73,7 +73,7 @@ def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | Non
 
 
 def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[tuple[Tensor, int | None, int]]:
-    """Return, per output, a random gradient for the batch, the samples' dimension, and the rows of a sample."""
+    """Return, per output, a random gradient, the samples' dimension, and the rows of a sample."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for x, y in zip(together, alone, strict=True):
@@ -90,6 +90,6 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
 
 
 def without_graph(output: Any) -> list[Any]:
-    """Return the leaves of an output without their graph, with their requires_grad."""
+    """Return the leaves of an output without their graph, but with their requires_grad."""
     leaves = pytree.tree_leaves(output)
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

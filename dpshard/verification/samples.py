@@ -14,7 +14,7 @@ from dpshard.interception import Run
 from dpshard.verification.objectives import Loss
 
 SAMPLES = 3
-"""Samples for the comparison of gradients: enough that two of them can disturb a third."""
+"""Samples for the comparison of gradients: two can disturb a third."""
 OUTLIER = 1e3
 """Factor of an outlier's numbers."""
 
@@ -42,7 +42,7 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
         if x.shape[dim] < run.rows or x.is_complex() or x.numel() == 0:
             continue
         wide = x.detach().narrow(dim, 0, run.rows).movedim(dim, 0).reshape(run.rows, -1).to(torch.float64)
-        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # keeps sums of them finite
+        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # keeps their sums finite
         columns += [wide.mean(1), wide.amax(1), wide.amin(1), (wide[:, 1:] == wide[:, :-1]).sum(1).double()]
         # The commonest value is padding, or an ignored label.
         columns.append((wide == wide.flatten().mode().values).sum(1).double())
@@ -52,7 +52,7 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
 
 
 def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), negated: Sequence[int] = ()) -> Run:
-    """Return the run with the inputs of row source[i] in row i; `outliers` are scaled, `negated` negated."""
+    """Return the run with row source[i]'s inputs in row i; `outliers` are scaled, `negated` negated."""
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:
@@ -65,7 +65,7 @@ def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), nega
 
 
 def replaced_targets(loss: Loss, source: Sequence[int]) -> Loss:
-    """Return the loss with the targets of row source[i] in row i."""
+    """Return the loss with row source[i]'s targets in row i."""
     return replace(loss, targets=tuple(taken(t, 0, source) for t in loss.targets))
 
 

@@ -15,19 +15,19 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Precision(TorchFunctionMode):
-    """Notes whether a function returned half precision, also under the model's own autocast."""
+    """Notes if a function returned half precision, also under the model's own autocast."""
 
     half = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and look at its result."""
+        """Run the function and check its result."""
         result = func(*args, **(kwargs or {}))
         self.half = self.half or any(x.dtype in HALF for x in outputs_of(result))
         return result
 
 
 def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
-    """Return the relative bound for two batch sizes, far above two orders of summation; accelerators may use TF32."""
+    """Return the relative bound for two batch sizes, far above that of summation order; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
     if any(x.dtype == torch.float32 for x in tensors):
@@ -36,7 +36,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def one_size(x: Tensor, *, half: bool) -> float:
-    """Return the relative bound for one batch size, where rounding does not depend on the other samples."""
+    """Return the relative bound for one batch size: rounding does not depend on other samples."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:
@@ -45,7 +45,7 @@ def one_size(x: Tensor, *, half: bool) -> float:
 
 
 def moved(x: Tensor, y: Tensor) -> Tensor:
-    """Return, per row of dimension 0, the distance of finite numbers; infinity where only one is not a number."""
+    """Return, per row of dimension 0, the largest difference; infinity where unequal numbers are not finite."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
     return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))

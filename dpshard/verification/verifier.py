@@ -1,11 +1,10 @@
 """When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input (numbers, flags and strings among the arguments are part of it), and then
-at steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. In between, a signature of the model's attributes
-and buffers is compared before every forward and every release: the first change of an attribute triggers a
-verification at once. So does the first micro-batch of a new longest length, and the first one with labels below 0 or
-positions beyond its length.
+At the first forward on every kind of input (numbers, flags and strings among the arguments count), and then at steps 1,
+2, 4, 8, ..., on a micro-batch that the run's key draws. Before every forward and release, a signature of the model's
+attributes and buffers is compared: the first change of an attribute triggers a verification. So does the first
+micro-batch of a new longest length, and the first with labels below 0 or positions beyond its length.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 Moment = tuple[int, int | None, int]
-"""Progress of the training: step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
+"""Step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
 
 class Verifier:
@@ -61,14 +60,14 @@ class Verifier:
             secret,
         )
         self._mean = mean
-        self._kinds: set[Any] = set()  # kinds of inputs that were verified
-        self._steps: set[tuple[int, Any]] = set()  # steps at which they were verified again
+        self._kinds: set[Any] = set()  # verified kinds of inputs
+        self._steps: set[tuple[int, Any]] = set()  # steps of later verifications
         self._watch = Watch()
         self._owed = False
         self._last: tuple[Replay, Run] | None = None
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
-        """Verify `run` if it is new, due or changed. Raises VerificationError or UnsupportedParameterError."""
+        """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
         if not _unshards(replay, run):
             news = self._watch.news(run, self._moment()[0])
@@ -88,7 +87,7 @@ class Verifier:
             self._owed = False
 
     def _is_due(self, run: Run, kind: Any) -> bool:
-        """Return True for the first micro-batch from the drawn one on, in a step that is a power of two."""
+        """Return True for the first micro-batch from the drawn one on, in steps that are powers of two."""
         step, position, count = self._moment()
         if step == 0 or step & (step - 1) or run.rows < 2 or (step, kind) in self._steps:
             return False
@@ -102,11 +101,11 @@ class Verifier:
         return np.random.default_rng([int(word) for word in words])
 
     def verify(self, replay: Replay, run: Run, loss: Loss | None, *, thorough: bool) -> None:
-        """Raise VerificationError unless every sample has a gradient of its own; changes nothing else.
+        """Raise VerificationError unless every sample has its own gradient; change nothing else.
 
-        Differentiates `loss` if it is given; else every scalar that the model returns, one after the other, and all
-        its other outputs along a random direction. `thorough`: with all kinds of random draws, and with outliers.
-        Otherwise the costly comparison of gradients and that of memory take turns, and one half of the rows changes.
+        Differentiates `loss` if given; otherwise every returned scalar in turn, and all other outputs along a random
+        direction. `thorough`: with all kinds of random draws, and outliers. Otherwise the costly comparisons, of
+        gradients and of memory, take turns, and one half of the rows changes.
         """
         sharding = self._sharding
         sharding.refuse_changed_parameters()
@@ -127,7 +126,7 @@ class Verifier:
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
-            # Beside an outlier, company cannot compare losses.
+            # With an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
             counters = check_memory(bench, thorough=thorough) if thorough or not gradients else set()
             if thorough:
@@ -144,7 +143,7 @@ class Verifier:
         self._watch.accept(replay.parameters.model, counters)
 
     def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
-        ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # an outlier, magnified gradients
+        ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # outlier, magnified gradients
         if thorough:
             ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
         for scaled, magnified in ways:
@@ -152,7 +151,7 @@ class Verifier:
             try:
                 compare(bench, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):
-                self._sharding.refuse_hooks()  # torch calls a user's hook with None where no gradient comes
+                self._sharding.refuse_hooks()  # torch calls a user's hook with None if no gradient comes
                 raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
@@ -189,5 +188,5 @@ class Verifier:
 
 
 def _unshards(replay: Replay, run: Run) -> bool:
-    """Return True if all ranks must run the same number of forwards, so no rank may verify by itself."""
+    """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
     return replay.parameters.unshards(run.module)

@@ -1,13 +1,12 @@
 """Watch a model and its inputs for changes never seen before, cheaply enough for every forward.
 
-The signature reads identities, versions, lengths and shapes, and values of integers on the CPU: it waits for no
-accelerator.
+The signature reads identities, versions, lengths, shapes, and integers on the CPU, so it waits for no accelerator.
 
 [Note: What is watched]
 Attributes, buffers, sub-modules and hooks of every module, and the contents of dicts, lists and objects among them,
 such as settings in `model.config`. An ordinary forward costs four lists of numbers, nearly without loops in Python. A
 float that ramps is news at every power of two, so news of one attribute are rationed by the logarithm of the steps;
-flags and strings have their own rations.
+flags and strings have separate rations.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, 
 MOST_NEWS = 8
 """Verifications for news of one attribute, before they are rationed."""
 _MOST_ITEMS = 256
-"""Items of a collection beyond which only its length is watched."""
+"""Most watched items of a collection; of a longer one only the length is watched."""
 _MOST_HELD = 2_000
-"""Values within attributes that are watched, at most."""
+"""Most watched values within attributes."""
 _DEEPEST = 5
 
 Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
-    """The kinds seen so far of a model's attributes and buffers, and of its inputs."""
+    """The kinds seen so far of a model's attributes, buffers and inputs."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -47,7 +46,7 @@ class Watch:
         self._signature: Signature | None = None
         self._handles = -1
         self._hooks: list[dict[Any, Any]] = []
-        self._hooking: list[dict[Any, Any]] = []  # those that are not empty
+        self._hooking: list[dict[Any, Any]] = []  # non-empty dicts of `_hooks`
         self._hooked: list[int] = []
         self._kinds: dict[str, Any] = {}  # by path
         self._seen: set[tuple[str, Any]] = set()
@@ -58,16 +57,16 @@ class Watch:
 
     @property
     def lengths_vary(self) -> bool:
-        """True if micro-batches have come in several lengths."""
+        """True if micro-batches came in several lengths."""
         return len(self._lengths) > 1
 
     def news(self, run: Run, step: int) -> bool:
-        """Return True if the model's state, or its inputs, changed as never before."""
+        """Return True if the model's state or inputs changed as never before."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
         return self.changes(step) | longer | self._has_character(run)
 
     def changes(self, step: int) -> bool:
-        """Return True if an attribute or a buffer changed as never before."""
+        """Return True if the model's state changed as never before."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -81,7 +80,7 @@ class Watch:
         return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
-        """Take the state as verified; `counters` are paths that forward changes in the same way for any samples."""
+        """Take the state as verified; forward changes the paths `counters` in the same way for any samples."""
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
@@ -112,7 +111,7 @@ class Watch:
         self._hooked = self._hook_ids()
 
     def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
-        """Watch the values of a module's attributes, or its sub-modules."""
+        """Watch a module's attributes or sub-modules."""
         for key in keys:
             x = owner[key]
             self._owners.append(owner)
@@ -122,7 +121,7 @@ class Watch:
                 self._look_into(f"{path}{key}", x, seen, 0)
 
     def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
-        """Watch changes within an attribute, and the values of objects and collections in it."""
+        """Watch changes within an attribute, and its contents."""
         if isinstance(x, Tensor):
             if not x.is_inference():
                 self._tensors.append(x)
@@ -141,7 +140,7 @@ class Watch:
             self._look_at_items(path, x, seen, depth)
         elif isinstance(x, list | tuple | deque):
             self._lists.append(x)
-            # Items of a list are not identified by their position.
+            # The kinds of a list ignore the positions of its items.
             self._kinds[f"{path}[]"] = frozenset(_kind(item) for item in x)
             for item in x:
                 self._look_into(f"{path}[]", item, seen, depth + 1)
@@ -172,7 +171,7 @@ class Watch:
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        # Most dicts are empty: counting is cheaper than reading them.
+        # Most dicts are empty, and counting is cheaper than reading.
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
@@ -204,7 +203,7 @@ def _count(x: Any) -> int:
 
 
 def _ration(path: str, kind: Any) -> str:
-    """Return the name that rations news: its own for a flag or string, that of the attribute for a number."""
+    """Return the name that rations a change: the path for a flag or string, the attribute for a number."""
     exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
     return path if exact else f"{path.partition('[')[0]}[]"
 

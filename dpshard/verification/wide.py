@@ -1,8 +1,8 @@
 """Decide a failure in float32 by float64: rounding shrinks, a fault stays.
 
 [Note: One rank decides]
-A rank decides about its own samples, while other ranks may have found no failure. So the model must not wait for
-them: a collective in its forward ends the comparison, and the failure stands.
+A rank decides about its own samples, when other ranks may have no failure. So a collective in the model's forward ends
+the comparison, and the failure stands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Widened:
 
 
 class OnOneRank(TorchDispatchMode):
-    """Raises RuntimeError where a model would wait for other ranks."""
+    """Raises RuntimeError if a model would wait for other ranks."""
 
     supports_higher_order_operators = True
 
@@ -62,7 +62,7 @@ def can_widen(bench: Bench, owned: Any) -> bool:
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
-    """Return a block in which the model computes in float64, with parameters of its own."""
+    """Return a block in which the model computes in float64, with its own parameters."""
     owned, layouts = bench.replay.parameters, bench.replay.layouts.found
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""A release, a budget, ledgers and runs to test with."""
+"""A release, a budget, ledgers and runs for tests."""
 
 import math
 
@@ -50,5 +50,5 @@ def run_steps(batch_size, *, target_epsilon, target_delta, accountant="pld", sea
 
 
 def delta_of_gaussian(mu, epsilon):
-    """The exact delta of the Gaussian mechanism; Balle and Wang 2018, arXiv:1805.06530, Theorem 8."""
+    """Return the exact delta of the Gaussian mechanism; Balle and Wang 2018, arXiv:1805.06530, Theorem 8."""
     return float(special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))

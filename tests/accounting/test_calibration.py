@@ -62,7 +62,7 @@ def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon
     ],
 )
 def test_calibration_by_pld_is_conservative_and_tight(schedule, max_batch_size):
-    """With large batches, whose noise is large: small losses have short distributions."""
+    """Large batches have much noise, so small losses and short distributions."""
     phases = BatchSchedule.parse(schedule, sample_size=10_000).phases()
     run = {"sample_size": 10_000, "target_delta": 1e-5, "max_batch_size": max_batch_size}
     sigma = run_sigma(phases, target_epsilon=0.7, **run)
@@ -105,7 +105,7 @@ def test_steps_for_epsilon_is_the_last_that_fits(accountant):
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.exhaustive)])
 def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
-    """262K to 1M over 7.5K steps in steps of 196K: what dp-accounting says of the same events."""
+    """262K to 1M over 7.5K steps in steps of 196K: the figures of dp-accounting for the same events."""
     phases = [(262_144 + 196_608 * k, 1500) for k in range(4)] + [(1_048_576, 14_000)]
     sigma = {"rdp": 0.7965, "pld": 0.7691}[accountant]  # the smallest sufficient one, to four digits
     run = {"sample_size": BERT["sample_size"], "target_delta": BERT["target_delta"], "accountant": accountant}
@@ -117,6 +117,6 @@ def test_the_increasing_schedule_of_bert_is_composed_phase_by_phase(accountant):
         theirs.compose(PoissonSampledDpEvent(batch_size / BERT["sample_size"], gaussian), steps)
     epsilon = theirs.get_epsilon(BERT["target_delta"])
     assert run_epsilon(phases, noise_multiplier=sigma, **run) == pytest.approx(epsilon, rel=1e-3)
-    # No single batch size tells it: the smallest under-states, the largest over-states.
+    # No single batch size suffices: the smallest under-states, the largest over-states.
     smallest, largest = (run_epsilon([(size, 20_000)], noise_multiplier=sigma, **run) for size in (262_144, 1_048_576))
     assert smallest < 0.95 * epsilon < epsilon < 0.99 * largest

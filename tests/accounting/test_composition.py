@@ -5,7 +5,6 @@ Failure modes: 20 test_a_cap_is_accounted, test_epsilon_is_that_of_dp_accounting
 Published figures: Bu et al. 2020 (MNIST), dp-accounting itself.
 """
 
-import dataclasses
 import math
 import warnings
 
@@ -15,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from dpshard.accounting import PrivacyLedger, Release, bounds, composition
+from dpshard.accounting.copies import Span
 from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
 from tests.accounting.ledgers import RELEASE, delta_of_gaussian, ledger_of, run_bound, run_epsilon, run_of
@@ -35,27 +35,20 @@ def test_figure_of_mnist(accountant, epsilon):
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])
 def test_many_steps_at_a_small_delta_are_bounded(delta):
-    """Every sample in every step: all steps together are one Gaussian. The composition itself errs by 4e-12 here."""
+    """With all samples in every step, all steps are one Gaussian. The composition itself errs by 4e-12 here."""
     full = {"noise_multiplier": 100.0, "sample_size": 10_000}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bound = run_bound([(10_000, 100_000)], **full, target_delta=delta)
     exact = delta_of_gaussian(math.sqrt(100_000) / 100, bound.epsilon)
     assert exact <= delta
-    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack where deltas are ordinary
+    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack at ordinary deltas
     assert bound.accountant == ("pld" if delta > 4e-11 else "rdp")
 
 
 def test_a_figure_of_another_accountant_is_named():
     ledger, release = PrivacyLedger(), Release(100.0, 1.0, 10_000)
-    ledger.load_state_dict(
-        {
-            "steps": 100_000,
-            "again": 0,
-            "unverified_sampling": 0,
-            "releases": [dataclasses.asdict(release) | {"count": 100_000}],
-        }
-    )
+    ledger.load_state_dict({"run": "", "steps": 100_000, "spans": [Span("", 0, 100_000, release, False).state_dict()]})
     assert "(accountant: pld)" in ledger.statement(1e-5)
     assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-12)
 
@@ -103,7 +96,7 @@ def test_grids_of_losses_fit_the_release():
     renyi = run_epsilon(rare[0], **rare[1], accountant="rdp")
     default = PLDAccountant().compose(composition.event(Release(1.0, 1e-5, 10**9)), 100_000).get_epsilon(1e-10)
     assert run_epsilon(rare[0], **rare[1]) < 0.8 * min(default, renyi)
-    # Hardly any noise: the losses are too long for memory at any interval.
+    # Hardly any noise: the losses need too much memory at any interval.
     assert run_epsilon([(100, 1000)], noise_multiplier=0.01, sample_size=10_000, target_delta=1e-5) == math.inf
 
 

@@ -1,4 +1,4 @@
-"""Runs with correlated noise: their releases and epsilon, and their error over that of DP-SGD."""
+"""Runs with correlated noise: their releases, epsilon, and error over that of DP-SGD."""
 
 import itertools
 import math
@@ -111,7 +111,7 @@ def test_the_first_steps_of_a_fixed_order_cost_what_they_move():
 
 @pytest.mark.parametrize(("samples", "batch"), [(53, 10), (50, 10), (59, 10), (10, 10), (7, 3)])
 def test_every_order_keeps_the_separation(samples, batch):
-    """An order that goes round, or epochs with or without their last, smaller batch."""
+    """A cyclic order, or epochs with or without their last, smaller batch."""
     steps, least = 40, samples // batch
     rounds = np.arange(steps * batch).reshape(steps, batch) % samples
     whole = [[*range(first, first + batch)] for first in range(0, least * batch, batch)]

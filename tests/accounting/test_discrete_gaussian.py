@@ -50,7 +50,7 @@ def log_moments(v, s, q, order):
     order=st.integers(2, 6),
 )
 def test_divergences_are_at_most_what_is_accounted(v, s, q, order):
-    """With and without the sample, either way round, and noise as coarse as the shift itself."""
+    """With and without the sample, in both directions, and with noise as coarse as the shift."""
     release = Release(s / math.hypot(*v), q, 1000, discretized_elements=1)
     gaussian = composition.event(replace(release, discretized_elements=None))
     charged = RdpAccountant([order]).compose(gaussian).rdp[0] * (order - 1)
@@ -71,8 +71,10 @@ def test_the_inequality_of_the_proof(log_r, q, a):
 
 
 def zhu_wang(q, sigma, order):
-    """Renyi divergence of any mechanism of Renyi divergences a / (2 sigma^2) under Poisson sampling, at most; Zhu and
-    Wang 2019, Thm. 5."""
+    """Bound the Renyi divergence, under Poisson sampling, of mechanisms with divergences a / (2 sigma^2).
+
+    Zhu and Wang 2019, Thm. 5.
+    """
     terms = [(order - 1) * math.log1p(-q) + math.log(order * q - q + 1)]
     for j in range(2, order + 1):
         factor = comb(order, j, exact=True) * (1 if j == 2 else 3)
@@ -196,6 +198,6 @@ def test_a_ledger_keeps_the_kinds_of_noise_apart():
     assert again.epsilon(1e-5) == ledger.epsilon(1e-5)
     assert "3 releases with discrete Gaussian noise under" in again.statement(1e-5)
     old = json.loads(json.dumps(ledger_of(RELEASE).state_dict()))
-    del old["releases"][0]["discretized_elements"]  # a ledger of before there was another kind
+    del old["releases"][0]["discretized_elements"]  # a ledger from before there was another kind
     again.load_state_dict(old)
     assert again.state_dict() == ledger_of(RELEASE).state_dict()

@@ -155,7 +155,7 @@ def test_a_ledger_survives_a_checkpoint(entries):
 
 def test_what_a_ledger_has_recorded_stays_beside_what_it_loads():
     ledger = ledger_of(RELEASE, RELEASE)
-    ledger.charge(RELEASE, unverified_sampling=True)
+    ledger.charge(1, RELEASE, unverified_sampling=True)
     ledger.load_state_dict(ledger_of(RELEASE).state_dict())
     assert (ledger.steps, ledger.releases) == (1, 4)
     assert "4 releases (3 of them of steps that were taken again" in ledger.statement(1e-5)
@@ -177,19 +177,23 @@ def test_a_ledger_that_was_in_a_state_before_counts_it_once():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda state: state.pop("releases"),
-        lambda state: state.pop("again"),
-        lambda state: state.update(steps=3, again=-1),
+        lambda state: state.pop("spans"),
+        lambda state: state.pop("run"),
+        lambda state: state.update(run=None),
         lambda state: state.pop("steps"),
-        lambda state: state.update(steps=1),
-        lambda state: state.update(releases=None),
-        lambda state: state["releases"].clear(),
-        lambda state: state["releases"][0].pop("count"),
-        lambda state: state["releases"][0].update(count=0),
-        lambda state: state["releases"][0].update(count="2"),
-        lambda state: state["releases"][0].update(noise_multiplier=math.nan),
-        lambda state: state["releases"][0].update(sampling_probability=None),
-        lambda state: state["releases"][0].update(surprise=1),
+        lambda state: state.update(steps=3),
+        lambda state: state.update(steps=-1),
+        lambda state: state.update(spans=None),
+        lambda state: state["spans"].clear(),
+        lambda state: state["spans"][0].pop("stop"),
+        lambda state: state["spans"][0].update(start=1),
+        lambda state: state["spans"][0].update(stop=0),
+        lambda state: state["spans"][0].update(stop="2"),
+        lambda state: state["spans"][0].update(run="another"),
+        lambda state: state["spans"][0].update(unverified_sampling=1),
+        lambda state: state["spans"][0]["release"].update(noise_multiplier=math.nan),
+        lambda state: state["spans"][0]["release"].update(sampling_probability=None),
+        lambda state: state["spans"][0]["release"].update(surprise=1),
     ],
 )
 def test_damaged_ledgers_are_refused(damage):

@@ -1,4 +1,4 @@
-"""A mechanism knows its releases, and calibration gives one back."""
+"""A mechanism has its releases, and calibration returns one."""
 
 import subprocess
 import sys

@@ -26,7 +26,7 @@ def generating_slope(search):
     if search.distribution == "geometric":  # P(K = k) = (1 - p)^(k-1) p
         p = 1 / search.mean_runs
         return lambda x: p / (1 - (1 - p) * x) ** 2
-    # P(K = k) = -1 / log(1 - r) r^k / k, of mean -1 / log(1 - r) r / (1 - r), which is matched by bisection
+    # P(K = k) = -1 / log(1 - r) r^k / k; bisection matches the mean -1 / log(1 - r) r / (1 - r)
     lo, hi = 1e-9, 1 - 1e-12
     for _ in range(200):
         r = (lo + hi) / 2
@@ -35,7 +35,7 @@ def generating_slope(search):
 
 
 def exact_epsilon(search, sigma):
-    """Of the largest of K releases N(0, sigma^2), or N(1, sigma^2) on the neighbour: by its density."""
+    """Return epsilon of the largest of K releases N(0, sigma^2), or N(1, sigma^2) on the neighbour, by its density."""
     y = np.linspace(-12 * sigma, 1 + 12 * sigma, 400_001)
     slope = generating_slope(search)
     p, q = (slope(d.cdf(y)) * d.pdf(y) for d in (stats.norm(0, sigma), stats.norm(1, sigma)))
@@ -50,7 +50,7 @@ def exact_epsilon(search, sigma):
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize("sigma", [1.0, 4.0])
 def test_epsilon_of_a_search_covers_its_exact_distribution(search, sigma):
-    """The mechanism that a search is at its worst: the release itself is the score."""
+    """The worst mechanism for a search: the release itself is the score."""
     one = {"sample_size": 100, "target_delta": DELTA, "accountant": "rdp", "noise_multiplier": sigma}
     assert run_epsilon([(100, 1)], **one, search=search) >= exact_epsilon(search, sigma)
 
@@ -82,7 +82,7 @@ def test_a_search_over_noise_or_batches_costs_its_worst_candidate():
 
     mild, noisy, wide = (256, 1000, 1.1), (256, 1000, 2.0), (2000, 30, 1.1)
     assert epsilon(*noisy, [mild]) == epsilon(*mild, [noisy]) == epsilon(*mild)
-    # Neither is the worst at every order: both together cost more than either.
+    # Neither is the worst at every order, so both together cost more than either.
     assert epsilon(*mild, [wide]) == epsilon(*wide, [mild]) >= max(epsilon(*mild), epsilon(*wide))
     assert epsilon(*mild, [(256, 1000, 0.0)]) == np.inf
 

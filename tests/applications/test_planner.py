@@ -1,4 +1,4 @@
-"""Plans: counts that are known by hand, formulas of the paper, the search for a micro-batch, and what a reader sees."""
+"""Plans: counts known by hand, formulas of the paper, the search for a micro-batch, and the output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETUP = Setup(model=TINY, ranks=4, precision="fp32")
 
 
 def matrix_flops(tokens: int, *, matrices: int) -> int:
-    """Forward and backward of a GPT: each weight is used in three products of two operations an element and token."""
+    """Forward and backward of a GPT: each weight is in three products, of two operations per element and token."""
     return 6 * tokens * matrices
 
 
@@ -69,7 +69,7 @@ def test_memory_that_is_freed_does_not_count_twice() -> None:
 
 
 def test_values_are_made_up_for_fake_tensors_alone() -> None:
-    """The answer that lets a guard pass must never be given for a tensor of a training."""
+    """A tensor of a training must never get the value that lets a guard pass."""
     real = torch.tensor([True, True])
     with UnreadValues():
         assert bool(real.all())
@@ -86,26 +86,26 @@ def test_flops_of_an_ordinary_step_are_those_of_its_products() -> None:
     with simulated(SETUP) as simulation:
         counts = simulation.count(None, B)
     blocks, head = 12 * D * D * TINY.layers, TINY.vocabulary * D
-    attention = TINY.layers * (4 + 10) * B * T * T * D  # two products forward; five, one of them again, backward
+    attention = TINY.layers * (4 + 10) * B * T * T * D  # 2 forward; 5 backward, one again
     assert counts.flops == matrix_flops(B * T, matrices=blocks + head) + attention
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_flops_of_clipping_are_those_of_ghost_norms(style: str) -> None:
-    """Beyond ordinary training lie Gram products, 2 T^2 (D + P) a sample and linear layer, and weighted sums."""
+    """Ordinary training plus Gram products, 2 T^2 (D + P) per sample and linear layer, and weighted sums."""
     B, T, D, V = 2, TINY.seq, TINY.width, TINY.vocabulary
     with simulated(SETUP) as simulation:
         ordinary = simulation.count(None, B).flops
         private = simulation.count(Clipping(style), B).flops
     sides = TINY.layers * ((D + 3 * D) + (D + D) + (D + 4 * D) + (4 * D + D)) + (D + V)
-    # Biases, norms and positions have a gradient a sample, which is weighted by its factor.
+    # Biases, norms and positions have a gradient per sample, weighted by its factor.
     small = TINY.layers * ((3 + 1 + 4 + 1) + 2 * 2) * D + 2 * D + T * D
     assert private - ordinary == 2 * B * T * T * sides + 2 * B * small
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_sample_costs_layer_wise_clipping_no_product(checkpointing: bool) -> None:
-    """Its gradient is that of the batch, which is made anyway; checkpointing repeats no product that it need not."""
+    """Its gradient is the batch's, which is computed anyway; checkpointing repeats no needless product."""
     with simulated(replace(SETUP, checkpointing=checkpointing)) as simulation:
         weighted = 2 * (simulation.elements - TINY.vocabulary * TINY.width)  # all but the table of tokens
         assert simulation.count(Clipping("layer-wise"), 1).flops == simulation.count(None, 1).flops + weighted
@@ -158,8 +158,8 @@ def test_records_of_all_layers_grow_with_the_samples_and_checkpointing_keeps_the
 def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(
     clipping: Clipping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole clipped sums are gone with their unit: of two passes the second waits for no other parameter."""
-    for place in ("noise.digest", "backends.checksums"):  # what they take together, up to 32 MiB, is all of this model
+    """Whole clipped sums are freed with their unit; the second of two passes waits for no other parameter."""
+    for place in ("noise.digest", "backends.checksums"):  # their batches, up to 32 MiB, hold all of this model
         monkeypatch.setattr(f"dpshard.{place}._TOGETHER", 1)
     extra = []
     for layers in (3, 6):
@@ -178,7 +178,7 @@ def test_the_parts_of_the_peak_are_told_apart() -> None:
         psi = simulation.elements
     assert parts[PARAMETERS] == 4 * psi
     assert 8 * psi <= parts[OPTIMIZER] <= 8 * psi + 4 * 100
-    assert 4 * psi <= parts[GRADIENTS] <= 12 * psi  # `.grad`, the buckets, and one bucket that is being reduced
+    assert 4 * psi <= parts[GRADIENTS] <= 12 * psi  # `.grad`, the buckets, and one bucket in reduction
     assert parts[RECORDS] == 0
 
 
@@ -202,7 +202,7 @@ def test_the_largest_micro_batch() -> None:
     assert len(asked) <= 10
     asked.clear()
 
-    # A plateau, where the peak is in the optimizer's step: a line from there to a large micro-batch tells little.
+    # On a plateau the optimizer's step has the peak, so a line from there to a large micro-batch says little.
     def plateau(B: int) -> int:
         asked.append(B)
         return max(4_027_113 + 157 * B, 4_276_613 + 70_933 * (B - 45))
@@ -219,7 +219,7 @@ def test_the_largest_micro_batch_of_a_plan_fits_and_the_next_does_not() -> None:
     ordinary, private = (e.largest_micro_batch or 0 for e in plan.estimates)
     assert 0 < private <= ordinary
     with simulated(setup) as simulation:
-        simulation.count(Clipping("all-layer"), 2)  # as the plan does: the first count includes what probing leaves
+        simulation.count(Clipping("all-layer"), 2)  # like the plan: the first count includes leftovers of probes
         peaks = [simulation.count(Clipping("all-layer"), private + more).peak for more in (0, 1)]
     assert peaks[0] <= plan.gpu_memory < peaks[1]
 

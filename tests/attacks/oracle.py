@@ -18,20 +18,20 @@ from dpshard import DpshardError, PrivacyEngine
 
 R = 1.0
 ALLOWED = 1 + 1e-4
-"""A clipped gradient may exceed R by its rounding."""
+"""A clipped gradient may exceed R by rounding."""
 
 Loop = Callable[[nn.Module, PrivacyEngine, torch.optim.Optimizer, Any], None]
-"""What the user writes: (model, engine, optimizer, dataset) -> None. It makes one step."""
+"""The user's code for one step: (model, engine, optimizer, dataset) -> None."""
 
 
 def clipped_sum(build: Callable[[], nn.Module], loop: Loop, dataset: Any, **settings: Any) -> dict[str, torch.Tensor]:
-    """The clipped sum that `loop` releases, by parameter, in float64; from the same seed every time."""
+    """Return the clipped sum that `loop` releases, by parameter, in float64, always from one seed."""
     torch.manual_seed(0)
     model = build().train()
     n = len(dataset)
     chosen = {"max_grad_norm": R, "clipping_fn": "abadi", "steps": 1, **settings}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # noise_multiplier=0, and loops of the user's own
+        warnings.simplefilter("ignore")  # noise_multiplier=0, and a user's own loops
         engine = PrivacyEngine(model, batch_size=n, sample_size=n, noise_multiplier=0.0, **chosen)
         before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -45,7 +45,7 @@ def clipped_sum(build: Callable[[], nn.Module], loop: Loop, dataset: Any, **sett
 def influence(
     build: Callable[[], nn.Module], loop: Loop, dataset: Any, *, left_out: Iterable[int] | None = None, **settings: Any
 ) -> float:
-    """Largest distance, over R, by which the clipped sum moves when one of `left_out` (default: any sample) leaves."""
+    """Return the largest change of the clipped sum, over R, when one of `left_out` (default: any sample) leaves."""
     whole = clipped_sum(build, loop, dataset, **settings)
     largest = 0.0
     for i in range(len(dataset)) if left_out is None else left_out:
@@ -57,7 +57,7 @@ def influence(
 
 
 def is_refused(build: Callable[[], nn.Module], loop: Loop, dataset: Any, **settings: Any) -> str | None:
-    """The message of the DpshardError that stops `loop`, None if nothing does."""
+    """Return the message of the DpshardError that stops `loop`, or None."""
     try:
         clipped_sum(build, loop, dataset, **settings)
     except DpshardError as error:
@@ -66,7 +66,7 @@ def is_refused(build: Callable[[], nn.Module], loop: Loop, dataset: Any, **setti
 
 
 def assert_exact_or_refused(build: Callable[[], nn.Module], loop: Loop, dataset: Any, **settings: Any) -> None:
-    """Fail if one sample counts for more than R in silence."""
+    """Fail if a sample silently counts for more than R."""
     try:
         found = influence(build, loop, dataset, **settings)
     except DpshardError:

@@ -26,7 +26,7 @@ ROWS = TensorDataset(X, torch.arange(N) % C)
 
 
 class Texts(Dataset):
-    """Dicts of ids of 3 to 9 words."""
+    """Dicts with the ids of 3 to 9 words."""
 
     def __len__(self):
         return N
@@ -182,7 +182,7 @@ def noised_by_a_fresh_generator(rows):
 
 
 class Held:
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self):
         self.generators = np.random.default_rng(1)
@@ -198,7 +198,7 @@ class Batch:
 
 
 class HeldBySystem:
-    """Draws what no state can repeat."""
+    """Draws from a source without a state."""
 
     def __init__(self):
         self.generator = random.SystemRandom()
@@ -250,7 +250,7 @@ def test_an_honest_collate_fn_passes_and_draws_what_it_drew(collate_fn):
 
 
 def test_words_that_are_dropped_at_random_pass_whatever_their_lengths():
-    """How often they draw depends on lengths, which add up alike by chance now and then."""
+    """Lengths decide the number of draws, and may by chance add up to the same."""
     for trial in range(40):
         seed(trial)
         order = torch.randperm(N).tolist()
@@ -260,7 +260,7 @@ def test_words_that_are_dropped_at_random_pass_whatever_their_lengths():
 
 
 class AskedForSeveral(TensorDataset):
-    """Rows are standardised among those that are asked for together, as a batched transform may."""
+    """Standardises rows over those requested together, as a batched transform may."""
 
     def __getitems__(self, indices):
         x = self.tensors[0][indices]

@@ -1,4 +1,4 @@
-"""Mixing behind a branch that a random draw decides, wherever in its range the draw must lie. Failure mode 12."""
+"""Mixing after a branch that a random draw decides, for any place of the draw in its range. Failure mode 12."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def normal():
 
 
 def steps_until_refused(change, n, secret=bytes(range(32))):
-    """How many of n steps are released before one is refused; n if none is."""
+    """Return how many of n steps are released before one is refused."""
     torch.manual_seed(0)
     model = Changed(change)
     engine = PrivacyEngine(model, batch_size=B, sample_size=B, steps=100, noise_multiplier=0, max_grad_norm=1.0)
@@ -38,7 +38,7 @@ def steps_until_refused(change, n, secret=bytes(range(32))):
 
 
 class Changed(nn.Module):
-    """A network whose inputs are changed at random."""
+    """A network that changes its inputs at random."""
 
     def __init__(self, change):
         super().__init__()
@@ -68,7 +68,7 @@ def by_beta(x):
 
 
 def cut_mix(x):
-    """Black borders hide a patch in the corner."""
+    """Hide a patch in the corner by black borders."""
     x = x * torch.tensor([0, 0, 1, 1, 1, 0])
     start = int(torch.randint(0, D - 1, ()))
     x[:, start : start + 2] = x.flip(0)[:, start : start + 2]
@@ -96,7 +96,7 @@ def test_mixing_behind_a_draw_is_refused_at_once(mixing):
 
 
 def test_a_narrow_branch_is_met_by_later_verifications():
-    """Each of them draws anew, from the secret of the run: a share of 0.25 is missed by 8 of them one time in ten."""
+    """Each verification draws anew, from the run's secret: 8 of them miss a share of 0.25 one time in ten."""
 
     def narrow(x):
         return mixed(x) if 0.6 < torch.rand(()) < 0.85 else x

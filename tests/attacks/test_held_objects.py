@@ -193,7 +193,7 @@ BOXES = (
 
 
 class Whitening(nn.Module):
-    """Standardises by the mean and the deviation of its first rows, kept in a box."""
+    """Standardises by the mean and deviation of its first rows, kept in a box."""
 
     def __init__(self, box):
         super().__init__()
@@ -217,7 +217,7 @@ def test_first_statistics_are_refused_wherever_they_are_kept(box):
 
 
 class Constant(nn.Module):
-    """Standardises by what a box held before the training."""
+    """Standardises by values that a box held before training."""
 
     def __init__(self, box):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Texts that are padded to the longest of their micro-batch, and read without a mask: one sample counted 2.3 times."""
+"""Texts padded to the longest of their micro-batch, and read without a mask: one sample counted 2.3 times."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.attacks.oracle import ALLOWED, influence, is_refused
 
 
 class Texts(Dataset):
-    """16 texts: 15 of them have 3 to 5 words, and one has 12."""
+    """15 texts of 3 to 5 words, and one of 12."""
 
     def __len__(self):
         return 16
@@ -47,7 +47,7 @@ def test_padding_that_counts_is_refused_where_several_rows_are_the_longest():
 
 
 class Ended(Texts):
-    """Texts that begin with the id of the padding; or only the longest holds it, once."""
+    """Texts that begin with the padding id; or only the longest has it, once."""
 
     def __init__(self, everywhere):
         self.everywhere = everywhere

@@ -172,7 +172,7 @@ def test_a_micro_batch_that_is_left_out_is_refused(work, mode):
     message = is_refused(build, loop_over(work), dataset(odd), clipping_mode=mode, verify=False)
     assert message is not None
     if work is not break_out:
-        assert "does not count whole" in message
+        assert "is incomplete" in message
         assert "call engine.batches(...) again" in message
         assert "no_grad" in message
 
@@ -242,7 +242,7 @@ def test_an_own_loop_counts_whole(own):
     data = TensorDataset(dataset(torch.nan).tensors[0], y)
     message = is_refused(build, loop, data, verify=False)
     assert message is not None
-    assert "feed all rows of this logical batch again" in message
+    assert "Feed all rows of this logical batch again" in message
     assert is_refused(build, loop, TensorDataset(dataset().tensors[0], y), verify=False) is None
 
 
@@ -437,7 +437,7 @@ def test_the_loop_does_not_go_on_to_the_next_logical_batch():
                 if x.abs().max() < 1e3:
                     loss_of(model, x, y).backward()
             for _ in range(2):  # it stays refused
-                with pytest.raises(LogicalBatchError, match="does not count whole"):
+                with pytest.raises(LogicalBatchError, match="is incomplete"):
                     optimizer.step()
             optimizer.zero_grad()
 
@@ -536,7 +536,7 @@ def test_a_backward_before_a_closure_is_refused():
 
     message = is_refused(build, loop, dataset(), verify=False)
     assert message is not None
-    assert "in the closure only" in message
+    assert "only in the closure" in message
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -700,7 +700,7 @@ def test_what_one_rank_leaves_out_is_refused_on_all_ranks(case):
     """The others are told, rather than left waiting; and all of them can go on."""
     refused = case.split(":")[1] in ("skip", "no-backward", "one-of-two")
     for message, steps in together("loops_worker.py", 2, *ON_RANKS)[case]:
-        assert ("does not count whole" in message) == refused
+        assert ("is incomplete" in message) == refused
         assert steps == (0 if refused else 2)
 
 

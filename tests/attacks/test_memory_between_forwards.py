@@ -43,8 +43,7 @@ def engine_on(model, **options):
 
 
 class Remembering(nn.Module):
-    """Two linear maps; `use(module, h)` may keep what it likes in attributes and buffers that `make(module)` has "
-    "made."""
+    """Two linear maps; `use(module, h)` may keep anything in the attributes and buffers that `make(module)` made."""
 
     def __init__(self, make, use):
         super().__init__()
@@ -112,7 +111,7 @@ class Memory:
 
 
 class Sharing(Remembering):
-    """Keeps what it has seen in its class."""
+    """Keeps earlier samples in its class."""
 
     shared: ClassVar[list] = []
 
@@ -154,7 +153,7 @@ def test_a_memory_in_the_class_is_refused():
 
 @pytest.mark.parametrize("begin", [3, 6])
 def test_a_memory_that_begins_later_is_refused_before_the_release(begin):
-    """A queue that is filled after a warm-up."""
+    """A queue fills only after a warm-up."""
 
     def use(m, h):
         m.calls += 1
@@ -254,7 +253,7 @@ def test_a_frozen_embedding_with_a_maximal_norm_is_refused(bag):
 
 
 class Stateful(nn.Module):
-    """Counts its calls in every way, and draws from generators of its own."""
+    """Counts its calls in every way, and draws from its own generators."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +296,7 @@ def test_a_forward_with_an_engine_is_the_forward_without_one():
 
 
 class Hooked(nn.Module):
-    """Puts a hook on its layer in its first forward, and notes that it did, as transformers' models do."""
+    """Registers a hook on its layer in its first forward, and notes it, as transformers' models do."""
 
     def __init__(self):
         super().__init__()
@@ -338,7 +337,7 @@ def llama(**rope):
 
 
 def test_the_first_step_of_a_llama_with_dynamic_rope_is_that_of_plain_autograd():
-    """All documents of one length, beyond the table: its scale is a constant then."""
+    """All documents have one length, beyond the table, so the scale is a constant."""
     model = llama(rope_type="dynamic", factor=4.0)
     plain = copy.deepcopy(model).train()
     ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(2))

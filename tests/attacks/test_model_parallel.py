@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launch import together
 
 APART = "2 ranks share the data"
-PLACED = "by something else than FSDP: tensor or expert parallelism"
+PLACED = "not by FSDP but by tensor or expert parallelism"
 TALKS = "The forward of the model calls"
 
 REFUSED = {
@@ -39,7 +39,7 @@ REFUSED = {
     "statistics:": f"{TALKS} c10d.allreduce_",
     "honest:saved": "A Checkpointer is called by all 2 ranks together",
 }
-"""What each script is told, on both ranks. `denied`: it says that the other rank trains a model of its own."""
+"""The error of each script, on both ranks. `denied`: the script says that the other rank trains another model."""
 
 HONEST = (
     *("honest:buffers", "honest:units", "honest:frozen", "honest:attention", "honest:logged"),
@@ -65,4 +65,4 @@ def test_whole_models_on_whole_samples_train(case: str) -> None:
         assert error == "", message
         assert moved > 0
     if "own" in case:
-        assert ranks[0][2] != ranks[1][2]  # batches and noise of its own
+        assert ranks[0][2] != ranks[1][2]  # separate batches and noise

@@ -1,4 +1,4 @@
-"""The oracle itself: an honest loop is exact, and faults that are known move it beyond R."""
+"""The oracle itself: an honest loop is exact, and known faults move it beyond R."""
 
 import torch
 import torch.nn.functional as F

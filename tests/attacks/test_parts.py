@@ -237,7 +237,7 @@ def test_a_statistic_of_the_batch_that_a_part_returns_is_refused(statistic, reas
 
 
 def test_a_part_that_gets_what_was_detached_is_exact():
-    """The head by itself, and the encoder by a loss of its own."""
+    """The head by itself, and the encoder by its own loss."""
 
     def apart(model, x, y):
         h = model.encoder(x)

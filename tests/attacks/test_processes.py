@@ -1,4 +1,4 @@
-"""An engine belongs to the process that made it: a fork would release the same steps, and count apart."""
+"""An engine belongs to the process that made it: a fork would release the same steps, but count separately."""
 
 import os
 import traceback
@@ -14,7 +14,7 @@ from tests.checkpoint.test_resume import Run, X, Y
 
 
 def in_a_fork(work: Callable[[], object]) -> str:
-    """The error that `work` ends with in a child process, "" for none."""
+    """Return the error of `work` in a child process, or ""."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard.accounting import Release, compute_epsilon
 from dpshard.checkpoint.facts import of_rows
 from dpshard.config import BatchSchedule
 from dpshard.errors import BudgetExceededError, ConfigurationError
@@ -35,7 +36,7 @@ AGAIN = r"Step \d+ was released before, with other or unknown sums"
 
 
 class Training:
-    """A model, an optimizer, an engine, and what was released at each step: the noisy sums."""
+    """A model, an optimizer, an engine, and the noisy sum of each released step."""
 
     def __init__(self, *, lr=0.5, dropout=0.0, secret=SECRET, state=None, released=None, **options):
         torch.manual_seed(0)
@@ -43,6 +44,7 @@ class Training:
         defaults = {"batch_size": BATCH_SIZE, "sample_size": SAMPLES, "steps": 6, "noise_multiplier": SIGMA}
         self.engine = PrivacyEngine(self.model, **{**defaults, **options})
         self.engine._secret = secret
+        self.engine._budget.ledger.run = secret.hex()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr)
         if state is not None:
             self.load(state, released)
@@ -57,7 +59,7 @@ class Training:
         self.engine.load_state_dict(engine, released=released)
 
     def take(self, steps, *, data=DATA, micro=8):
-        """The noisy sums of so many steps."""
+        """Take `steps` steps; return their noisy sums."""
         released = []
         for batch in self.engine.batches(data, micro, steps=steps):
             for x, y in batch:
@@ -71,7 +73,7 @@ class Training:
 
     @property
     def count(self):
-        return self.engine.state_dict()["ledger"]["releases"][0]["count"]
+        return self.engine._budget.ledger.releases
 
 
 def drawn_at(step):
@@ -80,20 +82,20 @@ def drawn_at(step):
 
 
 def assert_independent(one, other, std=SIGMA) -> bool:
-    """The difference holds two independent noises of deviation `std`, whatever a few samples make of the sums."""
+    """Assert that the difference has two independent noises of deviation `std`, whatever a few samples add."""
     square = float((one - other).square().sum()) / (2 * std**2)
     lo, hi = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], len(one))
-    # Sums of some 30 clipped gradients differ by 60 at most; those here are nearly equal.
+    # Sums of some 30 clipped gradients differ by 60 at most; these are nearly equal.
     assert (math.sqrt(lo) - 1) ** 2 <= square <= (math.sqrt(hi) + 1) ** 2
     return True
 
 
 def replays(second, third=None, **options):
-    """Three steps, and the same from the state before them, by the training that `second` makes; both releases."""
+    """Take three steps, then repeat them from the state before, by the training of `second`; return both."""
     first = Training(**options)
     start = first.save()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # facts that differ; tests of their own are below
+        warnings.simplefilter("ignore")  # facts differ; tests of their own are below
         one = first.take(3)
         other = second(start)
     return one, other
@@ -189,6 +191,10 @@ def test_rewinding_one_engine_with_three_learning_rates_counts_every_release():
     assert run.engine.step == 3
     assert run.count == 7  # the first step has equal sums all three times
     assert "7 releases (4 of them of steps that were taken again" in run.engine.statement()
+    # Three releases of one batch are one with a third of the variance: more than three of own batches cost.
+    first, copied = (Release(SIGMA / math.sqrt(k), BATCH_SIZE / SAMPLES, SAMPLES) for k in (1, 3))
+    assert run.engine.epsilon() == compute_epsilon(((first, 1), (copied, 2)), 1e-5)
+    assert run.engine.epsilon() > 1.1 * compute_epsilon(((first, 7),), 1e-5)
 
 
 def test_going_back_and_repeating_exactly_costs_nothing():
@@ -205,7 +211,7 @@ def test_going_back_and_repeating_exactly_costs_nothing():
     assert (run.engine.epsilon(), run.count) == (spent, 3)
 
 
-@pytest.mark.filterwarnings("ignore:The loaded state is of a run with other facts")
+@pytest.mark.filterwarnings("ignore:The run that saved this state differs")
 def test_a_state_that_was_saved_after_going_back_remembers_what_was_released():
     run = Training()
     start = run.save()

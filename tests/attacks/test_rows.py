@@ -19,7 +19,7 @@ from dpshard.interception import Doubts
 from tests.attacks.oracle import ALLOWED, R, assert_exact_or_refused, influence, is_refused
 
 N, D, C, LENGTH, WORDS = 9, 3, 3, 6, 12
-MICRO = 6  # of 9 samples the second micro-batch has 3, and of 8 it has 2
+MICRO = 6  # 9 samples leave 3 for the second micro-batch, 8 leave 2
 
 
 def mlp():
@@ -39,7 +39,7 @@ def texts(n=N):
 
 
 def loop_of(body, *, micro=MICRO, **options):
-    """A training loop of one step, whose `body` gives the loss of a micro-batch: (model, batch, is_padding)."""
+    """Return a training loop of one step; `body(model, batch, is_padding)` gives the loss of a micro-batch."""
 
     def loop(model, engine, optimizer, dataset):
         for logical_batch in engine.batches(dataset, micro, **options):
@@ -55,7 +55,7 @@ def refused(body, dataset=None, build=mlp, **settings):
 
 
 def exact(body, dataset=None, build=mlp, *, micro=MICRO, pad=True, **settings):
-    """Assert that the loop runs, and that a sample counts for what it may; by all samples, large as they are."""
+    """Assert that the loop runs, and that each sample counts once, also large ones."""
     found = influence(build, loop_of(body, micro=micro, pad=pad), rows() if dataset is None else dataset, **settings)
     assert 0.5 < found <= ALLOWED
     return found
@@ -65,7 +65,7 @@ def exact(body, dataset=None, build=mlp, *, micro=MICRO, pad=True, **settings):
 
 
 class Reader(nn.Module):
-    """An RNN that wants its texts packed, longest first."""
+    """An RNN that needs packed texts, longest first."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_rows_shuffled_or_sorted_are_refused(body):
 
 
 def test_rows_sorted_by_loss_are_refused_unless_the_filler_stays_where_it_is():
-    """Of one of the two orders the last sample is the last, and its copies behind it."""
+    """In one of the two orders the last sample stays last, followed by its copies."""
     told = [refused(lambda *given, d=d: sorted_by_loss(*given, descending=d)) for d in (True, False)]
     assert sum(message is not None for message in told) >= 1
     for d in (True, False):
@@ -153,7 +153,7 @@ def test_rows_sorted_where_many_are_equal_are_refused():
 
 
 def test_labels_sorted_behind_equal_inputs_are_refused():
-    """Nothing but labels tells these rows apart, so that no input shows that the filler was moved."""
+    """Only labels distinguish these rows, so no input shows that the filler moved."""
 
     def by_label(model, batch, _):
         x, y = batch
@@ -288,7 +288,7 @@ def test_fixed_augmentations_are_exact_with_and_without_padding():
 
 
 def opacus_update(dataset, micro):
-    """The clipped sum of a script for Opacus that sorts each physical batch by length."""
+    """Return the clipped sum of an Opacus script that sorts each physical batch by length."""
     torch.manual_seed(0)
     model, n = Reader(), len(dataset)
     before = [p.detach().double().clone() for p in model.parameters()]
@@ -363,7 +363,7 @@ def test_equal_inputs_throughout_are_exact():
 
 
 def test_gradients_that_are_zero_are_no_mask():
-    """The last sample is beyond the margin, all others are not; and the other way round."""
+    """Only the last sample is beyond the margin, or only the others are."""
     for last in (1.0, -1.0):
         y = torch.full((N,), -last)
         y[-1] = last
@@ -395,7 +395,7 @@ def test_dicts_of_bfloat16_and_integers_run():
 
 
 def test_outputs_in_another_order_are_exact():
-    """Loss and labels are permuted behind the model alike: autograd brings every row back to its own."""
+    """Loss and labels are permuted alike after the model: autograd brings every row back."""
 
     def body(model, batch, _):
         x, y = batch
@@ -406,7 +406,7 @@ def test_outputs_in_another_order_are_exact():
 
 
 def test_time_steps_that_meet_by_chance_are_no_reordering():
-    """A part of the model is called step by step on few words, of which small micro-batches repeat all the time."""
+    """A part of the model is called step by step on few words, which small micro-batches often repeat."""
 
     class Stepwise(nn.Module):
         def __init__(self):
@@ -430,7 +430,7 @@ def test_time_steps_that_meet_by_chance_are_no_reordering():
 
 
 def test_a_part_that_drops_out_before_another_runs():
-    """Its outputs for padding are no copies, and nobody has moved them."""
+    """Its outputs for padding are not copies, although no row moved."""
 
     def body(model, batch, _):
         x, y = batch
@@ -480,7 +480,7 @@ def test_a_row_that_was_repeated_is_told_before_the_release(monkeypatch):
 
 
 class Tagger(nn.Linear):
-    """Tags every position; of [positions, samples] it takes positions for samples."""
+    """Tags every position; given [positions, samples], it mistakes positions for samples."""
 
     def __init__(self):
         super().__init__(D, C)

@@ -101,7 +101,7 @@ def test_flags_of_an_accelerator_are_read_at_the_release(monkeypatch):
 
 
 def off(rows):
-    """A loss in which samples of these numbers have no gradient, whatever the micro-batch."""
+    """Return a loss without gradients for these samples, in any micro-batch."""
 
     def loss(model, x, y, step):
         weight = torch.tensor([float(not rows(float(row[0]), step)) for row in x])
@@ -133,7 +133,7 @@ def test_samples_without_a_gradient_train(honest, micro):
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_small_micro_batches_without_a_gradient_train(micro):
-    """A pair of samples has no gradient by chance now and then."""
+    """A pair of samples has no gradient, by chance, now and then."""
     first = [float(v) for v in data()[:micro][0][:, 0]]
     assert train(off(lambda value, step: step and value in first), data(), micro=micro, steps=6) == 6
 
@@ -148,6 +148,6 @@ def test_blank_samples_train():
 
 
 def test_random_honest_silence_trains():
-    """Under Poisson sampling, with data in random order: at most 1e-8 a step, by the bound in the module's note."""
+    """Poisson samples of randomly ordered data: at most 1e-8 a step, by the bound in the module's note."""
     loss = off(lambda value, _: value > -0.5)
     assert train(loss, data(), micro=4, steps=40, q=0.5) == 40

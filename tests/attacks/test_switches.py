@@ -41,7 +41,7 @@ def engine_on(model):
 
 
 def steps_until_refused(model, forward, n):
-    """How many of n steps are released before one is refused; n if none is."""
+    """Return how many of n steps are released before one is refused."""
     engine = engine_on(model)
     for step in range(n):
         try:
@@ -54,7 +54,7 @@ def steps_until_refused(model, forward, n):
 
 
 def counted(model, forward, n):
-    """How often the model is verified in n steps."""
+    """Return the number of verifications in n steps."""
     seen = []
     engine = engine_on(model)
     plain = engine._verifier.verify
@@ -117,7 +117,7 @@ ARGUMENTS = {
 
 
 class Argued(nn.Module):
-    """Mixes if an argument says so."""
+    """Mixes if an argument is set."""
 
     def __init__(self, says):
         super().__init__()
@@ -156,7 +156,7 @@ def test_an_object_that_forward_writes_to_passes():
 
 
 class Switched(nn.Module):
-    """Mixes if something within it says so."""
+    """Mixes if an attribute or object within is set."""
 
     def __init__(self):
         super().__init__()

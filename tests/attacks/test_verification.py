@@ -45,7 +45,7 @@ def engine_on(model, **options):
 
 
 def steps_until_refused(model, forward, n):
-    """How many of n steps of a loop of the user's own are released before one is refused; n if none is."""
+    """Return how many of n steps of a user's own loop are released before one is refused."""
     engine = engine_on(model)
     for step in range(n):
         try:
@@ -58,7 +58,7 @@ def steps_until_refused(model, forward, n):
 
 
 class Mixing(nn.Module):
-    """Two linear maps, and what a function of (module, hidden units [B, D]) makes of what lies between."""
+    """Two linear maps with a function of (module, hidden units [B, D]) between them."""
 
     def __init__(self, mix):
         super().__init__()
@@ -154,7 +154,7 @@ def test_dynamic_quantisation_under_autocast_is_refused():
 
 
 class Loss(nn.Module):
-    """Returns a loss of its scores and of what else it gets."""
+    """Returns a loss of its scores and its other inputs."""
 
     def __init__(self, loss, inputs=D):
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_penalty_on_one_group_is_refused():
 
 
 def test_a_mean_over_valid_positions_is_refused():
-    """As BertForQuestionAnswering takes it: a position beyond the length is ignored, and not counted."""
+    """Like BertForQuestionAnswering: positions beyond the length are ignored, and not counted."""
 
     def loss(scores, y):
         return F.cross_entropy(scores, y.clamp(0, 3), ignore_index=3)
@@ -258,7 +258,7 @@ def test_it_is_found_in_the_micro_batches_of_engine_batches():
 
 
 class Scaled(nn.Module):
-    """Positions are scaled by the length of the micro-batch where it is long: long and dynamic RoPE."""
+    """Scales positions by the length of a long micro-batch: long and dynamic RoPE."""
 
     def __init__(self, *, keeps):
         super().__init__()
@@ -317,7 +317,7 @@ def test_a_long_document_that_switches_phi3_to_longrope_is_refused():
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_question_whose_answer_is_cut_off_is_refused(late):
-    """BertForQuestionAnswering averages over the answers that lie within the length."""
+    """BertForQuestionAnswering averages over the answers within the length."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
@@ -410,7 +410,7 @@ def test_documents_of_several_lengths_pass():
 
 
 def test_raw_columns_of_large_scale_pass():
-    """Income beside flags: what cancels is rounded by more than the gradient itself is large."""
+    """Income beside flags: the rounding of canceled terms exceeds the gradient."""
     x = torch.cat([1e6 * (1 + normal(B, 2).abs()), 1e4 * normal(B, 1, seed=2), normal(B, 3, seed=3).sign()], 1)
     y = torch.arange(B) % 3
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))

@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 class Training(Run):
-    """With a scheduler, and a checkpointer."""
+    """A training with a scheduler and a checkpointer."""
 
     def __init__(self, folder, optimizer="adam", keep=2, **options):
         super().__init__(**options)
@@ -90,7 +90,7 @@ def test_adaptive_thresholds_are_saved(folder):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_saving_changes_nothing(folder, optimizer):
-    """torch takes a step to learn what an optimizer remembers: Adam would count it."""
+    """torch takes a step to find the optimizer's state; Adam would count it."""
     one, other = Training(folder, optimizer), Training(folder, optimizer)
     other.engine._secret = one.engine._secret
     one.checkpoints.save()
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_passed_over(folder, damage):
         assert resumed.checkpoints.load()
     assert resumed.engine.step == left
     resumed.train(2 - left)
-    resumed.checkpoints.save()  # in the place of the damaged one
+    resumed.checkpoints.save()  # replaces the damaged one
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Training(folder).checkpoints.load()
@@ -294,7 +294,7 @@ class Evil:
 
 
 def reseal(path: Path) -> None:
-    """As somebody would who can compute a digest."""
+    """Recompute the digest, as an attacker can."""
     manifest = json.loads((path / "manifest.json").read_text())
     body = {key: value for key, value in manifest.items() if key != "digest"}
     body["files"] = {name: folders.digest(path / name) for name in body["files"]}
@@ -320,7 +320,7 @@ def test_a_checkpoint_cannot_bring_code(folder, tmp_path, monkeypatch):
 
 
 def test_a_table_of_contents_cannot_reach_code_through_what_a_module_imports(folder):
-    """From protocol 4 on, a name with dots is followed from attribute to attribute."""
+    """From protocol 4 on, pickle follows a dotted name from attribute to attribute."""
     training = Training(folder)
     training.checkpoints.save()
     path = folder / "step-00000000"

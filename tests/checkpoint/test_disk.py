@@ -1,4 +1,4 @@
-"""A full disk is called a full disk, with the bytes that are free."""
+"""The error for a full disk says so, with the free bytes."""
 
 import errno
 import os
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_finds_no_room_says_so(tmp_path, limit, wait):
             saved(training.checkpoints, wait)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert Training(tmp_path).checkpoints.load()  # the one before is still there
+    assert Training(tmp_path).checkpoints.load()  # the previous one is still there
 
 
 def test_a_release_that_cannot_be_noted_is_not_made(tmp_path):

@@ -44,7 +44,7 @@ class Run:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
 
     def train(self, steps, batches=None):
-        """Train for `steps` steps; the indices of each micro-batch."""
+        """Train for `steps` steps; return the indices of each micro-batch."""
         seen = []
         for logical_batch in batches or self.engine.batches(TensorDataset(X, Y), 3):
             for x, y in logical_batch:
@@ -126,8 +126,10 @@ def test_replaying_costs_nothing():
 
 
 def test_batches_made_before_loading_follow_the_loaded_run():
-    """A script may make its loader first and load its checkpoint then: the old noise on a new batch would give the
-    difference of two gradients away."""
+    """A script may make its loader before it loads its checkpoint.
+
+    Old noise on a new batch would reveal the difference of two gradients.
+    """
     run = Run()
     run.train(2)
     state = run.save()
@@ -158,7 +160,7 @@ def test_batches_begun_before_loading_are_refused():
 
 
 def test_other_noise_or_batches_at_a_replay_are_refused():
-    """A step replayed from another random source would be a second release of it."""
+    """A step replayed from another random source would be a second release."""
     run = Run(secure_mode=True)
     run.train(1)
     with pytest.raises(CheckpointError, match="secure"):
@@ -173,7 +175,7 @@ def test_discrete_noise_is_replayed_as_such_alone():
 
 
 def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):
-    """Versions before made it of one normal each: the same secret, other values."""
+    """Earlier versions used one normal each: the same secret gave other values."""
     monkeypatch.setattr("dpshard.checkpoint.engine_state.SECURE_NOISE", True)
     state = Run(secure_mode=True).engine.state_dict()
     monkeypatch.undo()
@@ -182,7 +184,7 @@ def test_a_run_with_another_kind_of_secure_noise_is_refused(monkeypatch):
 
 
 def test_a_replay_in_an_own_loop_draws_other_noise():
-    """The loop feeds another batch: equal noise on two batches would cancel."""
+    """The loop feeds another batch, and equal noise on two batches would cancel."""
     run = Run()
     state, found = run.engine.state_dict(), []
     with warnings.catch_warnings():
@@ -216,14 +218,14 @@ def set_in(state, path, value):
 
 TAMPERED = [
     (("ledger", "steps"), 1),
-    (("ledger", "releases", 0, "count"), 1),
-    (("ledger", "releases", 0, "noise_multiplier"), 9.0),
-    (("ledger", "releases"), []),
+    (("ledger", "spans", 0, "stop"), 1),
+    (("ledger", "spans", 0, "release", "noise_multiplier"), 9.0),
+    (("ledger", "spans"), []),
     (("secret",), "00" * 32),
     (("secret",), "00"),
     (("secret",), 7),
     (("mechanism", "noise_multiplier"), 2.0),
-    (("format",), 3),
+    (("format",), 2),
     (("digest",), "0"),
 ]
 
@@ -243,7 +245,7 @@ def test_tampered_states_are_refused_without_change(path, value):
 
 
 @pytest.mark.parametrize(
-    "state", [None, {}, [], "x", {"model": 1}, 7, {"format": 2}, {"format": 2, "digest": "", "secret": None}]
+    "state", [None, {}, [], "x", {"model": 1}, 7, {"format": 3}, {"format": 3, "digest": "", "secret": None}]
 )
 def test_foreign_states_are_refused_without_change(state):
     victim = Run()

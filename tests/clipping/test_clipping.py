@@ -36,7 +36,7 @@ from tests.oracle import clipped_mean, per_sample_gradients, private_step, ramp_
 
 @dataclass(frozen=True)
 class Careless:
-    """A clipping function of the user's own that keeps no promise."""
+    """A user's clipping function without any guarantee."""
 
     factors: tuple[float, ...] = (3.0,)
 
@@ -64,7 +64,7 @@ thresholds = st.one_of(above_zero(1e300), st.floats(1e-3, 1e3), st.sampled_from(
 
 
 def assert_bounded(function, norms, threshold, dtype):
-    """factor * norm <= threshold, as real numbers; the factor is finite, for it multiplies records."""
+    """Assert factor * norm <= threshold, as real numbers, and a finite factor, because it multiplies records."""
     norm_B = torch.tensor(norms, dtype=dtype)
     clip_coef_B = function.factor(norm_B, threshold)
     assert clip_coef_B.dtype == dtype
@@ -80,7 +80,7 @@ def assert_bounded(function, norms, threshold, dtype):
 @given(st.sampled_from(FUNCTIONS), st.lists(above_zero(1.7e308), min_size=1, max_size=6), thresholds)
 @example(AbadiClipping(), [1e-39], 1e-40)  # 1 / norm overflows where threshold / norm does not
 @example(AutomaticClipping(), [1.6e38], 870244331.3859357)  # 1 / norm is subnormal
-@example(AbadiClipping(), [1.9999], 1.00000006)  # no float32: rounded up, it is more than was accounted
+@example(AbadiClipping(), [1.9999], 1.00000006)  # not a float32: rounded up, it exceeds the accounted threshold
 @example(AutomaticClipping(), [0.0], 1e38)  # the quotient is infinite
 def test_a_factor_keeps_the_norm_below_the_threshold(function, norms, threshold):
     for dtype in DTYPES:
@@ -89,7 +89,7 @@ def test_a_factor_keeps_the_norm_below_the_threshold(function, norms, threshold)
 
 @given(st.sampled_from(FUNCTIONS), thresholds, st.sampled_from(DTYPES), st.integers(1, 9))
 def test_a_factor_keeps_the_norm_below_the_threshold_at_every_boundary(function, threshold, dtype, divisor):
-    """At the threshold, where the function changes its course, and a step to either side of it."""
+    """At the threshold, where the function changes its formula, and one float to either side."""
     edges = [threshold, threshold * 3.0, threshold * 0.1, threshold / divisor, threshold - 0.01, threshold + 0.01]
     near = torch.tensor([abs(x) for x in edges], dtype=dtype)
     steps = [torch.nextafter(near, torch.full_like(near, x)) for x in (0.0, math.inf)]
@@ -150,8 +150,8 @@ class Nameless:
     ("wrong", "message"),
     [
         ("flat", r"'flat' is unknown.*'abadi', 'automatic', 'global'"),
-        (None, r"None is no object with a method factor"),
-        (lambda norm, threshold: norm, "no object with a method factor"),
+        (None, r"None has no method factor"),
+        (lambda norm, threshold: norm, "has no method factor"),
         (AbadiClipping, "pass an instance"),
         (Nameless(), "Nameless has no repr of its own.*frozen dataclass"),
     ],
@@ -187,7 +187,7 @@ def test_the_sensitivity_is_that_of_unequal_groups_too():
 
 
 class Network(nn.Module):
-    """A tied head, a bare parameter, nested blocks, and a module that is used under two names."""
+    """A tied head, a bare parameter, nested blocks, and a module with two names."""
 
     def __init__(self):
         super().__init__()
@@ -304,7 +304,7 @@ def test_the_update_under_the_second_name_is_that_of_the_oracle():
         ([[]], r"no group holds 'scale'"),
         ([NAMES, ["scale"]], r"'scale' is in two groups \('group 0' and 'group 1'\)"),
         ([NAMES, ["head.weight"]], r"'embedding.weight' is in two groups"),
-        ([NAMES, ["nonsense"]], r"'nonsense' is no trainable parameter of the model. Known: 'scale'"),
+        ([NAMES, ["nonsense"]], r"'nonsense' is not a trainable parameter of the model. Known: 'scale'"),
         (["scale", "embedding.weight"], r"a list of groups, each a list of parameter names, such as \[\["),
         (["all-layer"], r"a list of groups"),
         ([[1, 2]], r"a list of groups"),
@@ -321,7 +321,7 @@ def test_a_frozen_parameter_in_a_list_is_refused():
     model = Network()
     model.scale.requires_grad_(False)
     trainable = [name for name in NAMES if name != "scale"]
-    with pytest.raises(ConfigurationError, match="'scale' is no trainable parameter"):
+    with pytest.raises(ConfigurationError, match="'scale' is not a trainable parameter"):
         partition(model, [NAMES], trainable, 1.0)
 
 
@@ -330,7 +330,7 @@ def test_a_frozen_parameter_in_a_list_is_refused():
 
 @pytest.mark.parametrize("style", GROUPS)
 def test_the_sensitivity_is_that_of_one_sample_in_every_group(style):
-    """One sample, clipped in every group, contributes exactly max_grad_norm: the groups' thresholds are no larger."""
+    """One sample, clipped in every group, contributes exactly max_grad_norm: no threshold is too large."""
     torch.manual_seed(0)
     update = private_step(
         Network(),
@@ -366,7 +366,7 @@ def test_a_clipping_function_of_the_users_own_resumes():
 
 @pytest.mark.parametrize("name", ["automatic", "abadi", "global"])
 def test_a_plan_made_in_between_changes_no_factor(name):
-    """Fake tensors have no values, and what was computed with them must not be remembered."""
+    """Fake tensors have no values, and results computed with them must not be cached."""
     function, threshold, norm_B = parse_clipping_fn(name), 0.7310585786300049, torch.tensor([0.1, 0.7, 3.0])
     with FakeTensorMode(), UnreadValues():
         function.factor(torch.ones(3), threshold)

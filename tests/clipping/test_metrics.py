@@ -55,7 +55,7 @@ def engine_on(model, **options):
 
 
 def one_step(engine, model, micro_batch_size, *, loss=F.cross_entropy):
-    """Indices of the samples of the next logical batch, after its release."""
+    """Return indices of the samples of the next logical batch, after its release."""
     batches, seen = engine.batches(TensorDataset(*data()), micro_batch_size), []
     for x, y in (logical_batch := next(batches)):
         plan = logical_batch.micro.plan
@@ -106,7 +106,7 @@ def test_figures(style, clipping_fn, micro_batch_size, mode):
 
 
 def test_padding_is_not_counted():
-    """Padding rows repeat a sample; their gradients are there, and even huge or NaN they are nobody's."""
+    """Padding rows repeat a sample; their gradients exist, but even huge ones or NaN do not count."""
     clean, poisoned = {}, {}
     for found, poison in ((clean, False), (poisoned, True)):
         model = mlp()
@@ -165,7 +165,7 @@ def test_samples_without_a_finite_gradient_are_counted(style, bad):
 
 
 def test_norms_are_those_of_each_samples_own_loss():
-    """Not of the mean over the micro-batch, whose gradients are shorter."""
+    """Not those of the mean over the micro-batch, whose gradients are shorter."""
     found = []
     for reduction in ("mean", "sum"):
         model = mlp()
@@ -215,7 +215,7 @@ def test_verification_is_not_counted():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32_or_better(dtype):
-    """The norm of a clipped sum of 2^16 equal elements: in half precision it would not come out, or overflow."""
+    """The norm of a clipped sum of 2^16 equal elements would be wrong, or overflow, in half precision."""
     model = nn.Linear(256, 256, bias=False).to(dtype)
     engine = engine_on(model, max_grad_norm=100.0, clipping_fn="abadi", verify=False)
     x = torch.ones(2, 256, dtype=dtype)

@@ -57,7 +57,7 @@ def engine_on(model, **options):
 
 
 def train(model, engine, *, micro_batch_size=7, steps=None):
-    """Parameters and thresholds after the steps, which draw the same samples for one SECRET."""
+    """Return parameters and thresholds after the steps; one SECRET draws the same samples."""
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=1.0), []
     for logical_batch in engine.batches(TensorDataset(X, Y), micro_batch_size, steps=steps):
         rows = []
@@ -87,7 +87,7 @@ def test_thresholds_and_updates_are_those_of_plain_loops(style, clipping_fn):
     groups = engine.mechanism.clipping_groups
     batches = train(model, engine)
     theirs, thresholds = network(), [0.5 / math.sqrt(len(groups))] * len(groups)
-    assert {len(rows) for rows in batches} != {20}  # realised sizes, which are no divisor
+    assert {len(rows) for rows in batches} != {20}  # realised sizes, which must not be divisors
     for rows in batches:
         samples = per_sample_gradients(theirs, (X[rows], Y[rows]), F.cross_entropy)
         norms = [[norm(g, names) for g in samples] for names in groups]
@@ -102,7 +102,7 @@ def test_thresholds_and_updates_are_those_of_plain_loops(style, clipping_fn):
         ]
     assert torch.allclose(flat(model), flat(theirs), rtol=0, atol=1e-12)
     assert list(engine.thresholds.values()) == pytest.approx(thresholds, rel=1e-12)
-    assert len(set(thresholds)) == len(groups)  # they went ways of their own
+    assert len(set(thresholds)) == len(groups)  # they moved separately
 
 
 def test_a_threshold_comes_to_rest_at_its_quantile():
@@ -116,11 +116,11 @@ def test_a_threshold_comes_to_rest_at_its_quantile():
         optimizer.zero_grad()
     norms = torch.tensor([norm(g) for g in per_sample_gradients(network(), (X, Y), F.cross_entropy)])
     below = float((norms <= engine.thresholds["all-layer"]).double().mean())
-    assert 0.4 < below < 0.8  # the quantile is 0.6; before, all of them were
+    assert 0.4 < below < 0.8  # the quantile is 0.6; before, all were below
 
 
 def test_runaways_stop():
-    """A layer without gradients: its threshold falls at every step, and stays a number that divides."""
+    """The threshold of a layer without gradients falls at every step, but stays a usable divisor."""
     model = network()
     engine = engine_on(
         model, clipping_style="layer-wise", adaptive_clipping=QuantileTracking(learning_rate=50.0), noise_multiplier=0
@@ -164,7 +164,7 @@ def tracked_thresholds(thresholds, tracking):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_accounting_sums_and_counts_apart_gives_the_same_epsilon(style):
-    """dp-accounting, told of two Gaussian queries a step on one Poisson sample, the noises as they are added."""
+    """dp-accounting gets two Gaussian queries a step on one Poisson sample, with the noises as added."""
     model = network()
     engine = engine_on(model, clipping_style=style, accountant="rdp", noise_multiplier=0.8, adaptive_clipping=TRACKING)
     train(model, engine)
@@ -179,9 +179,9 @@ def test_accounting_sums_and_counts_apart_gives_the_same_epsilon(style):
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("i", [0, 1, 2])
 def test_one_sample_changes_the_release_by_its_share(style, i):
-    """With and without one sample: the change of sums and counts, in units of their noises, is at most 1 / sigma.
+    """With and without one sample, sums and counts change by at most 1 / sigma, in units of their noises.
 
-    Samples of which one is far above, one far below, and one without a finite gradient.
+    One sample is far above the threshold, one far below, and one has no finite gradient.
     """
     model = network()
     engine = engine_on(model, clipping_style=style, max_grad_norm=0.3, noise_multiplier=0, sample_size=3, batch_size=3)
@@ -217,7 +217,7 @@ def test_one_sample_changes_the_release_by_its_share(style, i):
 
 
 class Experts(nn.Module):
-    """Rows with a positive first feature go to one expert, the others to the other; one that no row came to rests."""
+    """Rows with a positive first feature go to one expert, the others to the other; one without rows does not run."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ class Experts(nn.Module):
 
 
 class Branch(nn.Module):
-    """A part that is left out if it has nothing to do; of a sample that is not finite, 0 * inf is no 0."""
+    """A part that is skipped if it has no rows; for a sample that is not finite, 0 * inf is not 0."""
 
     def __init__(self):
         super().__init__()
@@ -248,12 +248,12 @@ class Branch(nn.Module):
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 11])
 @pytest.mark.parametrize("network", [Experts, Branch])
 def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, micro_batch_size):
-    """Not by all the samples of its micro-batch, whose norms there are 0, or NaN.
+    """Not by the number of samples in its micro-batch, whose norms there are 0, or NaN.
 
-    Verification, which finds that a row of -inf becomes NaN then, is off.
+    Verification is off, because it would find that a row of -inf becomes NaN.
     """
     rows = -X[:11].abs() - 0.1
-    rows[0] *= -1  # the only one that the second parameter has to do with
+    rows[0] *= -1  # the only row for the second parameter
     rows[5] = -math.inf
     counts = []
     for kept in (rows, rows[1:]):
@@ -271,7 +271,7 @@ def test_a_sample_that_makes_a_group_run_changes_its_count_by_a_half(network, mi
 
 
 def test_the_gradient_gets_the_noise_of_where_its_thresholds_are():
-    """Also after they have moved; by a chi-squared test on 20,000 elements without a signal."""
+    """Also after thresholds moved; a chi-squared test on 20,000 elements without a signal."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(99, 100), nn.Linear(100, 100))
     engine = engine_on(model, clipping_style="layer-wise", noise_multiplier=0.7, sample_size=64, batch_size=16, steps=4)
@@ -291,8 +291,10 @@ def test_the_gradient_gets_the_noise_of_where_its_thresholds_are():
 
 
 def test_counts_have_the_promised_noise():
-    """The step of a threshold tells the noise that went into it: normal, of the promised deviation, independent over
-    groups and steps, and not that of the gradient."""
+    """The step of a threshold reveals its noise.
+
+    It is normal, of the promised deviation, independent over groups and steps, and unlike the gradient's.
+    """
     sigma, batch_size, M = 1.3, 10_000, 40
     tracking = QuantileTracking(quantile=0.5, learning_rate=0.1, budget_share=0.02)
     tracked, clipper = tracked_thresholds([1.0] * M, tracking)
@@ -314,7 +316,7 @@ def test_counts_have_the_promised_noise():
 
 
 def test_thresholds_show_counts_on_a_grid_alone():
-    """The last bits of float64 noise would be public otherwise."""
+    """Otherwise the last bits of float64 noise would be public."""
     model, tracking = network(), QuantileTracking(quantile=0.5, learning_rate=0.1, budget_share=0.02)
     engine = engine_on(model, adaptive_clipping=tracking)
     (before,) = engine.thresholds.values()
@@ -341,7 +343,7 @@ def test_replays_draw_the_same_counts():
 
 @pytest.mark.parametrize("otherwise", [False, True])
 def test_a_replay_with_other_counts_has_other_noise(otherwise):
-    """The same normals times two deviations would tell what they are, and with them the gradient."""
+    """The same normals times two deviations would reveal them, and with them the gradient."""
     normals, state = [], engine_on(network()).state_dict()
     for miscounted in (0, otherwise):
         model = network()
@@ -350,7 +352,7 @@ def test_a_replay_with_other_counts_has_other_noise(otherwise):
         exact, seen = engine._thresholds._counts, []
 
         def counts(metrics, exact=exact, seen=seen, miscounted=miscounted):
-            return exact(metrics) + miscounted * (not seen)  # as if rounding had put two at their thresholds
+            return exact(metrics) + miscounted * (not seen)  # as if rounding moved two norms to their thresholds
 
         engine._thresholds._counts = counts
         for logical_batch in engine.batches(TensorDataset(X, Y), 60, steps=3):
@@ -372,7 +374,7 @@ def test_a_replay_with_other_counts_has_other_noise(otherwise):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("style", STYLES)
 def test_the_run_does_not_depend_on_micro_batches_and_modes(style):
-    with taken_for_equal():  # which the sums are, but for rounding
+    with taken_for_equal():  # the sums are equal up to rounding
         compare_runs(style)
 
 
@@ -390,12 +392,12 @@ def compare_runs(style):
         assert other_thresholds == thresholds  # counts are whole numbers
     torch.compiler.reset()
     compiled = run(7, wrap=lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
-    assert torch.allclose(compiled[0], weights, rtol=0, atol=1e-12)  # no graph remembers an old threshold
+    assert torch.allclose(compiled[0], weights, rtol=0, atol=1e-12)  # no graph keeps an old threshold
     assert compiled[1] == thresholds
 
 
 def test_padding_is_not_counted():
-    """Micro-batches of 60 rows, of which about 20 are samples, in a run whose gradients are all below the threshold."""
+    """Micro-batches of 60 rows with about 20 samples; all gradients are below the threshold."""
     model = network()
     engine = engine_on(model, max_grad_norm=1e3, noise_multiplier=0, steps=1)
     (rows,) = train(model, engine, micro_batch_size=60)
@@ -419,7 +421,7 @@ class Broken(nn.Tanh):
 
 @pytest.mark.parametrize("failure", ["in a layer", "before the first sum is delivered"])
 def test_a_backward_that_failed_does_not_count_twice(failure):
-    """Norms of a layer were known when the backward failed; the batch is drawn again, and its samples count once."""
+    """Backward fails after the norms of a layer are known; the batch is drawn again, and its samples count once."""
     model = network()
     if failure == "in a layer":
         model[1] = Broken()
@@ -463,7 +465,7 @@ def test_the_ledger_and_its_state_tell_of_the_counts():
     train(model, engine)
     assert "6 releases of a sum and 2 clipping counts under Poisson sampling" in engine.statement()
     state = json.loads(json.dumps(engine.state_dict()))
-    assert [release["quantile_counts"] for release in state["ledger"]["releases"]] == [2]
+    assert [span["release"]["quantile_counts"] for span in state["ledger"]["spans"]] == [2]
     assert state["thresholds"]["values"] == list(engine.thresholds.values())
     assert "budget_share=0.05" in state["mechanism"]["adaptive_clipping"]
 

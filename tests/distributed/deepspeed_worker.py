@@ -7,12 +7,14 @@ A case is a training (see deepspeed_updates.py) or a check (see deepspeed_checks
 
 import sys
 
+from tests import seeds
 from tests.distributed import deepspeed_checks, deepspeed_updates
 from tests.distributed.rank import main
 from tests.sums import taken_for_equal
 
 
 def run(case: str) -> object:
+    seeds.fix(case)  # whatever has run before it in this process
     if not case[0].isdigit():
         return deepspeed_checks.run(case)
     with taken_for_equal():  # the sums of both trainings, which they are but for rounding

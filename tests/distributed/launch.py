@@ -5,7 +5,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -63,11 +64,44 @@ def _tails(printed: Sequence[str]) -> str:
 
 
 @cache
-def together(worker: str, world_size: int, *cases: str) -> dict[str, list[Any]]:
+def together(worker: str, world_size: int, *cases: str, timeout: float = 280) -> dict[str, list[Any]]:
     """What each rank reports of each case, in the order of ranks; the cases run in one group, once for all tests."""
-    everyone = launch(worker, world_size, *cases)
+    everyone = launch(worker, world_size, *cases, timeout=timeout)
     assert all(len(results) == len(cases) for results in everyone)
     return {case: [results[i] for results in everyone] for i, case in enumerate(cases)}
+
+
+def shared(
+    worker: str, items: Iterable[Any], case_of: Callable[..., tuple[int, str]], size: int = 5
+) -> Callable[..., list[Any]]:
+    """A function of an item's parameters: what each rank reports of its case (see `together`), rank by rank.
+
+    `case_of` makes the world size and the case of them. Up to `size` items share a launch, if their world sizes are
+    equal, and all or none of them are exhaustive. If that launch fails, each item launches its own case again.
+    """
+    groups: dict[tuple[int, bool], list[str]] = defaultdict(list)
+    places = {}
+    for item in items:
+        world_size, case = case_of(*item.values)
+        group = groups[world_size, bool(item.marks)]
+        places[world_size, case] = group, len(group) // size * size
+        group.append(case)
+
+    def results(*parameters: Any) -> list[Any]:
+        world_size, case = case_of(*parameters)
+        group, start = places[world_size, case]
+        found = _together_if_none_fails(worker, world_size, *group[start : start + size])
+        return (found or together(worker, world_size, case, timeout=120))[case]
+
+    return results
+
+
+@cache
+def _together_if_none_fails(worker: str, world_size: int, *cases: str) -> dict[str, list[Any]] | None:
+    try:
+        return together(worker, world_size, *cases, timeout=150)
+    except FailedRankError:
+        return None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from tests.distributed.launch import FailedRankError, launch
     ("how", "message"),
     [
         ("leak", "UnsupportedParameterError: weight: a gradient reached it"),
-        ("course", "BatchLayoutError: On rank 1 the model takes another course"),
+        ("course", "BatchLayoutError: On rank 1 the model runs a forward of a new kind"),
     ],
 )
 def test_a_failing_rank_ends_the_run(how: str, message: str) -> None:

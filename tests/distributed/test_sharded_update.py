@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import shared
 from tests.grids import covering
 
 STYLES = ("all-layer:auto", "layer-wise:auto", "block-wise:auto", "param-wise:bk", "all-layer:ghost")
@@ -60,9 +60,13 @@ def features(world_size: int, backend: str, case: str) -> set[object]:
     return {(world_size, backend), (backend, *options[-1:]) if "verified" in options else style, styled, *options}
 
 
-@pytest.mark.parametrize(("world_size", "backend", "case"), covering(cases(), features))
+ITEMS = covering(cases(), features)
+found = shared("update_worker.py", ITEMS, lambda world_size, backend, case: (world_size, f"{backend}:{case}"))
+
+
+@pytest.mark.parametrize(("world_size", "backend", "case"), ITEMS)
 def test_the_update_does_not_depend_on_sharding(world_size: int, backend: str, case: str) -> None:
-    for result in launch("update_worker.py", world_size, backend, case):
+    for result in found(world_size, backend, case):
         assert result["error"] <= 1e-10
         sharded, alone = result["epsilon"]
         assert sharded == alone
@@ -75,18 +79,20 @@ def test_the_update_does_not_depend_on_sharding(world_size: int, backend: str, c
         assert moved == ("tracked" in case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "layer-wise:auto+traced",
-        "all-layer:auto+traced+selective",
-        pytest.param("layer-wise:auto+compile+verified", marks=pytest.mark.exhaustive),
-        pytest.param("all-layer:auto+compile+verified", marks=pytest.mark.exhaustive),
-        pytest.param("block-wise:auto+compile+checkpoint+verified", marks=pytest.mark.exhaustive),
-    ],
-)
+COMPILED = [
+    pytest.param("fsdp2:layer-wise:auto+traced"),
+    pytest.param("fsdp2:all-layer:auto+traced+selective"),
+    *(
+        pytest.param(f"fsdp2:{case}+verified", marks=pytest.mark.exhaustive)
+        for case in ("layer-wise:auto+compile", "all-layer:auto+compile", "block-wise:auto+compile+checkpoint")
+    ),
+]
+found_compiled = shared("update_worker.py", COMPILED, lambda case: (2, case))
+
+
+@pytest.mark.parametrize("case", COMPILED)
 def test_blocks_may_be_compiled_under_fsdp2(case: str) -> None:
     """One graph for equal blocks, over logical batches of different sizes: nothing is compiled again."""
-    for result in launch("update_worker.py", 2, "fsdp2", case):
+    for result in found_compiled(case):
         assert result["error"] <= 1e-10
         assert result["compiled"] == 1

@@ -1,6 +1,6 @@
-"""One rank of a sharded training; run by torchrun, compares with the same training in one process, prints JSON.
+"""One rank of sharded trainings; run by torchrun, compares each with the same training in one process, prints JSON.
 
-Usage: torchrun --nproc_per_node=W update_worker.py BACKEND STYLE:MODE[+OPTION...]
+Usage: torchrun --nproc_per_node=W update_worker.py BACKEND:STYLE:MODE[+OPTION...] [...]
 
 Backends: ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2, fsdp2-kept (reshard_after_forward=False), fsdp2-root
 (one unit), fsdp2-idle (a unit that never runs), fsdp2-list (the last norm and the tied weight in one unit, as
@@ -35,6 +35,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.names import canonical_name
+from tests import seeds
 from tests.distributed.rank import main
 from tests.networks import every_second_product
 from tests.sums import taken_for_equal
@@ -187,7 +188,7 @@ def train(
     dataset = texts("lengths" in options)
     engine = PrivacyEngine(
         model,
-        batch_size=20,
+        batch_size=12,
         sample_size=SAMPLES,
         steps=STEPS,
         noise_multiplier=1.0,
@@ -255,8 +256,11 @@ def train_alone(model: nn.Module, style: str, mode: str, options: set[str]) -> d
     return {**figures, "trained": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def compare(backend: str, case: str) -> dict[str, object]:
-    style, mode = case.split(":")
+def compare(case: str) -> dict[str, object]:
+    seeds.fix(case)  # whatever has run before it in this process
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    backend, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
     torch.manual_seed(0)
@@ -280,4 +284,4 @@ def compare(backend: str, case: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     with taken_for_equal():  # which they are but for rounding
-        main(lambda: compare(*sys.argv[1:]))
+        main(lambda: [compare(case) for case in sys.argv[1:]])

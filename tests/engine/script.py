@@ -1,4 +1,4 @@
-"""A small model, its data, and an engine on it: what the tests of the engine share."""
+"""A small model, its data and an engine, for the tests of the engine."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ UNWARNED = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
     pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
 ]
-"""Marks of tests whose own loops and missing noise are on purpose."""
+"""Marks of tests with intentional own loops and missing noise."""
 
 N, D, P = 24, 5, 3
 """Samples, inputs, classes."""
@@ -33,7 +33,7 @@ def data(n=N, seed=1):
 def engine_on(model, **options):
     defaults = {"batch_size": 6, "sample_size": N, "steps": 8, "noise_multiplier": 0, "clipping_fn": "abadi"}
     engine = PrivacyEngine(model, **{**defaults, **options})
-    engine._secret = bytes(range(32))  # the same logical batches in every run of the tests
+    engine._secret = bytes(range(32))  # the same logical batches in every run
     return engine
 
 
@@ -46,7 +46,7 @@ def values(model):
 
 
 def first_of(engine, micro_batch_size):
-    """The first logical batch; the iterator must live on."""
+    """Return the first logical batch; the caller must keep the iterator."""
     batches = engine.batches(TensorDataset(*data()), micro_batch_size)
     logical_batch = next(batches)
     logical_batch.batches = batches

@@ -1,4 +1,4 @@
-"""`torch.set_default_device` moves the user's tensors: those of the engine are made where they are needed."""
+"""`torch.set_default_device` moves the user's tensors, but not the engine's."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import PrivacyEngine
-from dpshard.sampling import _padded, plan_micro_batches
+from dpshard.sampling import plan_micro_batches
+from dpshard.sampling.loading import _padded
 
 
 @pytest.fixture

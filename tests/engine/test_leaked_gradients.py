@@ -28,7 +28,7 @@ from tests.oracle import (
 
 pytestmark = UNWARNED
 
-DIRECT = "a gradient reached it on a way"
+DIRECT = "a gradient reached it along a path"
 
 
 def regularised(model, x, y):
@@ -152,7 +152,7 @@ def test_a_gradient_set_on_a_parameter_without_one_is_refused():
 
 
 def test_a_gradient_that_never_arrived_does_not_let_another_pass():
-    """The memory of the clipped sum that was not accumulated may be the memory of the raw gradient that comes next."""
+    """The next raw gradient may reuse the memory of a clipped sum that was not accumulated."""
     model = mlp()
     engine_on(model)
     x, y = data(6)
@@ -166,7 +166,7 @@ def test_a_gradient_that_never_arrived_does_not_let_another_pass():
     "change",
     [
         lambda p: p.grad.mul_(100),
-        lambda p: p.grad.data.mul_(100),  # a write that torch does not count as one
+        lambda p: p.grad.data.mul_(100),  # a write that torch does not count
         lambda p: nn.utils.clip_grad_norm_([p], 1e-6),
     ],
 )
@@ -184,7 +184,7 @@ def test_gradients_may_be_changed_after_the_noise_alone(change):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_change_between_two_backwards_is_refused_at_the_release_at_the_latest(waits, monkeypatch):
-    """A change that the next backward adds to is not seen afterwards; an accelerator is asked at the release only."""
+    """A change that the next backward adds to is invisible later; on an accelerator only the release checks."""
     model = mlp()
     engine_on(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -204,7 +204,7 @@ def test_a_change_between_two_backwards_is_refused_at_the_release_at_the_latest(
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_module_hook_that_writes_to_gradients_within_a_backward_is_refused(again, everywhere):
-    """Through `.data`, so that torch counts no write, and after the layer behind it has its gradient."""
+    """It writes through `.data`, which torch does not count, after the next layer has its gradient."""
     model = mlp()
     engine_on(model, clipping_style="layer-wise", verify=False)
     if again:
@@ -230,7 +230,7 @@ def test_a_module_hook_that_writes_to_gradients_within_a_backward_is_refused(aga
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [0.25, 0.5, -2.0, 2.0, 4.0])
 def test_a_factor_of_two_is_no_blind_spot_of_the_checksum(dtype, factor):
-    """It adds the same to the bits of every element: of 4,096 numbers of 64 bits, a multiple of 2^64."""
+    """A factor of two adds the same to the bits of every element: over 4,096 words of 64 bits, a multiple of 2^64."""
     gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
     for x in (gradient, gradient.t(), gradient[1:, 1:], gradient[0, 0]):
         before = checksum(x)
@@ -296,7 +296,7 @@ def test_a_parameter_made_trainable_later_is_refused(change, own_optimizer, in_b
 
 @pytest.mark.parametrize("in_between", [True, False])
 def test_adapters_that_come_after_the_engine_are_refused(in_between):
-    """As get_peft_model does it: all that the engine knows is frozen."""
+    """Like get_peft_model: all parameters that the engine knows are frozen."""
     model = mlp()
     engine_on(model)
     if in_between:
@@ -329,12 +329,14 @@ def test_a_parameter_may_be_frozen_later(first):
 
 @pytest.mark.parametrize("style", ["all-layer", "param-wise"])
 def test_gradients_are_not_handed_out_before_the_noise(style):
-    """An update by hand from torch.autograd.grad, which no optimizer and no ledger would see."""
+    """A manual update from torch.autograd.grad, which no optimizer or ledger would see."""
     model = nn.Linear(4, 2).double()
     engine = noise_free_engine(model, batch_size=3, clipping_style=style)
     x = randn(3, 4)
     with pytest.raises(LogicalBatchError, match=r"autograd\.grad.*without noise.*engine\.privatize"):
         torch.autograd.grad(model(x).square().sum(1).mean(), list(model.parameters()))
+    with pytest.raises(LogicalBatchError, match=r"autograd\.grad.*without noise"):  # of one, not the group's first
+        torch.autograd.grad(model(x).square().sum(1).mean(), [model.bias])
     model(x).square().sum(1).mean().backward()
     engine.privatize()
     assert engine.step == 1
@@ -342,7 +344,7 @@ def test_gradients_are_not_handed_out_before_the_noise(style):
 
 
 def test_gradients_of_inputs_may_be_asked_for():
-    """As adversarial training does: nothing of them reaches a parameter but through the loss."""
+    """Like adversarial training: they reach parameters only through the loss."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     plain = copy.deepcopy(model)
 
@@ -360,7 +362,7 @@ def test_gradients_of_inputs_may_be_asked_for():
 
 
 class Hidden(nn.Module):
-    """Keeps what is between its layers."""
+    """Keeps its hidden units."""
 
     def __init__(self):
         super().__init__()
@@ -384,7 +386,7 @@ def by_inputs(model, x, loss):
 @pytest.mark.parametrize("ask", [by_grad, by_inputs])
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_a_backward_for_other_gradients_counts_no_sample(ask, style):
-    """It comes by the taps of the second layer: what it brings must not be added to what the loss brings."""
+    """It reaches the second layer's taps; its gradients must not add to those of the loss."""
     model, x = Hidden().double(), randn(6, 4).requires_grad_()
     samples = per_sample_gradients(copy.deepcopy(model), [x.detach()])
     groups = None if style == "all-layer" else [["first.weight", "first.bias"], ["second.weight", "second.bias"]]

@@ -1,4 +1,4 @@
-"""What an engine leaves alone: other engines, evaluation, copies, states, and the model after detach()."""
+"""An engine does not change other engines, evaluation, copies, states, or the model after detach()."""
 
 import copy
 import io

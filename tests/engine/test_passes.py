@@ -171,7 +171,7 @@ def test_an_exception_does_not_poison_the_next_step(style, mode, where):
         F.cross_entropy(model(x[6:]), y[6:]).backward()
         if attempt == 0 and where == "after forward":
             # For all the engine knows, both are of one logical batch, and half of it would be released.
-            with pytest.raises(LogicalBatchError, match="feed all rows of this logical batch again"):
+            with pytest.raises(LogicalBatchError, match="Feed all rows of this logical batch again"):
                 optimizer.step()
             continue
         optimizer.step()

@@ -59,8 +59,9 @@ def test_a_schedule_divides_and_accounts_step_by_step(schedule):
         model.zero_grad()
     torch.testing.assert_close(sums[1], sums[0])
     torch.testing.assert_close(sums[2], sums[0])
-    releases = engine.state_dict()["ledger"]["releases"]
-    assert {r["sampling_probability"]: r["count"] for r in releases} == {2 / N: 1, 6 / N: 2}
+    spans = engine.state_dict()["ledger"]["spans"]
+    steps = [(span["release"]["sampling_probability"], span["start"], span["stop"]) for span in spans]
+    assert steps == [(2 / N, 0, 1), (6 / N, 1, 3)]
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)

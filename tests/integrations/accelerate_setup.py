@@ -1,4 +1,4 @@
-"""What the test of accelerate and its worker share."""
+"""Shared parts of the test of accelerate and its worker."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Trains through accelerate, and goes on from a checkpoint, on each rank; reports the parameters, noise included."""
+"""Trains through accelerate, and resumes from a checkpoint, on each rank; reports the parameters, with noise."""
 
 import json
 import os
@@ -55,10 +55,10 @@ def main(kind, folder, state):
         print("RESULT", json.dumps([type(model).__name__, engine.step, found]), flush=True)
     accelerator.end_training()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the group, and abort an orderly exit
+    os._exit(0)  # gloo's threads may outlive the group, and abort an ordinary exit
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    with taken_for_equal():  # the sums of all trainings, which they are but for rounding
+    with taken_for_equal():  # all trainings have equal sums up to rounding
         main(*sys.argv[1:])

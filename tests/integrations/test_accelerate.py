@@ -28,7 +28,7 @@ WORKER = Path(__file__).with_name("accelerate_worker.py")
 
 
 def reported(ranks: int, *arguments: str) -> list:
-    """What the worker prints; one alone is no rank."""
+    """Return the worker's output; a single process is not a rank."""
     if ranks > 1:
         return launch(WORKER, ranks, *arguments, timeout=200)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}

@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def environment():
-    """Lightning's strategies leave their addresses there, which other tests would take for their own."""
+    """Lightning's strategies leave their addresses in the environment, and other tests would use them."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -98,7 +98,7 @@ def test_a_step_that_reorders_its_rows_needs_batches_without_padding(tmp_path):
             x, y = batch
             return super().training_step((x.flip(0), y.flip(0)), batch_idx)
 
-    # A micro-batch is as large as the data set: padding stands behind several samples in every step.
+    # A micro-batch is as large as the data set, so every step has several samples followed by padding.
     with pytest.raises(LogicalBatchError, match="pad=False"):
         fit(private_training(micro_batch_size=len(DATA)), Reversing(), tmp_path)
     private = private_training(pad=False)
@@ -106,7 +106,7 @@ def test_a_step_that_reorders_its_rows_needs_batches_without_padding(tmp_path):
 
 
 def test_a_fit_is_the_engines_own_loop(tmp_path):
-    """Noise included, whatever Lightning does about clipping the private gradients being switched off."""
+    """With noise; clipping of the private gradients by Lightning is off."""
     private, module = private_training(), Classifier()
     secret = []
 
@@ -138,7 +138,7 @@ def test_a_fit_is_the_engines_own_loop(tmp_path):
 
 
 def test_a_resumed_fit_is_the_same_bit_for_bit(tmp_path):
-    """From the middle of an epoch, dropout included."""
+    """From the middle of an epoch, with dropout."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     private, module = private_training(), Classifier(0.5)
@@ -173,7 +173,7 @@ def test_a_checkpoint_without_a_ledger_is_refused(tmp_path):
 )
 def test_what_is_not_private_is_refused(options, message, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # to be put back: a strategy of Lightning's sets them
+        monkeypatch.setenv(name, "")  # restored afterwards; Lightning's strategies set them
         monkeypatch.delenv(name)
     try:
         with pytest.raises(ConfigurationError, match=message):

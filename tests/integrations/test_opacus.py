@@ -40,11 +40,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
 N, BATCH, D, C, R = 62, 10, 5, 3, 0.6
 EXPECTED = 8
-"""Seven batches make a round, and 62 // 7 is what Opacus divides by."""
+"""Seven batches make a round; Opacus divides by 62 // 7."""
 
 
 class Rows(Dataset):
-    """Inputs, classes, and the number of the row."""
+    """Inputs, classes, and row numbers."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ def make_private(model, *, method="make_private", loader=None, **options):
 
 
 def a_round(model, optimizer, loader, criterion=F.cross_entropy, *, first=False):
-    """Rows of each logical batch, and the gradients that each step used; zero_grad first or last."""
+    """Return rows of each logical batch, and the gradients of each step; zero_grad first or last."""
     seen, used, rows = [], [], []
     optimizer.attach_step_hook(lambda _: used.append(gradients_of(model._module)))
     for x, y, i in loader:
@@ -113,7 +113,7 @@ def test_an_update_is_the_oracles(mode, reduction, physical):
     model = mlp()
     made = make_private(model, grad_sample_mode=mode, loss_reduction=reduction)
     _, private, optimizer, *criterion, loader = made
-    optimizer.param_groups[0]["lr"] = 0.0  # every step is held against the same parameters
+    optimizer.param_groups[0]["lr"] = 0.0  # all steps are at the same parameters
     assert optimizer.expected_batch_size == EXPECTED
 
     def loss(output, y):
@@ -134,7 +134,7 @@ def test_an_update_is_the_oracles(mode, reduction, physical):
         if not rows:
             continue
         samples = per_sample_gradients(oracle, (DATA.x[rows], DATA.y[rows]), F.cross_entropy)
-        divisor = EXPECTED if reduction == "mean" else 1  # Opacus leaves a sum as it is
+        divisor = EXPECTED if reduction == "mean" else 1  # Opacus does not divide a sum
         expected = clipped_mean(samples, max_grad_norm=R, batch_size=divisor)
         assert relative_error(gradients, expected) < 1e-10
         checked += 1
@@ -143,7 +143,7 @@ def test_an_update_is_the_oracles(mode, reduction, physical):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_noise_and_batches_are_those_of_the_engine(first):
-    """With one run secret, the interface and the engine itself give the same parameters, noise included."""
+    """With one run secret, interface and engine give the same parameters, with noise."""
     model = mlp()
     privacy, private, optimizer, loader = make_private(model, noise_multiplier=1.3)
     state = privacy.engine.state_dict()
@@ -186,7 +186,7 @@ def test_per_layer_clipping_is_the_oracles():
 
 
 def test_steps_and_zero_grad_wait_for_the_logical_batch():
-    """Also those of the model; and a round that is left early releases nothing of its last logical batch."""
+    """Also the model's zero_grad; leaving a round early releases nothing of its last logical batch."""
     model = mlp()
     privacy, private, optimizer, loader = make_private(model)
     start = [p.clone() for p in model.parameters()]
@@ -302,7 +302,7 @@ def test_what_cannot_be_accounted_is_refused(case):
     model = mlp()
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         make_private(model, **options)
-    make_private(model)  # what was refused has left nothing behind
+    make_private(model)  # the refusal had no side effects
 
 
 def test_foreign_and_forgotten_parameters_are_refused():
@@ -325,7 +325,7 @@ def test_an_engine_makes_one_model_private():
     with pytest.raises(EngineInUseError, match="make_private was called before"):
         privacy.make_private(**again, noise_multiplier=1.0, max_grad_norm=1.0)
     private.cleanup()
-    # What make_private has returned can be made private anew.
+    # Results of make_private can be made private again.
     _, optimizer, _ = PrivacyEngine().make_private(**again, noise_multiplier=1.0, max_grad_norm=1.0)
     assert isinstance(optimizer, DPOptimizer)
     assert isinstance(optimizer.original_optimizer, torch.optim.SGD)
@@ -358,7 +358,7 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path):
 
 
 def test_the_ghost_criterion_keeps_samples_apart():
-    """A mean over the tokens of all samples, and class weights, would make them depend on each other."""
+    """A mean over the tokens of all samples, or class weights, would make them depend on each other."""
     torch.manual_seed(0)
     logits, target = randn(4, 6, C), torch.randint(0, C, (4, 6))
     target[0, 1:] = -100
@@ -390,11 +390,11 @@ def test_the_validator_leaves_the_model_alone():
         PrivacyEngine().validate(module=model)
     assert not PrivacyEngine().is_compatible(module=model)
     assert PrivacyEngine().is_compatible(module=PrivacyEngine.get_compatible_module(model))
-    assert ModuleValidator.validate(nn.BatchNorm1d(4))  # one that nothing can take the place of, in the model's stead
+    assert ModuleValidator.validate(nn.BatchNorm1d(4))  # a whole model that cannot be replaced
 
 
 def test_padding_reaches_no_gradient_of_an_empty_batch():
-    """A round of a tiny sampling rate has empty batches: one row each, and steps that release noise alone."""
+    """A round with a tiny sampling rate has empty batches: one row each, and steps that release only noise."""
     data = TensorDataset(randn(40, D), torch.zeros(40, dtype=torch.long))
     model = mlp()
     privacy, private, optimizer, loader = make_private(model, loader=DataLoader(data, batch_size=1))
@@ -419,7 +419,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-opacus.md").read_text(
 
 
 def names_in(heading):
-    """Return the names `opacus.…` in the table under a heading of the page; of the first column only."""
+    """Return the names `opacus.…` in the first column of the table under a heading."""
     table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     return [name for cell in cells for name in re.findall(r"`opacus\.([\w.]+)`", cell)]
@@ -446,7 +446,7 @@ def test_the_page_lists_names():
 
 
 def test_accountants_alone_have_the_figures_of_the_ledger():
-    """sigma = 1, q = 0.01, 1000 steps, delta = 1e-5; those of other parameters, in several steps, add up."""
+    """sigma = 1, q = 0.01, 1000 steps, delta = 1e-5; figures of other parameters, in several steps, add up."""
     for kind, epsilon in ((accountants.RDPAccountant, 2.1014), (accountants.PRVAccountant, 1.8282)):
         accountant, other = kind(), kind()
         assert accountant.get_epsilon(1e-5) == 0

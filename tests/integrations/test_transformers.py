@@ -41,7 +41,7 @@ N, V = 24, 13
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Tokens of 3 to 6, of which some have no label."""
+    """Sequences of 3 to 6 tokens, some without a label."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
@@ -125,7 +125,7 @@ def trainer_of(
 
 
 class Watch(transformers.TrainerCallback):
-    """What the optimizer is about to step with, after each step's batch was drawn."""
+    """Notes the gradients before the optimizer's step, after each step's batch was drawn."""
 
     def __init__(self):
         self.steps = []
@@ -135,7 +135,7 @@ class Watch(transformers.TrainerCallback):
 
 
 class Secret(transformers.TrainerCallback):
-    """The same run secret in every run: the same batches and the same noise."""
+    """Fixes the run secret, so that every run has the same batches and noise."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -145,7 +145,7 @@ class Secret(transformers.TrainerCallback):
 
 
 def own_loss(model):
-    """The loss of one sample, written out, given how its model shifts tokens."""
+    """Return an explicit loss of one sample, given how its model shifts tokens."""
 
     def loss(output, ids, labels):
         logits = output.logits
@@ -158,7 +158,7 @@ def own_loss(model):
 
 @pytest.mark.parametrize("make", [gpt2, t5, bert])
 def test_updates_are_the_oracles(make, tmp_path, caplog):
-    """Samples of different lengths, several micro-batches, and no second clipping, though the Trainer would."""
+    """Samples of different lengths, several micro-batches, and no second clipping by the Trainer."""
     model, watch = make(), Watch()
     with caplog.at_level(logging.WARNING):
         options = {"max_grad_norm": 1e-3, "learning_rate": 0.0, "max_steps": 2}
@@ -211,7 +211,7 @@ def one_sample(model, row):
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
-    """Dropout included, from the middle of an epoch, with the secret in a file that only its owner reads."""
+    """With dropout, from the middle of an epoch, and the secret in a file that only its owner can read."""
     options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
     options["logging_steps"] = 6
     privacy = {"noise_multiplier": 1.0}
@@ -236,7 +236,7 @@ def lora():
     model = gpt2()
     config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a name that peft calls by its old name
+        warnings.simplefilter("ignore")  # peft uses a name by its old spelling
         torch.manual_seed(1)
         return peft.get_peft_model(model, config).double()
 
@@ -258,14 +258,14 @@ CASES = {
     ),
     "lora": (lora, {**RUN, "fsdp": True}),
 }
-"""Model and arguments of a training on two processes; on CPUs the Trainer of Hugging Face would not turn FSDP on."""
+"""Model and arguments of a training on two processes; the Trainer would not enable FSDP on CPUs."""
 WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel", "lora": "FSDPPeftModelForCausalLM"}
 PROMPT = [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("case", quick("fsdp2", rest=["ddp", "lora"]))
 def test_two_processes_train_as_one(case, tmp_path):
-    """Noise and logs included, with half of the accumulation steps; and they save, resume, and generate."""
+    """With noise and logs, and half of the accumulation steps; they also save, resume and generate."""
     worker = Path(__file__).with_name("trainer_worker.py")
     (result,) = launch(worker, 2, tmp_path / "two", case, timeout=200)
     with taken_for_equal():
@@ -328,7 +328,7 @@ def test_evaluation_and_generation_work_within_and_after_the_training(tmp_path):
 
 
 class Pooled(nn.Module):
-    """A model of the user's own, with a loss of its own that the Trainer is given or not."""
+    """A user's model with its own loss, which the Trainer gets or not."""
 
     def __init__(self, balance=0.0):
         super().__init__()
@@ -361,13 +361,13 @@ def test_a_loss_that_is_none_of_tokens_must_be_given(tmp_path):
 
 @pytest.mark.parametrize("make", [gpt2, bert])
 def test_a_loss_that_was_rounded_is_told_apart(make, tmp_path):
-    """FSDP2 casts what a model returns, its loss included, to the dtype of its policy."""
+    """FSDP2 casts outputs, including the loss, to the dtype of its policy."""
     model = make().float()
     for p in model.parameters():
-        p.data.mul_(20)  # as sure of itself as a trained model
+        p.data.mul_(20)  # as confident as a trained model
     forward = model.forward
 
-    @functools.wraps(forward)  # of which the Trainer reads the names of the arguments
+    @functools.wraps(forward)  # the Trainer reads the names of its arguments
     def rounded(*args, **kwargs):
         outputs = forward(*args, **kwargs)
         loss = None if outputs.loss is None else outputs.loss.bfloat16()
@@ -381,7 +381,7 @@ def test_a_loss_that_was_rounded_is_told_apart(make, tmp_path):
 
 def test_labels_that_cannot_be_told_apart_are_refused(tmp_path):
     model = gpt2()
-    model.transformer.wte.weight.data.zero_()  # every token is as likely as any other
+    model.transformer.wte.weight.data.zero_()  # all tokens are equally likely
     with pytest.raises(ConfigurationError, match="cannot be told whether the labels of GPT2LMHeadModel"):
         trainer_of(model, tmp_path).train()
 
@@ -392,7 +392,7 @@ def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
 
 
 def test_labels_that_do_not_fit_the_logits_ask_for_a_loss(tmp_path):
-    """Of an image's patches, say, while logits are of the whole."""
+    """For example labels of an image's patches, with logits of the whole image."""
     with pytest.raises(
         ConfigurationError, match=r"do not name a class for every position of the logits.*compute_loss_func"
     ):
@@ -412,7 +412,7 @@ def test_a_loss_that_overrides_ours_is_refused(tmp_path):
 
 
 class Labelled(torch.utils.data.Dataset):
-    """Sequences of a class each; that of the last ones is -100."""
+    """Sequences with one class each; the class of the last ones is -100."""
 
     def __len__(self):
         return 12
@@ -422,7 +422,7 @@ class Labelled(torch.utils.data.Dataset):
 
 
 def test_labels_that_count_for_nothing_are_refused(tmp_path):
-    """They change by what the losses of the others are divided; the first samples need not show it."""
+    """They change the divisor of the other losses; the first samples may not show it."""
     model = transformers.BertForSequenceClassification(bert().config).double()
     trainer = PrivateTrainer(model, arguments(tmp_path), train_dataset=Labelled(), privacy={"noise_multiplier": 1.0})
     with pytest.raises(ConfigurationError, match=r"label -100.*Leave them out"):

@@ -57,10 +57,10 @@ def main(folder, *cases):
         print("\nRESULT", json.dumps(results), flush=True)
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the group, and abort an orderly exit
+    os._exit(0)  # gloo's threads may outlive the group, and abort an ordinary exit
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    with taken_for_equal():  # the sums of both trainings, which they are but for rounding
+    with taken_for_equal():  # both trainings have equal sums up to rounding
         main(*sys.argv[1:])

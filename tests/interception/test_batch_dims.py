@@ -117,7 +117,7 @@ def test_rows_that_are_all_alike_tell_no_order():
     """Nor does verification: the gradient of the layer after them is zero, until the one before has learnt."""
     model = TimeFirst(randn(D, D))
     noise_free_engine(model, batch_size=B)
-    with pytest.raises(BatchLayoutError, match=r"sees the same number everywhere in a tensor of shape \(18, 3\)"):
+    with pytest.raises(BatchLayoutError, match=r"sees equal rows in a tensor of shape \(18, 3\)"):
         model(randn(B, T, D))
 
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing, and checkpointing within compiled regions: exact, like a model without them."""
+"""Selective activation checkpointing, and checkpointing in compiled regions: exact, as without them."""
 
 import functools
 import itertools
@@ -74,7 +74,7 @@ def reversed_twice(x):
 
 
 def logged(seen):
-    """Contexts of selective checkpointing that note the operators which it counts, in forward and in backward."""
+    """Return contexts of selective checkpointing that note its operators, in forward and backward."""
 
     def noting(mode, name):
         class Noting(type(mode)):
@@ -93,7 +93,7 @@ def logged(seen):
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_a_recomputation_runs_the_operators_of_its_forward(mode):
-    """Also where rows are picked before the segment and within: they are followed by operators of our own."""
+    """Also if rows are picked before and within the segment: dpshard's own operators follow them."""
     seen = {"forward": [], "backward": []}
 
     def use(m, x):
@@ -116,7 +116,7 @@ def test_a_recomputation_runs_the_operators_of_its_forward(mode):
 
 
 def test_what_is_written_in_place_after_a_parameter():
-    """The output of the convolution is not kept, so a function may write into it."""
+    """The convolution's output is not kept, so a function may write into it."""
 
     def use(m, x):
         return checkpoint(m.body, x, use_reentrant=False, context_fn=POLICIES["products"])
@@ -138,7 +138,7 @@ class Gate(nn.Module):
 
 
 class Small(nn.Module):
-    """Compiled in a moment: a linear map and a derived parameter, twice."""
+    """Quick to compile: a linear map and a derived parameter, twice."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Small(nn.Module):
 
 
 def around_each_block(model, context, backend):
-    """The checkpoint around the block, and the compiled call around the checkpoint: torchtitan's order."""
+    """The compiled call is within the checkpoint, the checkpoint around the block: torchtitan's order."""
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block, **context)
         model.blocks[i].compile(fullgraph=True, backend=backend)
@@ -191,7 +191,7 @@ def fresh_compiler():
     ],
 )
 def test_compiled_and_checkpointed(way, selective, style):
-    """In either order; and the compiler's setting that this needs is put back."""
+    """In either order; the compiler's setting for this is restored."""
     torch.manual_seed(0)
     context = {"context_fn": every_second_product} if selective else {}
     model, x = Small().double(), randn(4, 3, 5)

@@ -34,7 +34,7 @@ DATA = sentences(B)
 EXPECTED = clipped_mean(per_sample_gradients(Network(blocks=1), DATA, F.cross_entropy), max_grad_norm=R, batch_size=B)
 
 
-# Dynamo looks at `.grad` of inputs that are no leaves, and hides the warning in a way that pytest's "error" defeats.
+# Dynamo reads `.grad` of non-leaf inputs, and hides the warning in a way that defeats pytest's "error".
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -80,7 +80,7 @@ def assert_exact(model, way, backend, **options):
 
 @pytest.mark.parametrize(("way", "backend"), [*((way, "aot_eager") for way in WAYS), (whole, "eager")])
 def test_exact(way, backend):
-    """Also of a model that is verified: of compiled blocks, and of the whole, with the compiler that costs least."""
+    """Also with verification: compiled blocks, and the whole model, with the cheapest compiler."""
     verify = (way, backend) in [(blocks, "aot_eager"), (whole, "eager")]
     assert_exact(Network(blocks=1), way, backend, verify=verify)
 
@@ -192,7 +192,7 @@ def test_tables():
 
 @pytest.mark.parametrize("way", [whole, in_place, blocks])
 def test_compiled_once(way):
-    """Logical batches of 0 to 9 samples, in micro-batches of 3, are one shape to the compiler."""
+    """Logical batches of 0 to 9 samples, in micro-batches of 3, have one shape for the compiler."""
     model, data = way(Network(blocks=1), "aot_eager"), sentences(9)
     options = {"sample_size": 9, "steps": 12, "target_delta": 1e-3, "verify": way is in_place}
     engine = noise_free_engine(model, batch_size=4, max_grad_norm=R, **options)
@@ -220,7 +220,7 @@ def graph_breaks():
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_a_compiled_function_of_forward_and_backward(mode):
-    """What runs within it by itself, taps and anchors, is left out of it."""
+    """Parts that run by themselves, taps and anchors, are left out of it."""
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double(), randn(B, 4)
     expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=1.0, batch_size=B)
     noise_free_engine(model, batch_size=B, max_grad_norm=1.0, clipping_mode=mode, steps=2)
@@ -281,7 +281,7 @@ class Wide(nn.Module):
 
 
 def test_many_models_are_compiled_in_one_process():
-    """Dynamo leaves code eager that it has compiled a few times: each model has its own."""
+    """Dynamo runs code in eager mode after a few compilations, so each model has its own."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for width in (8, 16, 24):
             model, x = Wide(width).double(), randn(B, 4)
@@ -302,7 +302,7 @@ class Switching(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:No gradient reached")
 def test_another_course_of_a_compiled_region_is_refused():
-    """Slots are handed out in order: those of one layer would give its gradient to another."""
+    """Slots are taken in order: those of one layer would give its gradient to another."""
     model = Switching().double()
     compiled = torch.compile(model, backend="aot_eager")
     engine = noise_free_engine(compiled, batch_size=B, steps=2)
@@ -317,7 +317,7 @@ def test_another_course_of_a_compiled_region_is_refused():
 
 
 class Layer(nn.Module):
-    """Equal blocks of few functions; one weight is used through a function of its own."""
+    """Equal blocks of few functions; a separate function uses one weight."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("style", ["all-layer", "block-wise", "layer-wise"])
 def test_equal_blocks_have_one_graph(style):
-    """Dynamo runs what it has compiled eight times in eager mode, so twelve blocks must share a graph."""
+    """Dynamo falls back to eager mode after eight compilations, so twelve blocks must share a graph."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(3, 3), *[Layer() for _ in range(12)]).double(), randn(B, 2, 3)
     names = [name for name, _ in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""What a plain forward must not pay for: counted in calls of Python functions, which no load of a machine changes."""
+"""Costs that a plain forward must not have, in calls of Python functions, which do not depend on the machine's load."""
 
 import sys
 from collections import Counter
@@ -21,7 +21,7 @@ B = 8
 
 
 def calls_of(run, *args):
-    """The calls of Python functions of dpshard that `run(*args)` makes, by file below the package."""
+    """Return the calls of dpshard's Python functions by `run(*args)`, by file below the package."""
     found = Counter()
 
     def note(frame, event, _):
@@ -39,7 +39,7 @@ def calls_of(run, *args):
 
 
 def steady_calls(model):
-    """Those of a forward whose kind of input is known: the first one probes the model."""
+    """Return those of a forward with a known kind of input: the first one probes the model."""
     PrivacyEngine(model, batch_size=B, sample_size=100, steps=1, noise_multiplier=0.0, verify=False)
     x = torch.randn(B, 6)
     model(x)

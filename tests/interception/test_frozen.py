@@ -33,7 +33,7 @@ def linears():
 
 
 class GPT(nn.Module):
-    """A block of the usual functions: embedding, positions, norms, attention, GELU, a tied head."""
+    """A block of common functions: embedding, positions, norms, attention, GELU, a tied head."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def engine_on(model, **options):
 
 
 def saved_bytes(model, forward):
-    """Bytes of the distinct storages that the graph of `forward` keeps for backward."""
+    """Return the bytes of the distinct storages that the graph of `forward` keeps for backward."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -104,11 +104,11 @@ def saved_bytes(model, forward):
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_graph_keeps_what_that_of_the_plain_model_keeps(network, trained):
-    """Both nodes of a layer, autograd's and the engine's, keep the same input; what is frozen, none."""
+    """Both nodes of a layer, autograd's and the engine's, keep the same input; frozen layers keep none."""
     model, x = build(network, trained)
     plain = saved_bytes(model, lambda: model(x))
     engine = engine_on(model)
-    model(x)  # what is learnt once is not part of it
+    model(x)  # exclude one-time work
     private = saved_bytes(model, lambda: model(x))
     assert private <= plain
     engine.detach()
@@ -123,13 +123,13 @@ def test_biases_of_linear_layers_keep_no_activation_at_all():
     model, x = build("linears", "all")
     engine_on(model)
     model(x)
-    assert saved_bytes(model, lambda: model(x)) >= 2 * B * T * D * 4  # the count sees what it is to see
+    assert saved_bytes(model, lambda: model(x)) >= 2 * B * T * D * 4  # the count includes what it must
 
 
 @pytest.mark.parametrize("mode", ["auto", "bk", "ghost", "per-example"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_bias_records_hold_no_activation(network, mode, monkeypatch):
-    """What arrives at a slot is the output gradient alone; what is kept of it, a row of the bias' size a sample."""
+    """Only the output gradient reaches a slot, which keeps one row of the bias' size per sample."""
     model, x = build(network, "biases")
     for name, p in model.named_parameters():  # the affine norms keep their input for their own gradient
         p.requires_grad_(p.requires_grad and "norm" not in name and not (network == "convolutions" and name[0] == "1"))
@@ -165,7 +165,7 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     pairwise(list(TRAINED), ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
 )
 def test_nothing_outlives_the_backward_pass(trained, mode, style):
-    """After backward, nothing that has a row per position is alive but the output."""
+    """After backward, the only live tensor with a row per position is the output."""
     model, x = build("gpt", trained)
     engine = engine_on(model, clipping_mode=mode, clipping_style=style)
     alive = []

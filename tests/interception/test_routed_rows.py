@@ -49,17 +49,17 @@ def flat(x):
 
 
 def chosen(x):
-    """Which positions are kept, [B, T]: about half, of every sample another number, the first always."""
+    """Kept positions [B, T]: about half, a different number per sample, always the first."""
     return (x[..., 0] > 0) | (torch.arange(x.shape[1]) == 0)
 
 
 def expert_of(x):
-    """The expert of every row, [N]: about equally many for each."""
+    """The expert of each row [N], about equally many rows for each."""
     return (flat(x)[:, 0] * 7).floor().long() % E
 
 
 def home(x, rows, values):
-    """The rows added to where they came from, [B, T, ...]."""
+    """Add the rows to their original places, [B, T, ...]."""
     return (
         torch.zeros(flat(x).shape[0], values.shape[-1], dtype=x.dtype)
         .index_add_(0, rows, values)
@@ -93,7 +93,7 @@ def test_rows_that_are_left_out(use):
 
 
 def test_as_many_rows_as_samples():
-    """Where a shape would say that row n is sample n."""
+    """The shape suggests that row n is sample n."""
 
     def use(m, x):
         rows = x[:, 0].argsort()
@@ -128,7 +128,7 @@ def test_rows_go_through_whatever_treats_them_one_by_one(each, parts):
 @pytest.mark.parametrize("labels", [[0, 3, 7, 12, 1, 19], [0] * 20 + [7] + [0] * 8 + [15]], ids=["mixed", "rare"])
 @pytest.mark.parametrize("positions", [0, 2])
 def test_adaptive_softmax(labels, positions):
-    """Clusters pick their rows; one that no sample of the probe belongs to is met later."""
+    """Clusters pick their rows. One cluster has no sample in the probe, and is met later."""
 
     class Adaptive(nn.Module):
         def __init__(self):
@@ -150,7 +150,7 @@ def test_adaptive_softmax(labels, positions):
 
 
 def looped(m, x):
-    """A matrix, a bias and a scale for each expert, looked up one by one."""
+    """Apply a matrix, a bias and a scale per expert, looked up one by one."""
     expert, out = expert_of(x), torch.zeros(flat(x).shape[0], 4, dtype=x.dtype)
     for e in expert.unique():
         (rows,) = torch.where(expert == e)
@@ -170,7 +170,7 @@ def transposed(m, x):
 
 
 def grouped_mm(x, w, *, offs, bias=None, out_dtype=None):
-    """As F.grouped_mm, in float64, for which torch has no kernel; rows beyond the last group hold anything."""
+    """F.grouped_mm in float64, for which torch has no kernel; rows beyond the last group are undefined."""
     out, start = torch.full((len(x), w.shape[2]), torch.nan, dtype=x.dtype), 0
     pieces = []
     for g, end in enumerate(offs.tolist()):
@@ -195,7 +195,7 @@ def sorted_by_expert(m, x):
 
 
 def sorted_some_for_nobody(m, x):
-    """The last expert is not here (expert parallelism): its rows meet no weight."""
+    """The last expert is on another rank (expert parallelism): its rows meet no weight."""
     expert = expert_of(x)
     order = expert.argsort(stable=True)
     ends = F.one_hot(expert, E)[:, : E - 1].sum(0).cumsum(0).int()
@@ -226,7 +226,7 @@ def test_experts_that_every_sample_uses_twice():
 
 
 def test_an_expert_that_sees_all_rows():
-    """A loop over the experts that were hit, each applied to everything and weighted: nothing is routed."""
+    """A loop applies each active expert to all rows, and weights the outputs: nothing is routed."""
 
     def use(m, x):
         weight = F.one_hot(expert_of(x), E).to(x.dtype).view(*x.shape[:2], E)
@@ -272,7 +272,7 @@ def test_an_idle_expert_gets_noise():
 
 
 def test_in_training_other_experts_than_in_the_probe():
-    """The layout is found on a few samples; the next batch hits experts and loads that these did not."""
+    """The layout comes from a few samples; the next batch has experts and loads that they lack."""
     x = randn(B, T, D)
     x[..., 0] = 0.01
     model = Use(looped, w=randn(E, 4, D), b=randn(E, 4), s=randn(E, 4)).double()
@@ -291,7 +291,7 @@ def test_in_training_other_experts_than_in_the_probe():
 
 
 class Modules(nn.Module):
-    """An expert is a module of its own, and is called only if a row comes to it."""
+    """Each expert is a module, called only if it has rows."""
 
     def __init__(self):
         super().__init__()
@@ -341,13 +341,13 @@ def test_elements_that_were_picked():
 
 
 def test_rows_of_different_samples_beside_each_other():
-    """A sample's row plus another's: refused without any verification."""
+    """Adding rows of different samples is refused even without verification."""
 
     def use(m, x):
         return m.map(x + x[x[:, 0].argsort()])
 
     x = randn(B, D)
-    x[:, 0] = -torch.arange(B)  # in no order of theirs
+    x[:, 0] = -torch.arange(B)  # not in their order
     refused(use, x, match=r"map.*nobody can tell", before=False)
 
 
@@ -368,7 +368,7 @@ def test_a_function_that_looks_beyond_a_row():
 
 
 def test_rows_one_batch_apart():
-    """[T, B, D], flattened: whose row it is cannot be read from its number as usual."""
+    """Flattened [T, B, D]: the number of a row does not give its sample as usual."""
 
     def use(m, x):
         x = x.transpose(0, 1)
@@ -379,7 +379,7 @@ def test_rows_one_batch_apart():
 
 
 def test_rows_that_stay_in_order_in_the_probe_alone():
-    """Two samples and three are sorted already, the micro-batch is not: followed in every forward, not only probed."""
+    """The two or three samples of a probe are sorted already, the micro-batch is not: every forward follows rows."""
 
     def use(m, x):
         return m.map(x[x[:, 0].argsort()].cumsum(0))
@@ -410,7 +410,7 @@ def test_compiled_experts_are_refused():
 
 
 def test_a_table_that_is_read_by_index_is_no_route():
-    """As many rows as would fit the batch, and numbers that mean positions."""
+    """The table has as many rows as would fit the batch, and is indexed by positions."""
 
     def use(m, x):
         positions = torch.arange(T - 1, -1, -1)
@@ -431,7 +431,7 @@ def test_rows_picked_after_the_last_parameter_are_fine():
 
 
 def test_a_balancing_loss_is_refused():
-    """It divides by how many rows of the whole micro-batch went to an expert: no sample has a gradient of its own."""
+    """It divides by an expert's number of rows in the whole micro-batch, so samples have no gradients of their own."""
 
     class Balanced(nn.Module):
         def __init__(self):
@@ -453,7 +453,7 @@ def test_a_balancing_loss_is_refused():
 
 
 class Packed(nn.Module):
-    """A map and a recurrent layer on packed rows, then heads; x [B, T, D + 1], whose last feature is the length."""
+    """A map and a recurrent layer on packed rows, then heads; the last feature of x [B, T, D + 1] is the length."""
 
     def __init__(self):
         super().__init__()
@@ -469,13 +469,13 @@ class Packed(nn.Module):
 
 
 def sequences(*lengths, T=T):
-    """Data of sequences that long, padded with numbers that count for nothing."""
+    """Return data of these lengths, with padding values that do not matter."""
     sizes = torch.tensor(lengths, dtype=torch.float64)
     return torch.cat([randn(len(sizes), T, D), sizes[:, None, None].expand(-1, T, 1)], 2)
 
 
 def packed(x):
-    sizes = x[:, 0, D].ceil().long()  # never 0, also of the half of an input that the verification tries
+    sizes = x[:, 0, D].ceil().long()  # never 0, even for the halved inputs of verification
     return pack_padded_sequence(x[..., :D], sizes, batch_first=True, enforce_sorted=False)
 
 
@@ -484,7 +484,7 @@ def padded(rows, length=T):
 
 
 def grouped(names, style):
-    """The names of the parameters of each clipping group."""
+    """Parameter names of each clipping group."""
     layers = dict.fromkeys(name.rpartition(".")[0] for name in names)
     layer_wise = [[name for name in names if name.rpartition(".")[0] == layer] for layer in layers]
     return {"all-layer": [list(names)], "layer-wise": layer_wise, "param-wise": [[name] for name in names]}[style]
@@ -510,7 +510,7 @@ def test_packed_sequences_that_a_checkpoint_repeats():
 
 
 def test_every_packed_batch_has_an_order_of_its_own():
-    """The layout is found with the first; a later one may have as many rows, of other samples, or another T."""
+    """The layout comes from the first batch; a later one may have as many rows of other samples, or another T."""
     model = Packed()
     oracle = copy.deepcopy(model)
     lengths = [(5, 5, 5, 5), (5, 4, 2, 1), (1, 3, 3, 5), (4, 1, 2, 5), (5, 1, 2, 4)]
@@ -525,7 +525,7 @@ def test_every_packed_batch_has_an_order_of_its_own():
 
 
 def test_packed_sequences_of_poisson_batches():
-    """Several logical batches; the padding rows of a micro-batch are packed with the others, and count for nothing."""
+    """Several logical batches; the padding rows of a micro-batch are packed, too, and contribute nothing."""
     model, x = Packed(), sequences(2, 5, 1, 4, 3, 3, 5, 1, 2)
     oracle = copy.deepcopy(model)
     engine = noise_free_engine(model, batch_size=5, sample_size=len(x), max_grad_norm=0.5, steps=16)
@@ -571,7 +571,7 @@ def test_lengths_as_an_input_of_their_own():
 
 
 def test_dropout_between_packed_layers():
-    """Of the same draws, the sum over all samples is plain autograd's, if nothing is clipped."""
+    """With the same draws and no clipping, the sum over all samples is that of plain autograd."""
     rnn = nn.LSTM(D, 2, 2, dropout=0.5, batch_first=True)
     model, x = Use(lambda m, x: padded(m.rnn(packed(x))[0]), rnn=rnn).double(), sequences(2, 5, 1, 4)
 
@@ -591,7 +591,7 @@ def test_dropout_between_packed_layers():
 
 @pytest.mark.parametrize("plant", ["flipped", "as if all were as long"])
 def test_a_wrong_assignment_of_packed_rows_is_caught(plant, monkeypatch):
-    """The fault that refusing them was for: a row belongs to another sample than it is said to."""
+    """A planted fault assigns a row to the wrong sample."""
     pack = Routing._pack
 
     def planted(self, args, kwargs, data, batch_sizes):
@@ -625,7 +625,7 @@ def test_packed_sequences_sorted_by_what_is_no_tensor(by):
 
 
 def test_packed_sequences_that_were_collected_one_by_one_are_refused():
-    """The order of a list of samples is nobody's knowledge, though the shape of what is made of it looks right."""
+    """The order of a list of samples is unknown, although the resulting shape looks right."""
 
     def use(m, x):
         order = x[:, 0, D].argsort(descending=True).tolist()
@@ -664,7 +664,7 @@ def test_packed_rows_that_met_each_other_are_refused():
 
 
 def test_packed_rows_of_samples_that_nobody_counted_are_refused():
-    """A tensor with a row for each position, in no order of samples: packing it starts no route."""
+    """A tensor with one row per position, in no order of samples: packing it starts no route."""
 
     def use(m, x):
         rows = x[..., :D].transpose(0, 1).reshape(-1, D)  # [T * B, D]
@@ -684,7 +684,7 @@ def test_a_norm_of_packed_rows():
 
 
 def test_rows_in_two_orders_are_refused():
-    """Each is followed, but row n of the one is not of the sample of row n of the other."""
+    """Both are followed, but row n of one belongs to another sample than row n of the other."""
 
     def use(m, x):
         rows = chosen(x).flatten().nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Stochastic depth that leaves out samples rather than masking them, as DINOv2 has it: exact for what was drawn."""
+"""Stochastic depth that drops samples instead of masking them, as in DINOv2: exact for the given draws."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 def on_a_subset(x, residual):
-    """x + residual(x) for half of the samples, with twice the weight."""
+    """Return x + residual(x) for half of the samples, with twice the weight."""
     b = len(x)
     k = max(int(b * 0.5), 1)
     chosen = (torch.randperm(b))[:k]

@@ -1,4 +1,4 @@
-"""torch.vmap within a forward: over samples, positions or weights, nested, and of functions of parameters alone."""
+"""torch.vmap within a forward: over samples, positions or weights, nested, and of functions of parameters only."""
 
 import pytest
 import torch

@@ -16,9 +16,12 @@ from torch.testing import assert_close
 
 from dpshard.kernels.philox import HALF, philox, standard_normals
 from dpshard.noise.keyed import BLOCK, KeyedGaussian
+from dpshard.randomness import derive_key
 
 FALSE_ALARM = 1e-7
 WORD = 2**32
+SEVEN = (7, 0, 0)
+"""A stream."""
 
 
 def by_hand(counter, key):
@@ -33,36 +36,48 @@ def by_hand(counter, key):
 
 
 def test_the_plain_integers_are_right():
-    """The known answers of Random123, the authors' own code."""
+    """Known answers of Random123, the authors' code."""
     ones, pi = [WORD - 1] * 6, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
     assert by_hand([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert by_hand(ones[:4], ones[4:]) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     assert by_hand(pi[:4], pi[4:]) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
-@given(seed=st.integers(-(2**63), 2**63 - 1), counter=st.integers(0, WORD - 1))
-def test_words(seed, counter):
-    words = [int(word) for word in philox(seed, torch.tensor([counter]))]
-    assert words == by_hand([counter, 0, 0, 0], [seed % 2**64 % WORD, seed % 2**64 // WORD])
+STREAMS = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 
 
-@given(seed=st.integers(-(2**63), 2**63 - 1), cuts=st.lists(st.integers(0, 5 * HALF), min_size=2, max_size=2))
-def test_a_part_is_the_part_of_the_whole(seed, cuts):
+@given(stream=STREAMS, counter=st.integers(0, WORD - 1))
+def test_words(stream, counter):
+    words = [int(word) for word in philox(stream, torch.tensor([counter]))]
+    key, low, high = (number % 2**64 for number in stream)
+    assert words == by_hand([counter, low % WORD, low // WORD, high % WORD], [key % WORD, key // WORD])
+
+
+@given(stream=STREAMS, cuts=st.lists(st.integers(0, 5 * HALF), min_size=2, max_size=2))
+def test_a_part_is_the_part_of_the_whole(stream, cuts):
     start, stop = sorted(cuts)
-    assert torch.equal(standard_normals(seed, start, stop), standard_normals(seed, 0, 5 * HALF)[start:stop])
+    assert torch.equal(standard_normals(stream, start, stop), standard_normals(stream, 0, 5 * HALF)[start:stop])
+
+
+@pytest.mark.parametrize("other", [(8, 1, 2), (7, 2, 2), (7, 1 + 2**32, 2), (7, 1, 3)])
+def test_every_word_of_a_stream_gives_other_noise(other):
+    n = 2**14
+    one, two = (standard_normals(stream, 0, n).numpy() for stream in ((7, 1, 2), other))
+    assert stats.pearsonr(one, two).pvalue > FALSE_ALARM
+    assert stats.pearsonr(one**2, two**2).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normals(dtype):
     n = 2**18
-    normals = standard_normals(7, 0, n, dtype).double().numpy()
+    normals = standard_normals(SEVEN, 0, n, dtype).double().numpy()
     assert FALSE_ALARM / 2 < stats.chi2.cdf(float((normals**2).sum()), n) < 1 - FALSE_ALARM / 2
     assert stats.kstest(normals, "norm").pvalue > FALSE_ALARM
     for lag in (1, HALF, 2 * HALF):
         assert stats.pearsonr(normals[:-lag], normals[lag:]).pvalue > FALSE_ALARM
         assert stats.pearsonr(normals[:-lag] ** 2, normals[lag:] ** 2).pvalue > FALSE_ALARM
-    assert stats.pearsonr(normals, standard_normals(8, 0, n).numpy()).pvalue > FALSE_ALARM
-    assert_close(standard_normals(7, 0, n), torch.from_numpy(normals).float(), rtol=1e-4, atol=1e-4)
+    assert stats.pearsonr(normals, standard_normals((8, 0, 0), 0, n).numpy()).pvalue > FALSE_ALARM
+    assert_close(standard_normals(SEVEN, 0, n), torch.from_numpy(normals).float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -71,14 +86,14 @@ def test_the_smallest_and_the_largest_words_are_finite(dtype, word, radius):
     """Tails reach 9.3 standard deviations."""
     words = [torch.full((HALF,), word), torch.full((HALF,), word), *[torch.zeros(HALF, dtype=torch.int64)] * 2]
     with mock.patch("dpshard.kernels.philox.philox", return_value=words):
-        normals = standard_normals(0, 0, 2 * HALF, dtype)
+        normals = standard_normals(SEVEN, 0, 2 * HALF, dtype)
     assert_close(normals[:HALF].double(), torch.full((HALF,), radius).double(), rtol=1e-6, atol=1e-4)
     assert_close(normals[HALF:], torch.zeros(HALF, dtype=dtype))
 
 
 @pytest.fixture
 def accelerator():
-    """CPU tensors get the noise of an accelerator."""
+    """Give CPU tensors the noise of an accelerator."""
     with mock.patch.object(KeyedGaussian, "_draws_on_cpu", lambda self, device: self.secure):
         yield KeyedGaussian(bytes(range(32)))
 
@@ -103,6 +118,13 @@ def test_noise_of_an_accelerator_has_a_key_for_every_purpose(accelerator):
         other = gaussian.sample(step, name, start, start + n).numpy()
         assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
         assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM
+
+
+def test_the_stream_of_a_block_has_160_bits_of_its_key(accelerator):
+    key = derive_key(accelerator.secret, "noise", 3, "w", 1)
+    words = [int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8, 16)]
+    expected = standard_normals(words, 0, 2 * HALF)
+    assert torch.equal(accelerator.sample(3, "w", BLOCK, BLOCK + 2 * HALF), expected)
 
 
 def test_noise_of_an_accelerator_has_its_standard_deviation_and_divisor(accelerator):

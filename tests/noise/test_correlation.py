@@ -1,4 +1,4 @@
-"""Correlated noise: its weights, its sensitivity and its error, against dense matrices and all participations."""
+"""Weights, sensitivity and error of correlated noise, against dense matrices and all participations."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ CORRELATIONS = [
 
 
 def matrix(series):
-    """The lower triangular Toeplitz matrix of a series."""
+    """Return the lower triangular Toeplitz matrix of a series."""
     n = len(series)
     return np.array([[series[i - j] if i >= j else 0.0 for j in range(n)] for i in range(n)])
 
 
 def participations(steps, separation):
-    """All non-empty sets of steps in which no two are closer than `separation`."""
+    """Return all non-empty sets of steps at least `separation` apart."""
     for k in range(1, steps + 1):
         for chosen in itertools.combinations(range(steps), k):
             if all(b - a >= separation for a, b in itertools.pairwise(chosen)):
@@ -37,7 +37,7 @@ def participations(steps, separation):
 
 
 def furthest(strategy, separation):
-    """The longest move of C S by contributions of +1 and -1, over all participations."""
+    """Return the longest move of C S by contributions of +1 and -1, over all participations."""
     C, longest = matrix(strategy), 0.0
     for chosen in participations(len(strategy), separation):
         for signs in itertools.product((1, -1), repeat=len(chosen) - 1):
@@ -70,7 +70,7 @@ def test_sensitivity_of_default_weights_is_the_furthest_move(bands, separation):
 @pytest.mark.parametrize("separation", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_move_is_further_than_the_sensitivity(seed, separation):
-    """Strategies that rise, fall and change their sign: what a sum of columns moves need not be the furthest."""
+    """For strategies that rise, fall and change sign, a sum of columns need not be the longest move."""
     rest = np.random.default_rng(seed).uniform(-1, 1, 7)
     strategy = np.concatenate([[1.0], rest])
     assert sensitivity(strategy, separation=separation) >= furthest(strategy, separation) * (1 - 1e-12)

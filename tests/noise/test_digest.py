@@ -18,7 +18,7 @@ from dpshard.noise.keyed import Shard
 SECRET = bytes(range(32))
 DIGEST = SumDigest(SECRET)
 N = 3 * 4096 * 256 + 1000
-"""Elements that meet several blocks of rows."""
+"""Number of elements in several blocks of rows."""
 WEIGHT = torch.randn(N, generator=torch.Generator().manual_seed(0))
 
 

@@ -23,7 +23,7 @@ def source(*purpose):
 
 
 def probabilities(log2_std, limit):
-    """Of -limit, ..., limit, and of all others together."""
+    """Return the probabilities of -limit, ..., limit, and of all others together."""
     y = np.arange(-12 << log2_std, (12 << log2_std) + 1)
     weights = np.exp(-np.square(y / 2**log2_std) / 2)
     weights /= weights.sum()
@@ -37,7 +37,7 @@ def probabilities(log2_std, limit):
         pytest.param(4, 4, 64, 400_000, id="cells of one"),
         pytest.param(6, 4, 64, 400_000, id="as it is, but small"),
         pytest.param(9, 5, 64, 400_000, id="finer cells"),
-        # Cells of which the first bits do not tell: every seventh, and every third.
+        # Words too short to decide every seventh, and every third, cell.
         pytest.param(6, 4, 8, 100_000, id="words of 8 bits"),
         pytest.param(5, 5, 7, 50_000, id="words of 7 bits"),
     ],
@@ -48,9 +48,9 @@ def test_integers_have_their_probabilities(log2_std, log2_cells, word, n):
     inside = sample[np.abs(sample) <= limit]
     counts = np.append(np.bincount(inside + limit, minlength=2 * limit + 1), n - len(inside))
     assert stats.chisquare(counts, n * probabilities(log2_std, limit)).pvalue > FALSE_ALARM
-    # Sharper at the one integer that has two signs.
+    # Sharper at 0, the one integer with two signs.
     assert stats.binomtest(int((sample == 0).sum()), n, probabilities(log2_std, limit)[limit]).pvalue > FALSE_ALARM
-    # Independent: the next one, and its magnitude.
+    # Independence of neighbours, and of their magnitudes.
     for part in (sample, np.abs(sample)):
         assert stats.pearsonr(part[:-1], part[1:]).pvalue > FALSE_ALARM
 
@@ -58,12 +58,12 @@ def test_integers_have_their_probabilities(log2_std, log2_cells, word, n):
 def test_integers_of_the_real_size():
     n = 2_000_000
     sample = DiscreteGaussian().sample(n, source("real"))
-    normal_n = sample / 2.0**LOG2_STD  # at this size, nobody can tell two million of them from normals
+    normal_n = sample / 2.0**LOG2_STD  # two million draws are indistinguishable from normals at this size
     assert FALSE_ALARM / 2 < stats.chi2.cdf(float(np.square(normal_n).sum()), n) < 1 - FALSE_ALARM / 2
     assert stats.kstest(normal_n, "norm").pvalue > FALSE_ALARM
-    # All bits are there, down to the last ones: residues are uniform but for a part in e^(2 pi^2 s^2 / 256^2).
+    # All bits are random, down to the last: residues are uniform up to a part in e^(2 pi^2 s^2 / 256^2).
     assert stats.chisquare(np.bincount(sample & 255, minlength=256)).pvalue > FALSE_ALARM
-    # Within the cells, too: were all candidates accepted, places far out in a cell would come too often.
+    # Also within cells: if all candidates were accepted, far places of a cell would be too frequent.
     width = 1 << (LOG2_STD - 4)
     cell, place = np.abs(sample) // width, np.abs(sample) % width / width
     steep, x = cell >= 12, (np.arange(1000) + 0.5) / 1000
@@ -93,7 +93,7 @@ def test_too_few_digits_are_noticed():
 
 
 def test_nothing_overflows():
-    """[Note: Overflow], with the cells that there are."""
+    """Check [Note: Overflow] for all cells."""
     cells, width = len(discrete_gaussian._thresholds(64, 4)), 1 << (LOG2_STD - 4)
     assert cells <= 152
     assert (width - 1) * (2 * (cells - 1) * width + width - 1) < 2 ** (2 * LOG2_STD + 1)

@@ -56,7 +56,7 @@ def test_noise_does_not_depend_on_the_number_of_threads():
 
 @both_sources
 def test_noise_does_not_depend_on_what_else_is_released(secure):
-    """Short parts are drawn together, a piece of several in one go."""
+    """Short parts are drawn together, several pieces at once."""
     gaussian, sizes = KeyedGaussian(SECRET, secure=secure), [3, 0, 1024, 40_000, 7, 1025, *[5] * 70]
     shards = [Shard(f"w{i}", torch.full((n,), 2.0), start=i) for i, n in enumerate(sizes)]
     shards.append(Shard("wide", torch.full((9,), 2.0, dtype=torch.float64)))
@@ -145,7 +145,7 @@ def test_float64_noise_has_float64_bits():
 
 
 def secure_normals(n):
-    """The first normals of a parameter's first block in secure mode, summand by summand: its head, and the rest."""
+    """Return the first normals of a parameter's first block in secure mode, by summand: its head, and the rest."""
     key = derive_key(SECRET, "noise", 0, "w", 0)
     rest = derive_key(key, "rest")
     total = np.zeros(n)
@@ -159,7 +159,7 @@ def secure_normals(n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_secure_noise_is_a_sum_that_is_rounded_once(dtype):
-    """[Note: Secure noise], as plain numpy: sum of four normals, added in float64, then rounded."""
+    """Check [Note: Secure noise] by plain numpy: sum four normals, add in float64, then round."""
     n, std = 200_000, 0.3
     total = torch.linspace(-5, 5, n, dtype=dtype)
     expected = torch.from_numpy(total.double().numpy() + std * secure_normals(n)).to(dtype)
@@ -167,7 +167,7 @@ def test_secure_noise_is_a_sum_that_is_rounded_once(dtype):
     assert torch.equal(secure.add_(total.clone(), step=0, name="w", std=std), expected)
     strided = torch.zeros(n, 2, dtype=dtype)[:, 0].copy_(total)
     assert torch.equal(secure.add_(strided, step=0, name="w", std=std), expected)
-    if dtype is torch.float32:  # noise that is rounded first gives other values
+    if dtype is torch.float32:  # noise rounded first gives other values
         rounded = total + torch.from_numpy(std * secure_normals(n)).float()
         assert (rounded != expected).float().mean() > 0.05
 

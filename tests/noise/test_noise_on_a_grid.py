@@ -34,7 +34,7 @@ FALSE_ALARM = 1e-7
 
 
 def steps_of(x, grid):
-    """The integers k of values x = k * grid, as doubles; None if a value is on no point of the grid."""
+    """Return the integers k of values x = k * grid, as doubles; None if a value is off the grid."""
     k = np.rint(x.double().numpy() / grid)
     return k if np.array_equal(k * grid, x.double().numpy()) else None
 
@@ -53,7 +53,7 @@ def test_noise_does_not_depend_on_the_split(cuts):
 
 
 def test_pieces_are_drawn_from_keys_of_their_own():
-    """Where pieces begin, by the definition: at 0, 1024, 2048, ..., 2^14, and from there on at multiples of 2^14."""
+    """By definition pieces begin at 0, 1024, 2048, ..., 2^14, and then at multiples of 2^14."""
     n, step, name = 2**15 + 100, 4, "w"
     block = derive_key(SECRET, "noise", step, name, 0)
     bounds = [0, 2**10, 2**11, 2**12, 2**13, 2**14, 2**15, 3 * 2**14]
@@ -100,7 +100,7 @@ def test_noise_does_not_depend_on_threads_and_layout():
 
 @pytest.mark.parametrize("std", [0.37, 1e-12, 1e9])
 def test_a_noisy_sum_is_a_point_of_the_grid(std):
-    """By the definition, in rational numbers: the nearest point of the grid, and whole steps away from it."""
+    """By definition, in rational numbers: the nearest point of the grid, and whole steps from it."""
     grid, n = std * 2.0**-24, 3000
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 * std
     noisy = DISCRETE.add_(x.clone(), step=0, name="w", std=std)
@@ -121,7 +121,7 @@ def test_a_float32_sum_is_rounded_once_behind_the_addition():
 
 
 ELEMENT = st.one_of(
-    st.integers(-4, 4).map(lambda k: k / 2),  # halves of a step: those that rounding may tear apart
+    st.integers(-4, 4).map(lambda k: k / 2),  # half steps, which rounding may separate
     st.floats(-1e6, 1e6),
     st.sampled_from([LIMIT - 1, LIMIT, LIMIT + 1, -LIMIT, 2 * LIMIT, 1e30]),
 )
@@ -142,7 +142,7 @@ def test_rounding_moves_sums_apart_by_no_more_than_is_charged(x, change, std):
 
 
 def test_rounding_does_move_sums_apart():
-    """Else nothing would have to be charged: next to the middle of a step, an unnoticeable change is one step."""
+    """Otherwise nothing would need accounting: near the middle of a step, a tiny change moves one step."""
     grid = 2.0**-24
     d = 100
     one, two = (
@@ -220,8 +220,8 @@ def test_the_engine_counts_all_elements_and_says_what_the_noise_is():
     elements = sum(p.numel() for p in model.parameters())
     assert (engine.mechanism.noise, engine.mechanism.discretized_elements) == ("discrete-gaussian", elements)
     released(model, engine, torch.ones(5, 4, dtype=torch.float64))
-    (release,) = engine.state_dict()["ledger"]["releases"]
-    assert release["discretized_elements"] == elements
+    (span,) = engine.state_dict()["ledger"]["spans"]
+    assert span["release"]["discretized_elements"] == elements
     assert "1 releases with discrete Gaussian noise under Poisson sampling" in engine.statement()
 
 
@@ -242,11 +242,11 @@ def test_what_is_not_proved_is_refused(options, error, message):
     model = small_model()
     with pytest.raises(error, match=message):
         engine_on(model, **options)
-    engine_on(model)  # nothing of the refused one is left
+    engine_on(model)  # the refused one left no trace
 
 
 def test_no_device_draws_it_by_the_element():
-    """What GPUs draw is Gaussian, not discrete."""
+    """GPUs draw Gaussian noise, not discrete noise."""
     for device in ("cpu", "cuda"):
         assert DISCRETE._draws_on_cpu(torch.device(device))
     assert not KeyedGaussian(SECRET)._draws_on_cpu(torch.device("cuda"))

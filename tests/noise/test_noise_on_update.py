@@ -65,7 +65,7 @@ def flat(model):
 
 
 def update_of(model, loss):
-    """What one step of SGD(lr=1) subtracts from the parameters; the rounding of the parameters is not part of it."""
+    """Return what one step of SGD(lr=1) subtracts from the parameters, without their rounding."""
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for p in model.parameters():
@@ -135,7 +135,7 @@ def test_noise_is_independent_across_parameters_and_steps():
 
 
 def test_noise_is_independent_of_user_seeds():
-    """Two engines under one user seed have different noise; one engine has the same noise under any."""
+    """Two engines with one user seed have different noise; one engine has the same noise with any seed."""
     updates = []
     for secret, seed in [(SECRET, 0), (SECRET, 1), (None, 0), (None, 0)]:
         torch.manual_seed(seed)
@@ -184,7 +184,7 @@ def test_unused_layers_and_empty_batches_get_noise(style, dtype, mode):
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_an_empty_logical_batch_is_noised(backward):
-    """Every batch of a step is empty: the probability of that, (1 - 1/64)^64, is one third."""
+    """Every batch of a step is empty with probability (1 - 1/64)^64, one third."""
     x, y = torch.randn(64, 4, dtype=torch.float64), torch.zeros(64, dtype=torch.long)
     model = small_model()
     engine = engine_on(model, batch_size=1, steps=60)
@@ -209,7 +209,7 @@ def test_an_empty_logical_batch_is_noised(backward):
 
 
 def test_half_precision_gets_noise_drawn_in_float32():
-    """Sums and noise are float32; the gradient in bfloat16 is their rounding, once."""
+    """Sums and noise are float32; the bfloat16 gradient rounds them once."""
     half, full = wide_model(torch.bfloat16), wide_model()
     updates = []
     for model in (half, full):
@@ -251,7 +251,7 @@ SCALES = [0.0, 1e-30, 1e-3, 1.0, 1e3, 1e15, 1e30, 1e200, math.nan, math.inf, -ma
 
 
 def released(rows, weights, *, style, function, mode, dtype, R):
-    """Eight times the gradient that a step releases for samples `rows`, whose losses are scaled by `weights`."""
+    """Return eight times the released gradient of a step on samples `rows`, with losses scaled by `weights`."""
     model = small_model(dtype)
     engine = engine_on(
         model, clipping_style=style, clipping_fn=function, clipping_mode=mode, max_grad_norm=R, loss_reduction="sum"
@@ -259,7 +259,7 @@ def released(rows, weights, *, style, function, mode, dtype, R):
     if len(rows):
         (model(rows).square().sum(1) * weights).sum().backward()
     else:
-        engine._collector.state = BatchState.COLLECTING  # an own loop has no way to say that its batch is empty
+        engine._collector.state = BatchState.COLLECTING  # an own loop cannot declare its batch empty
     engine.privatize()
     return 8 * torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -267,7 +267,7 @@ def released(rows, weights, *, style, function, mode, dtype, R):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_one_sample_changes_the_release_by_max_grad_norm_at_most(data):
-    """Same secret, one sample less: the noise cancels, and what is left is the sensitivity."""
+    """Same secret, one sample less: the noise cancels, and the sensitivity remains."""
     B = data.draw(st.integers(1, 4))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     R = data.draw(st.sampled_from([0.1, 1.0, 7.0]))
@@ -296,7 +296,7 @@ def test_one_sample_changes_the_release_by_max_grad_norm_at_most(data):
 @pytest.mark.parametrize("mode", ["auto", "ghost", "per-example", "bk"])
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 def test_hostile_samples_are_bounded_too(scale, mode):
-    """A sample that is huge, or not finite, in a sequence model, changes its own contribution alone."""
+    """A huge or non-finite sample in a sequence model changes only its own contribution."""
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     engine = engine_on(model, noise_multiplier=0, clipping_fn="abadi", clipping_mode=mode, loss_reduction="sum")
     x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -369,7 +369,7 @@ def test_padding_rows_contribute_exactly_nothing(bad, mode, reduction):
 @pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
 @pytest.mark.parametrize("method", list(NormMethod))
 def test_a_cancelling_gradient_is_clipped_too(scale, delta, method):
-    """Two positions of a sample that nearly cancel: Gram matrices lose the difference, the clipped sum does not."""
+    """Two positions of a sample nearly cancel: Gram matrices lose the difference, the clipped sum does not."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape):

@@ -1,4 +1,4 @@
-"""Records of one sample at the ends of what floats hold, and the exact norms of their gradients."""
+"""Records of one sample at the limits of floats, with the exact norms of their gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (
 
 
 class Adversary:
-    """Draws records whose elements are between 1e-45 and 3e38, side by side, and sums that cancel."""
+    """Draws records with elements from 1e-45 to 3e38 side by side, and sums that cancel."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -47,7 +47,7 @@ class Adversary:
         return [make(*shape) for make in makers]
 
     def vectors(self, exponents: list[float], n: int) -> Tensor:
-        """Vectors [T, n] of about these powers of ten."""
+        """Return vectors [T, n] of about these powers of ten."""
         x = torch.randn(len(exponents), n, generator=self.generator, dtype=torch.float64)
         kind = self.random.randrange(4)
         if kind == 0:
@@ -61,7 +61,7 @@ class Adversary:
         return x.clamp(-3e38, 3e38).to(self.dtype)
 
     def pair(self, T: int, R: int, C: int) -> tuple[Tensor, Tensor]:
-        """Rows [T, R] and columns [T, C] of any sizes, whose products are often ordinary numbers."""
+        """Return rows [T, R] and columns [T, C] of any sizes; their products are often ordinary numbers."""
         uniform, target = self.random.uniform, self.random.uniform(-25, 25)
         of_rows = [uniform(-40, 30)] * T if self.random.random() < 0.5 else [uniform(-40, 30) for _ in range(T)]
         of_cols = [target - x for x in of_rows] if self.random.random() < 0.8 else [uniform(-40, 30) for _ in range(T)]
@@ -82,11 +82,11 @@ class Adversary:
         return OuterProduct(torch.stack(rows)[None], torch.stack(cols)[None], torch.Size((G * R, C)))
 
     def column(self, R: int, C: int) -> OuterProduct:
-        """Return a product whose gradient is a column, of a parameter [R, C]."""
+        """Return a product with a gradient of one column, of a parameter [R, C]."""
         return replace(self.product(R * C, 1), shape=torch.Size((R, C)))
 
     def embedding(self, V: int, C: int) -> EmbeddingRecord:
-        """Return reads of 1 to 9 rows, some several times, some of none."""
+        """Return reads of 1 to 9 rows, some repeated, others unread."""
         T = self.random.choice([1, 2, 9])
         ids = torch.randint(-1, V, (1, T), generator=self.generator)
         values = self.vectors([self.random.uniform(-44, 30)] * T, C)
@@ -95,7 +95,7 @@ class Adversary:
         return EmbeddingRecord(ids, values[None], torch.Size((V, C)))
 
     def gradient(self, R: int, C: int) -> PerSampleGrad:
-        """Return a gradient as it is."""
+        """Return a plain gradient."""
         return PerSampleGrad(self.vectors([self.random.uniform(-44, 30)], R * C).view(1, R, C))
 
     def routed(self, R: int, C: int) -> RoutedProduct:
@@ -122,7 +122,7 @@ class Adversary:
 
 
 def exact_norm(records: list[Record]) -> float:
-    """Return the norm of the sum of the gradients, in float64: squares of all float32 are normal numbers there."""
+    """Return the norm of the sum of the gradients, in float64, where squares of all float32 are normal."""
     return float(sum((_gradient(record) for record in records[1:]), _gradient(records[0])).norm())
 
 

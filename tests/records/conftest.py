@@ -1,4 +1,4 @@
-"""Every test of a record starts from the same seed."""
+"""Every test of records starts from one seed."""
 
 import torch
 

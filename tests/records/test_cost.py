@@ -20,15 +20,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches"
 
 B, T, D, LAYERS = 4, 96, 48, 3
 PRODUCT = 2 * B * T * D * D
-"""FLOPs of one product of a layer: its output, the gradient of its input, or that of its weight."""
+"""FLOPs of one product of a layer: its output, or the gradient of its input or weight."""
 GHOST = B * ghost_flops(T, D, D, torch.device("cpu"), torch.float32)
-"""FLOPs of the ghost norm of a layer; the elementwise product of the two Gram matrices is not counted."""
+"""FLOPs of the ghost norm of a layer, without the elementwise product of the Gram matrices."""
 WEIGHTED = 2 * B * D * D
-"""FLOPs of a clipped sum of per-sample gradients that are there."""
+"""FLOPs of a clipped sum of existing per-sample gradients."""
 
 
 class Chain(nn.Sequential):
-    """Linear maps; the input has a gradient, so that all layers cost the same."""
+    """Linear maps; the input has a gradient, so all layers cost the same."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__(*(nn.Linear(D, D, bias=False) for _ in range(layers)))
@@ -63,7 +63,7 @@ def private(mode: str, style: str = "all-layer", layers: int = LAYERS) -> nn.Mod
     return model
 
 
-# Where per-sample gradients are kept, the clipped sum is made of them and not by a product.
+# Kept per-sample gradients make the clipped sum without a product.
 NORMS = {
     "per-example": WEIGHTED,
     "bk": GHOST,
@@ -74,14 +74,14 @@ NORMS = {
     "mixed-ghost": PRODUCT,
     "fast-gradient": PRODUCT,
 }
-"""FLOPs of the norm of a layer, in the mode; per-sample gradients are cheaper than Gram matrices at these sizes."""
+"""FLOPs of a layer's norm by mode; at these sizes, per-sample gradients are cheaper than Gram matrices."""
 
 
 @pytest.mark.parametrize("mode", CLIPPING_MODES)
 def test_flops_of_a_mode_are_those_of_its_formula(mode: str) -> None:
     ordinary = flops(Chain())
     assert ordinary == 3 * PRODUCT * LAYERS
-    # The first of two passes goes down to the first layer, and not to its input.
+    # The first of two passes ends at the first layer, before its input.
     again = PRODUCT * (LAYERS - 1) * (CLIPPING_MODES[mode].backward_passes - 1)
     assert flops(private(mode)) - ordinary == NORMS[mode] * LAYERS + again
 
@@ -92,7 +92,7 @@ def test_styles_cost_the_same_flops(style: str) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations: on a GPU, about as many kernels are launched."""
+    """Counts operations, about as many as kernels on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(("style", "most"), [("all-layer", 16), ("layer-wise", 32)])
 def test_operations_a_layer_stay_few(style: str, most: int) -> None:
-    """Those of a model of seven layers less those of one of three: what a layer more costs."""
+    """The cost of one more layer: a model of seven layers less one of three."""
 
     def count(model: nn.Module) -> int:
         step(model)
@@ -120,7 +120,7 @@ def test_operations_a_layer_stay_few(style: str, most: int) -> None:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Bytes that the forward saves for the backward, each storage once, without parameters."""
+    """Return the bytes that forward saves for backward, each storage once, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Memory of per-sample gradients: shared one after the other, never at the same time, and let go after backward."""
+"""Memory of per-sample gradients: reused one after the other, never at the same time, and freed after backward."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ SHAPE = (4, 8, 16)
 
 
 class Within(torch.autograd.Function):
-    """Runs a function within a backward pass."""
+    """Runs a function within backward."""
 
     @staticmethod
     def forward(ctx, x, function):
@@ -41,7 +41,7 @@ def test_memory_serves_again_when_nothing_refers_to_it():
     def use():
         first = empty()
         address = first.data_ptr()
-        view = first[1:].flatten()  # as good as the tensor itself
+        view = first[1:].flatten()  # equivalent to the tensor itself
         del first
         assert empty().data_ptr() != address
         del view
@@ -58,7 +58,7 @@ def test_memory_serves_again_when_nothing_refers_to_it():
 def test_tensors_that_live_at_once_never_share_memory():
     def use():
         kept = [empty().fill_(i) for i in range(5)]
-        kept[2] = empty().fill_(7)  # its memory was not the last that was handed out
+        kept[2] = empty().fill_(7)  # its memory was not handed out last
         del kept[-1]
         kept.append(empty().fill_(8))
         assert [x.unique().item() for x in kept] == [0, 1, 7, 3, 8]
@@ -91,7 +91,7 @@ def test_nothing_is_held_when_backward_is_through(fails):
     if fails:
         with pytest.raises(ValueError, match="on the way"):
             within_backward(use)
-        within_backward(lambda: empty(1))  # the next backward lets go of what the failed one has left
+        within_backward(lambda: empty(1))  # the next backward frees the leftovers of a failed one
     else:
         within_backward(use)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Norms and clipped sums are computed in IEEE float32, whatever precision the user's products have."""
+"""Norms and clipped sums are computed in IEEE float32, whatever the precision of the user's products."""
 
 import pytest
 import torch

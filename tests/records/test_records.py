@@ -20,6 +20,7 @@ from dpshard.config import NormMethod
 from dpshard.records import Convolution, EmbeddingRecord, FusedGrads, OuterProduct, PerSampleGrad, RoutedProduct
 from dpshard.records.cost import ProductSize, ghost_flops
 from dpshard.records.measure import inner, join, measure
+from dpshard.records.of_samples import of_samples
 from tests.oracle import randn
 
 METHODS = list(NormMethod)
@@ -45,7 +46,7 @@ def convolution(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, grou
 
 
 def routed(B, N, R, C, G=1, shape=None):
-    """Rows of any sample for any group, in any order; some for no group at all."""
+    """Return rows of any sample for any group, in any order; some without a group."""
     sample, group = torch.randint(0, B, (N,)), torch.randint(-1, G + 1, (N,))
     return RoutedProduct(randn(N, R), randn(N, C), sample, group, B, torch.Size(shape or (G, R, C)))
 
@@ -196,7 +197,7 @@ def test_gather_norms_need_no_table():
 
 
 def uses(B=3):
-    """Records of uses of one weight [6, 4]: a linear map, its transpose, a grouped one, lookups, broadcasting."""
+    """Return records of uses of one weight [6, 4]: linear, transposed, grouped, lookups, broadcasting."""
     shape = (6, 4)
     return [
         outer(B, 5, 6, 4),
@@ -241,7 +242,7 @@ def test_inner_products(first, second):
 
 
 def test_vanishing_sums_have_no_negative_square():
-    """Rounding may leave a little above zero, never below."""
+    """Rounding may leave slightly more than zero, never less."""
     rows, cols = randn(2, 1, 4, 3), randn(2, 1, 4, 3)
     opposite = OuterProduct(torch.cat([rows, -rows], 2), torch.cat([cols, cols], 2), torch.Size((3, 3)))
     ids = torch.randint(0, 3, (2, 4))
@@ -275,7 +276,7 @@ def test_the_cheapest_norm():
     assert instantiates(2, 800, 100, 100)
     assert not instantiates(2, 200, 300, 300)
     assert instantiates(2, 200, 300, 300, kept=True, closing=True)  # the clipped sum needs the gradients anyway
-    assert not instantiates(2, 200, 300, 300, kept=True)  # but when it is made they have left the cache,
+    assert not instantiates(2, 200, 300, 300, kept=True)  # but by then they have left the cache,
     assert instantiates(2, 110, 100, 100, kept=True)  # if they are not small
     assert not instantiates(2, 1, 20, 20, kept=True)  # one position: no product at all
     assert instantiates(1, 3, 100, 100, kept=True)  # one sample's gradient is the batch's
@@ -283,7 +284,7 @@ def test_the_cheapest_norm():
 
 
 def test_the_cheapest_norm_on_a_gpu_with_kernels():
-    """Tiles of a gradient that are not written cost their product alone; kept ones are written, with or without."""
+    """Tiles of an unwritten gradient cost only their product; kept gradients are written anyway."""
 
     def instantiates(B, T, R, C, kernels, kept=False):
         size = ProductSize(B, 1, T, R, C, torch.float32, torch.device("cuda"), 0, kernels=kernels)
@@ -301,7 +302,7 @@ def test_the_cheapest_norm_on_a_gpu_with_kernels():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 127, 128, 200, 513])
 def test_the_ghost_norm_costs_what_the_choice_assumes(T, dtype):
-    """Blocks of positions are exact for any number of them; by symmetry about half of the Gram matrices is enough."""
+    """Any number of blocks of positions is exact; by symmetry, about half of the Gram matrices is enough."""
     record = outer(2, T, 5, 7)
     record = replace(record, rows=record.rows.to(dtype), cols=record.cols.to(dtype))
     with FlopCounterMode(display=False) as counter:
@@ -314,7 +315,7 @@ def test_the_ghost_norm_costs_what_the_choice_assumes(T, dtype):
 
 
 def test_the_cheapest_method_keeps_a_large_gradient_only_to_use_it_at_once():
-    """At a micro-batch of 1 the gradients of all layers would take the memory of the model."""
+    """At a micro-batch of 1, the gradients of all layers would take the memory of the model."""
     large, small = outer(1, 3, 100, 100), outer(1, 10, 3, 3)
     for record, closing, kept in ((large, False, False), (large, True, True), (small, False, True)):
         norm_sq, (left,) = measure([record], NormMethod.CHEAPEST, keep=True, closing=closing)
@@ -369,7 +370,7 @@ def _double(record):
 
 
 def test_norms_of_long_samples_are_not_inflated():
-    """Where a clipped sum would differ by rounding alone, so must the norm: 32,768 incoherent positions, float32."""
+    """The norm must not exceed the rounding of the clipped sum: 32,768 incoherent positions, float32."""
     generator = torch.Generator().manual_seed(0)
     T = 32_768
     rows, cols, values = (torch.randn(2, T, 4, generator=generator) for _ in range(3))
@@ -390,3 +391,22 @@ def test_a_bundle_is_as_good_as_its_parts():
         assert_close(sums[name], record.clipped_sum(clip_coef_B))
         assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
         assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
+
+
+def test_sums_by_row_are_the_same_where_they_must_repeat(monkeypatch):
+    ids = torch.tensor([[3, 1, 3, -1, 0], [0, 0, 2, 3, 2], [1, 1, 1, 1, 1]])
+    sample, group = torch.tensor([2, 0, 2, 2, 0]), torch.tensor([0, 1, 1, 0, -1])
+    records = [
+        EmbeddingRecord(ids, randn(3, 5, 4), torch.Size((6, 4))),
+        RoutedProduct(randn(5, 3), randn(5, 2), sample, group, 3, torch.Size((2, 3, 2))),
+    ]
+    gradients, factors = PerSampleGrad(randn(5, 2, 3)), torch.tensor([0.3, 0.0, 2.0], dtype=torch.float64)
+
+    def figures():
+        each = [(r.norm_sq(NormMethod.GHOST), r.per_sample(), r.clipped_sum(factors)) for r in records]
+        return [*each, of_samples(gradients, sample, 3).per_sample()]
+
+    expected = figures()
+    for module in ("numerics", "embedding"):
+        monkeypatch.setattr(f"dpshard.records.{module}.has_atomics", lambda device: True)
+    assert_close(figures(), expected)

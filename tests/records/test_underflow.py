@@ -16,11 +16,11 @@ from tests.oracle import randn
 from tests.records.adversarial import KINDS, Adversary, exact_norm
 
 ROUNDING = 5e-3
-"""Relative error of norms and sums of terms that cancel just so far that no floor on rounding is reached."""
+"""Relative error of norms and sums with terms that cancel, just above the floor on rounding."""
 
 
 class Normalise:
-    """Every sample counts the threshold, however small its gradient: no stability hides a norm that is too small."""
+    """Every sample contributes the threshold, however small its gradient, so too small a norm shows."""
 
     def factor(self, norm_B, threshold):
         return threshold / norm_B
@@ -44,7 +44,7 @@ def underflow(request):
 @pytest.mark.parametrize("method", list(NormMethod), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_data_count_more_than_the_threshold(kind, method, monkeypatch):
-    """Ghost and instantiated norms, kept gradients and dropped ones, with compiled code and without."""
+    """Ghost and instantiated norms, kept and dropped gradients, with and without compiled code."""
     alive = 0
     for seed in range(40):
         records = Adversary(seed).records(kind)
@@ -66,7 +66,7 @@ def test_no_data_count_more_than_the_threshold(kind, method, monkeypatch):
 
 
 def exact(records):
-    """The norm, of numbers that are no zeros even where this processor takes them for such."""
+    """Return the norm, also of numbers that this processor flushes to zero."""
     flushes = not float(torch.tensor(1e-40) * 1)
     torch.set_flush_denormal(False)
     norm = exact_norm(records)
@@ -87,7 +87,7 @@ def test_groups_of_small_gradients_count_no_more_than_the_threshold(seed):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_is_lost_of_all_pairs_of_positions_counts(compiled, monkeypatch):
-    """Of T equal positions T^2 inner products underflow; what is added to T diagonal elements makes up for them."""
+    """The T^2 inner products of T equal positions underflow; the addition to T diagonal elements compensates."""
     if not compiled:
         switch_off(monkeypatch)
     rows, cols = torch.full((1, 1, 200, 50), 9e-20), torch.full((1, 1, 200, 3), 1e17)
@@ -99,7 +99,7 @@ def test_what_is_lost_of_all_pairs_of_positions_counts(compiled, monkeypatch):
 
 
 def test_an_embedding_whose_inner_products_with_columns_underflow_counts():
-    """The head's rows are large, so its gradient is as large as the embedding's, and equal."""
+    """The head has large rows, so its gradient is as large as the embedding's, and equal."""
     S = 10**6
     head = OuterProduct(torch.full((1, 1, 1, 1), 100.0), torch.full((1, 1, 1, 1), 9.9e-18), torch.Size((1, 1)))
     read = EmbeddingRecord(torch.zeros(1, S, dtype=torch.long), torch.full((1, S, 1), 9.9e-22), torch.Size((1, 1)))
@@ -110,13 +110,13 @@ def test_an_embedding_whose_inner_products_with_columns_underflow_counts():
 
 
 def contribution(record, function, threshold):
-    """The norm that a sample adds to the clipped sum."""
+    """Return the norm of a sample's part of the clipped sum."""
     norm_sq, (left,) = measure([record], NormMethod.GHOST, keep=False)
     return float(left.clipped_sum(function.factor(norm_sq.sqrt(), threshold)).double().norm())
 
 
 def switch_off(monkeypatch):
-    """As where the library was not built."""
+    """As if the library was not built."""
     monkeypatch.setattr(native, "supports_ghost_norm", lambda *_: False)
 
 
@@ -132,7 +132,7 @@ def switch_off(monkeypatch):
     ],
 )
 def test_what_underflows_in_a_square_is_not_taken_for_nothing(T, dtype, compiled, function, monkeypatch):
-    """Rows too small to be squared, columns so large that their products are not small at all, and the reverse."""
+    """Rows too small to square, with columns so large that the products are not small; and the reverse."""
     if not compiled:
         switch_off(monkeypatch)
     wider = 1.0 if dtype == torch.float32 else 1e134
@@ -156,7 +156,7 @@ def test_pixels_that_are_too_small_to_be_squared_count():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_norm_that_overflows_below_zero_drops_the_sample(compiled, monkeypatch):
-    """Of two positions that oppose each other, twice their product overflows, and the squares of neither."""
+    """Two opposite positions: twice their product overflows, their squares do not."""
     if not compiled:
         switch_off(monkeypatch)
     rows, cols = torch.zeros(1, 1, 18, 4), torch.zeros(1, 1, 18, 4)
@@ -182,7 +182,7 @@ def tied(rows, cols, ids, values):
 
 @pytest.mark.parametrize("method", list(NormMethod))
 def test_cross_terms_that_overflow_below_zero_drop_the_sample(method):
-    """Of a tied head and embedding: both squares are finite, and twice their inner product is not."""
+    """A tied head and embedding: both squares are finite, twice their inner product is not."""
     signs = torch.tensor([-1.0, 1, 1, 1, -1, -1, 1, 1, -1])
     for records in (
         tied([[[1.4e10], [-1.4e10]]], [[[1.3e10], [1.2e10]]], [[0]], [[[-1.9e18]]]),
@@ -196,7 +196,7 @@ def test_cross_terms_that_overflow_below_zero_drop_the_sample(method):
 
 @pytest.mark.parametrize("method", list(NormMethod))
 def test_a_head_and_an_embedding_that_cancel_keep_what_rounding_leaves(method):
-    """The inner product of two gradients that are both far smaller than what they are sums of."""
+    """The inner product of two gradients, both far smaller than the terms of their sums."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(400):
         R, C, T = (int(torch.randint(1, n, (), generator=generator)) for n in (3, 6, 5))
@@ -220,7 +220,7 @@ def by_hand(record):
 
 @pytest.mark.parametrize("method", list(NormMethod))
 def test_a_sum_that_overflows_where_its_factor_is_large_is_dropped(method):
-    """One element a side: its norm is taken without a square, and rows times a factor are infinite."""
+    """One element per side: its norm needs no square, and rows times a factor are infinite."""
     convolution = Convolution(
         *(torch.full((2, 1, 1, 1), x) for x in (1e-37, 1e37)), torch.Size((1, 1, 1)), (1,), (0,), (1,), 1
     )

@@ -1,4 +1,4 @@
-"""Every test of a rule starts from the same seed."""
+"""Every test of rules starts from one seed."""
 
 import torch
 

@@ -23,7 +23,7 @@ from tests.oracle import Use, assert_exact, gradients_of, norm, private_step, ra
 
 T, D, P = 3, 5, 4
 FALSE_ALARM = 1e-7
-"""Of each statistical test, under a random secret; the secret is fixed."""
+"""Of each statistical test, if the secret were random; it is fixed."""
 
 
 def cplx(*shape, scale=1.0):
@@ -110,7 +110,7 @@ def test_every_style(style):
 
 
 def test_a_sample_counts_for_both_parts():
-    """A factor that was made of the real parts alone would let this sample through."""
+    """A factor from the real parts only would let this sample through."""
     model = Use(lambda m, x: (x * (m.w * 1j)).real, w=cplx(D))
     assert norm(private_step(model, (randn(1, T, D),), max_grad_norm=1e-3)) == pytest.approx(1e-3)
 

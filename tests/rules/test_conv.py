@@ -82,7 +82,7 @@ def test_transposed_convolution(rank, options):
 def test_every_dimension_has_its_own_numbers(kernel, stride, padding, dilation, groups, transposed):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     if transposed:
-        padding = (0, 0)  # more than the kernel covers would leave nothing
+        padding = (0, 0)  # a larger kernel would leave nothing
     layer = kind(4, 4, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
     assert_exact(layer, randn(3, 4, 6, 5), modes=["auto", "bk"])
 
@@ -95,7 +95,7 @@ def test_same_padding_of_an_uneven_kernel():
 
 @pytest.mark.parametrize("B", [3, 4])
 def test_images_of_one_sample_in_the_batch_dimension(B):
-    """Frames or patches flattened into the batch, sample after sample or the other way round."""
+    """Frames or patches flattened into the batch, sample by sample or the other way round."""
     frames_last = Use(lambda m, x: m.c(x.flatten(0, 1)).unflatten(0, x.shape[:2]), c=nn.Conv2d(3, 2, 2))
     assert_exact(frames_last, randn(B, 4, 3, 4, 4))
     frames_first = Use(
@@ -116,7 +116,7 @@ def test_frozen_weight():
 
 
 def test_one_long_image_is_refused():
-    """A batch dimension that the kernel slides over mixes samples."""
+    """A kernel that slides over the batch dimension mixes samples."""
     model = Use(lambda m, x: F.conv1d(x.t()[None], m.w, padding=1)[0].t(), w=randn(4, 4, 3))
     with pytest.raises(UnsupportedParameterError, match=r"w in the model \(Use\), function .*conv1d"):
         assert_exact(model, randn(5, 4))

@@ -96,7 +96,7 @@ def pruned():
 )
 @pytest.mark.parametrize("outermost", [True, False])
 def test_a_weight_that_a_hook_computes(build, outermost):
-    """Of the outermost module it is computed before the forward is entered."""
+    """The outermost module's hook runs before the forward is entered."""
     layer = build().double()
     assert_exact(layer if outermost else nn.Sequential(layer), randn(4, T, D))
 

@@ -19,7 +19,7 @@ def positive(*shape):
     return torch.rand(shape, dtype=torch.float64) + 0.5
 
 
-# name -> how many tensors it takes; each is tried with the parameter at every place.
+# name -> number of tensor arguments; each test puts the parameter at every place
 FUNCTIONS = {
     **dict.fromkeys(("add", "sub", "rsub", "subtract", "mul", "multiply", "div", "divide", "true_divide"), 2),
     **dict.fromkeys(("pow", "float_power", "maximum", "minimum", "fmax", "fmin", "atan2", "hypot", "logaddexp"), 2),
@@ -123,7 +123,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
 def test_data_changed_in_place(change):
     def use(m, x):
-        y = m.layer(x)  # the output of a rule is what is changed
+        y = m.layer(x)  # changes the output of a rule
         change(y, m)
         return y
 

@@ -17,7 +17,7 @@ V, C, T = 7, 3, 4
 
 
 def token_ids(*shape):
-    """Ids of which many repeat, and none of which is the last row."""
+    """Return ids with many repetitions, and without the last row."""
     return torch.randint(0, 4, shape)
 
 
@@ -50,7 +50,7 @@ def test_padding_idx(padding_idx):
     "function", [lambda ids, w, p: F.embedding(ids, w, p), lambda ids, w, p: torch.embedding(w, ids, p)]
 )
 def test_functions_read_padding_idx_in_their_own_ways(function, padding_idx):
-    """-1 is the last row for F.embedding, and no row for torch.embedding."""
+    """For F.embedding -1 is the last row, for torch.embedding no row."""
     ids = torch.tensor([[V - 1, 0], [1, 2], [V - 1, 3]])
     assert_exact(Use(lambda m, ids: function(ids, m.w, padding_idx), w=randn(V, C)), ids)
 
@@ -74,7 +74,7 @@ def test_an_empty_bag_is_zero():
 
 
 def test_a_bag_may_hold_the_last_row():
-    """-1 is no padding for torch.embedding, but the last row for torch.embedding_bag."""
+    """For torch.embedding -1 is no padding, for torch.embedding_bag the last row."""
     ids = torch.tensor([[V - 1, 0], [1, V - 1], [V - 1, V - 1]])
     assert_exact(nn.Sequential(nn.EmbeddingBag(V, C, mode="max"), nn.Linear(C, 2)), ids)
 
@@ -139,7 +139,7 @@ def test_relative_positions():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_norm": 1.0}, "max_norm"),  # which verification notices first, because forward writes into the table
+        ({"max_norm": 1.0}, "max_norm"),  # verification notices it first, because forward writes into the table
         ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
         ({"sparse": True}, "set sparse=False"),
     ],

@@ -1,4 +1,4 @@
-"""Modules of torch that put several rules together, against the oracle."""
+"""Modules of torch that combine several rules, against the oracle."""
 
 import pytest
 from torch import nn

@@ -51,5 +51,5 @@ def test_dropout_is_between_layers(p):
     layer, x = nn.GRU(D, H, 2, batch_first=True, dropout=p).double(), randn(B, T, D)
     engine = noise_free_engine(layer, batch_size=B, verify=False)
     first, second = layer(x)[0], layer(x.flip(1))[0]
-    assert torch.equal(first, second) == (p == 1.0)  # all of it: the second layer sees zeros
+    assert torch.equal(first, second) == (p == 1.0)  # drops all: the second layer sees zeros
     engine.detach()

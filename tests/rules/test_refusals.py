@@ -27,7 +27,7 @@ def rows_time_first(x):
 
 
 def picked(x):
-    """Rows [N, D] of about half of the positions of every sample."""
+    """Return rows [N, D] of about half of each sample's positions."""
     return rows(x)[(rows(x)[:, 0] > 0).nonzero()[:, 0]]
 
 
@@ -128,7 +128,7 @@ LAYOUTS = {
     "another course every time": (
         lambda m, x: x * m.w[next(counter) % 1000],
         (1000,),
-        r"takes another course in every forward.*Remove control flow",
+        r"runs other functions in every forward.*Remove control flow",
     ),
 }
 
@@ -137,7 +137,7 @@ LAYOUTS = {
 def test_what_carries_no_evidence_of_samples_is_refused(case):
     use, shape, message = LAYOUTS[case]
     model = Use(use, w=randn(*shape))
-    # Without `verify`, which refuses the course that changes for another reason: its output does.
+    # Without `verify`, which would refuse for another reason: the output changes.
     noise_free_engine(model, batch_size=B, verify=False)
     with pytest.raises(BatchLayoutError, match=message):
         model(randn(B, T, D))
@@ -157,7 +157,7 @@ def test_inputs_of_different_lengths_are_refused():
 
 
 def test_bags_of_flat_ids_from_outside_are_refused():
-    """They have no dimension for samples: nobody can tell which sample reads which row of the table."""
+    """They have no sample dimension, so the sample that reads a row is unknown."""
 
     class Bags(nn.EmbeddingBag):
         def forward(self, x, ids, offsets):
@@ -173,7 +173,7 @@ def test_bags_of_flat_ids_from_outside_are_refused():
 
 
 def test_an_error_of_the_model_itself_stays_what_it_is():
-    """A token beyond the vocabulary, say: where the samples lie has nothing to do with it."""
+    """For example, a token beyond the vocabulary has nothing to do with the batch dimension."""
     model = nn.Embedding(7, D)
     noise_free_engine(model, batch_size=B)
     with pytest.raises(IndexError, match="index out of range"):
@@ -208,5 +208,5 @@ def test_the_error_names_the_module_that_owns_the_parameter():
     layers = [Use(lambda m, x: F.linear(x, m.w), w=randn(D, D)) for _ in range(10)]
     model = nn.Sequential(*layers, Use(lambda m, x: torch.special.xlog1py(x, m.w), w=randn(D)))
     noise_free_engine(model, batch_size=B)
-    with pytest.raises(UnsupportedParameterError, match=r"^10\.w in 10 \(Use\)"):  # and not in 0, which has a 0.w
+    with pytest.raises(UnsupportedParameterError, match=r"^10\.w in 10 \(Use\)"):  # not in 0, which has a 0.w
         model(randn(B, D))

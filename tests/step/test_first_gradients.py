@@ -15,7 +15,7 @@ DATA = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter of rank 2 that begins at zero."""
+    """A linear layer with an adapter of rank 2 that starts at zero."""
 
     def __init__(self, *, cut: bool) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Adapted(nn.Module):
 
 
 def told(model: nn.Module, *, steps: int = 2, batch_size: int = 16, style: str = "all-layer") -> list[str]:
-    """The warnings of a run of two steps, but for that of missing noise."""
+    """Return the warnings of a run of two steps, except that of missing noise."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = PrivacyEngine(

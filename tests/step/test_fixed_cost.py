@@ -1,4 +1,4 @@
-"""What a private step costs however small the arithmetic is: operators, and waits for an accelerator, by count."""
+"""The fixed cost of a private step: counts of operators, and of waits for an accelerator."""
 
 import sys
 from collections import Counter
@@ -40,7 +40,7 @@ class Counts(TorchDispatchMode):
 
 
 def place():
-    """The file of dpshard, and the function in it, that issues an operator."""
+    """Return the file and function of dpshard that issue an operator."""
     frame = sys._getframe(2)
     while frame is not None:
         if "/dpshard/" in frame.f_code.co_filename:
@@ -73,7 +73,7 @@ def ordinary(depth):
 
 
 def private(model, style):
-    """The counts of the third logical batch: of its forwards and backwards, and with its release."""
+    """Return the counts of the third logical batch: forwards and backwards, and with the release."""
     n = B * MICRO_BATCHES
     options = {"clipping_style": style, "verify": False, "accountant": "rdp", "target_delta": 1e-5}
     engine = PrivacyEngine(model, batch_size=n, sample_size=n, steps=4, noise_multiplier=1.0, **options)
@@ -94,7 +94,7 @@ def private(model, style):
 
 
 def a_block(count):
-    """The operators that a block adds, by place."""
+    """Return the operators that a block adds, by place."""
     shallow, deep = count(1), count(2)
     deep.subtract(shallow)
     return +deep
@@ -111,12 +111,12 @@ def test_a_block_takes_few_more_operators_than_without_privacy(style, most):
 @pytest.mark.skipif(not native.is_built(), reason="torch takes more operators for what compiled code does")
 def test_a_step_has_few_operators_that_no_block_adds():
     plain, clipped = ordinary(1).total(), private(gpt(1), "all-layer")[0].total()
-    assert clipped - 104 / 84 * plain <= 214
+    assert clipped - 104 / 84 * plain <= 217
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_nothing_waits_for_an_accelerator_before_the_release(style, monkeypatch):
-    """As far as dpshard asks, these tensors are on one."""
+    """dpshard takes these tensors to be on one."""
     accelerator.pretend(monkeypatch)
     read = Counter()
     for method in ("tolist", "numpy", "cpu", "item"):
@@ -128,6 +128,6 @@ def test_nothing_waits_for_an_accelerator_before_the_release(style, monkeypatch)
 
         monkeypatch.setattr(torch.Tensor, method, noting)
     waits = private(nn.Sequential(gpt(1)), style)[1]
-    planned = {key: n for key, n in waits.items() if "sampling.py" in key[1]}  # of plans, which are on the CPU
+    planned = {key: n for key, n in waits.items() if "sampling/" in key[1]}  # of plans, which are on the CPU
     assert +waits - Counter(planned) == Counter()
     assert +read == Counter()

@@ -83,7 +83,7 @@ def test_a_logical_batch_without_backward_is_still_noised():
 def test_a_logical_batch_that_was_not_released_is_refused():
     model = mlp()
     engine = engine_on(model)
-    with pytest.raises(LogicalBatchError, match=r"step 0 was not released: call optimizer\.step\(\)"):  # noqa: PT012
+    with pytest.raises(LogicalBatchError, match=r"step 0 was not released\. Call optimizer\.step\(\)"):  # noqa: PT012
         for logical_batch in engine.batches(TensorDataset(*data()), 4):
             for x, y in logical_batch:
                 F.cross_entropy(model(x), y).backward()
@@ -159,7 +159,7 @@ def test_a_logical_batch_is_iterated_once():
     engine = engine_on(mlp())
     logical_batch = first_of(engine, 4)
     list(logical_batch)
-    with pytest.raises(LogicalBatchError, match="iterated once"):
+    with pytest.raises(LogicalBatchError, match="iterated only once"):
         list(logical_batch)
 
 

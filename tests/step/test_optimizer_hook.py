@@ -19,7 +19,7 @@ pytestmark = UNWARNED
 
 
 class SignSGD(torch.optim.Optimizer):
-    """An optimizer of somebody's own, without state."""
+    """A foreign optimizer without state."""
 
     def __init__(self, parameters, lr, foreach=None):
         super().__init__(parameters, {"lr": lr})
@@ -116,7 +116,7 @@ class Twice(torch.optim.SGD):
 def test_noise_comes_once_however_often_the_optimizer_steps():
     model = mlp()
     engine = engine_on(model, noise_multiplier=1.0)
-    torch.optim.SGD(model.parameters(), lr=0.0)  # an instance of the base class makes its step fire the hook as well
+    torch.optim.SGD(model.parameters(), lr=0.0)  # its step fires the hook, too
     optimizer = Twice(model.parameters(), lr=0.0)
     backward(model)
     engine.privatize()
@@ -227,7 +227,7 @@ def test_a_foreign_parameter_without_a_gradient_is_no_harm():
 
 
 def test_an_optimizer_within_backward_is_refused():
-    """Its noise would be in before the other parameters' sums are: those would be released without any."""
+    """It would add noise before the other parameters' sums exist, and release those without noise."""
     model = mlp()
     engine = engine_on(model, noise_multiplier=1.0)
     for p in model.parameters():

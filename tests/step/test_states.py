@@ -102,7 +102,7 @@ def test_a_loop_of_the_users_own(script):
 def test_a_release_that_is_refused_in_a_loop_of_the_users_own(script):
     script.model(data(4)[0])
     backward(script.model)
-    with script.moves("COLLECTING", "EMPTY", epochs=1), pytest.raises(LogicalBatchError, match="feed all rows"):
+    with script.moves("COLLECTING", "EMPTY", epochs=1), pytest.raises(LogicalBatchError, match="Feed all rows"):
         script.step()
     backward(script.model)
     with script.moves("COLLECTING", "PRIVATIZED"):
@@ -139,7 +139,7 @@ def test_another_loop_begins(script, state):
         later = script.batches()
         next(later)
     assert not logical_batch.in_progress
-    with pytest.raises(LogicalBatchError, match="begun before"):
+    with pytest.raises(LogicalBatchError, match="This loop began before"):
         next(batches)
     again = script.batches()
     script.run(next(again))
@@ -154,7 +154,7 @@ def test_another_state_is_loaded(script, state):
     with script.moves(state, "EMPTY", epochs=1):
         script.engine.load_state_dict(script.engine.state_dict())
     if state == "PRIVATIZED":
-        with pytest.raises(LogicalBatchError, match="begun before"):
+        with pytest.raises(LogicalBatchError, match="This loop began before"):
             next(batches)
 
 

@@ -1,4 +1,4 @@
-"""Every test of the verification begins from one seed."""
+"""Every verification test starts from one seed."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Models and engines that several tests of the verification use."""
+"""Models and engines for several verification tests."""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class Between(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Returns its loss; `reduce` makes it of the losses [B, T] and the mask [B, T] of what counts."""
+    """Returns its loss; `reduce` gets the losses [B, T] and the mask [B, T] of counted positions."""
 
     def __init__(self, reduce=None):
         super().__init__()

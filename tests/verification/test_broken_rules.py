@@ -63,7 +63,7 @@ def test_a_broken_rule_is_caught(monkeypatch, fault, style):
 
 @pytest.mark.parametrize("fault", ["one element", "one row", "one sample"])
 def test_a_broken_sum_of_a_large_parameter_is_caught(monkeypatch, fault):
-    """Gradients of many elements are compared by their sketches."""
+    """Sketches compare gradients of many elements."""
     clipped_sum = OuterProduct.clipped_sum
 
     def broken(self, factor):

@@ -1,4 +1,4 @@
-"""Sketches of gradients: linear, nearly of their norms, and without a trace on what was sketched."""
+"""Sketches of gradients: linear, nearly norm-preserving, and without side effects on the gradient."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_sketch_is_linear_and_nearly_keeps_norms(columns, kind):
 @pytest.mark.parametrize("n", [7, 2 * WIDTHS[0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sketch_leaves_the_gradient_as_it_is(dtype, n):
-    """Autograd hands one tensor to two parameters, or one element as all."""
+    """Autograd passes one tensor to two parameters, or one element expanded."""
     x = normal(n).to(dtype)
     before, sketch = x.clone(), Sketch.of(x)
     assert torch.equal(x, before)

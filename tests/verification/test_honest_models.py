@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def assert_passes(model, x, loss=ramp_loss, *, tolerance=1e-5, arguments=(), **options):
-    """Verification passes, and the step behind it is the oracle's, with about half of the samples clipped."""
+    """Assert that verification passes, and that the next step is the oracle's, with half of the samples clipped."""
     per_sample = per_sample_gradients(model, (x,), loss)
     engine = engine_for(model, per_sample, **options)
     engine.verify(x, **dict(arguments))
@@ -57,7 +57,7 @@ def assert_exact_step(engine, model, per_sample, tolerance, clipping_fn="abadi")
 
 
 class PositionsInDouble(nn.Module):
-    """A sum whose two terms get one and the same gradient tensor, [B, 70, 64], from autograd."""
+    """A sum; autograd gives both terms the same gradient tensor [B, 70, 64]."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class _NoGradientForTheSecond(torch.autograd.Function):
 
 
 class NothingComes(nn.Module):
-    """The graph gets to a parameter, and no gradient does."""
+    """The graph reaches a parameter, but no gradient does."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Two(NamedTuple):
 
 
 class OwnTuple(Two):
-    """Cannot be made from its fields, one after the other."""
+    """A tuple that cannot be built from its fields one by one."""
 
     def __new__(cls, scores):
         return super().__new__(cls, scores, 2 * scores)
@@ -120,7 +120,7 @@ def test_an_honest_model_that_is_hard_to_watch_passes(model, shape):
 
 
 class Positions(nn.Module):
-    """Attention over T positions with a [T, T] table and a parameter per position: any of them could pass for B."""
+    """Attention over T positions with a [T, T] table and a parameter per position: any of them could be taken for B."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class Positions(nn.Module):
 
 
 class Structured(nn.Module):
-    """Nested outputs, some of them in half as many rows, some without a gradient."""
+    """Nested outputs; some have half as many rows, some no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Structured(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """Drops its layer for some samples, or for all, by a random number of `draw`."""
+    """Drops its layer for some or all samples, by a random number from `draw`."""
 
     def __init__(self, draw):
         super().__init__()
@@ -188,7 +188,7 @@ SOUND = {
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.filterwarnings("ignore:No gradient reached")
 def test_sound_models_pass(name, rows):
-    """T rows, too: then the number of samples is that of positions, and tells nothing."""
+    """Also with T rows: then the number of samples equals that of positions, and says nothing."""
     model = SOUND[name]()
     engine = engine_on(model)
     for seed in range(3):
@@ -241,7 +241,7 @@ def test_other_precisions_pass(dtype, tolerance):
 
 
 def test_a_model_that_enters_autocast_by_itself_passes():
-    """accelerate wraps forward so; outside of it parameters and outputs are float32."""
+    """accelerate wraps forward in autocast; outside, parameters and outputs are float32."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())]
     model = nn.Sequential(nn.Linear(D, D), *layers, nn.Linear(D, 3))
     forward = model.forward
@@ -264,7 +264,7 @@ def test_autocast_passes_and_faults_are_caught_under_it(dtype):
 
 
 class Attention(nn.Module):
-    """Queries and keys with biases; those of the keys shift all scores of a query alike, and change nothing."""
+    """Queries and keys with biases; those of the keys shift all scores of a query alike, so they change nothing."""
 
     def __init__(self):
         super().__init__()

@@ -63,7 +63,7 @@ def test_batch_norm_in_training_mode_is_caught(build, shape):
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_frozen_batch_norm_that_goes_back_to_training_is_refused(affine):
-    """`model.train()` after an evaluation puts every layer into training mode, the frozen ones too."""
+    """After an evaluation, `model.train()` puts every layer into training mode, even frozen ones."""
     model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, affine=affine).requires_grad_(False), nn.Linear(D, 3))
     model[1].eval()
     engine = engine_on(model)
@@ -183,7 +183,7 @@ def test_samples_that_are_mixed_in_a_random_order_are_caught(permuted, last):
     ids=["centred", "weights"],
 )
 def test_detached_statistics_of_the_batch_are_caught(output):
-    """They have no gradient, but the script's loss has, and it reads them."""
+    """They have no gradient, but the script's loss reads them, and has one."""
 
     class Detached(nn.Module):
         def __init__(self):
@@ -200,7 +200,7 @@ def test_detached_statistics_of_the_batch_are_caught(output):
 
 
 class Experts(nn.Module):
-    """Returns one loss of two: the larger is the sample's own, the other balances the experts of a batch."""
+    """Returns one of two losses: the larger one is the sample's own, the other balances the experts of a batch."""
 
     def __init__(self, weight):
         super().__init__()
@@ -215,7 +215,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("weight", [0.01, 0.001])
 def test_a_small_balancing_loss_is_caught(weight):
-    """A fault of less than a thousandth of the whole gradient; of the router's own it is more."""
+    """The fault is below a thousandth of the whole gradient, but more of the router's."""
     model = Experts(weight)
     engine_on(model)
     with pytest.raises(VerificationError, match=r"router.*load-balancing"):
@@ -223,7 +223,7 @@ def test_a_small_balancing_loss_is_caught(weight):
 
 
 class Bank(nn.Module):
-    """Keeps what it has seen of the last samples, in a buffer, for the next ones to be compared with."""
+    """Keeps the last samples in a buffer, to compare the next ones with them."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Bank(nn.Module):
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("ids", [True, False])
 def test_a_memory_of_samples_is_caught(rows, ids):
-    """Also with micro-batches of one row, of which none ever meets another."""
+    """Also with micro-batches of one row, where samples never meet."""
     model = Bank()
     engine_on(model)
     with pytest.raises(UnsupportedParameterError, match=r"bank: forward writes a function of the samples"):
@@ -247,7 +247,7 @@ def test_a_memory_of_samples_is_caught(rows, ids):
 
 
 class Balanced(nn.Module):
-    """Returns its loss, and a load-balancing loss that it leaves to the script to add."""
+    """Returns its loss, and leaves a load-balancing loss for the script to add."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ def test_a_second_loss_of_the_model_is_looked_at_too():
 
 @pytest.mark.parametrize("steps", [B, T])
 def test_a_batch_dimension_that_is_not_the_first_is_caught(steps):
-    """A model that reads [T, B, D]: its dimension 0 is taken for the samples, which meet along it."""
+    """A model that reads [T, B, D]: dimension 0 is taken for the samples, which meet along it."""
     model = Between(lambda h: h.cumsum(0))
     engine_on(model)
     with pytest.raises(REFUSED):
@@ -275,7 +275,7 @@ def test_a_batch_dimension_that_is_not_the_first_is_caught(steps):
 
 
 def test_rows_of_one_sample_in_the_batch_dimension_are_caught():
-    """[B * T, D] rows, handed over as B * T samples, but attending to the others of their sentence."""
+    """[B * T, D] rows, passed as B * T samples, attend to the rest of their sentence."""
     model = Between(lambda h: h.unflatten(0, (-1, T)).cumsum(1).flatten(0, 1))
     engine_on(model)
     with pytest.raises(REFUSED):
@@ -284,7 +284,7 @@ def test_rows_of_one_sample_in_the_batch_dimension_are_caught():
 
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_a_second_try_is_verified_again(handed_in):
-    """A notebook cell that is run once more, a script that catches the error and goes on."""
+    """A notebook cell runs again, or a script catches the error and continues."""
     model = Between(MIXERS["mean over samples"])
     engine = engine_on(model)
     for _ in range(3):
@@ -295,7 +295,7 @@ def test_a_second_try_is_verified_again(handed_in):
 
 
 def test_a_first_batch_of_one_row_does_not_pass_for_all():
-    """One sample alone has nothing to be mixed with."""
+    """A single sample has nothing to mix with."""
     model = Between(MIXERS["mean over samples"])
     engine = engine_on(model)
     model(normal(1, T, D)).sum().backward()
@@ -306,10 +306,10 @@ def test_a_first_batch_of_one_row_does_not_pass_for_all():
 
 
 def test_padding_does_not_stand_in_for_samples():
-    """The first logical batch has one sample: padded with its copies, all sentences are of one length."""
+    """The first logical batch has one sample; with its copies as padding, all sentences have one length."""
     model = LanguageModel(token_mean)
     engine = engine_on(model, batch_size=1, sample_size=B)
-    engine._secret = bytes([4]) * 32  # of 1, 0, 0, 1 and 2 samples are the first batches
+    engine._secret = bytes([4]) * 32  # the first batches have 1, 0, 0, 1 and 2 samples
     data = TensorDataset(*sentences())
     real = []
     with pytest.raises(VerificationError, match="token-mean loss"):  # noqa: PT012
@@ -343,7 +343,7 @@ def test_an_output_that_is_not_by_sample_asks_for_the_loss():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_small_gradient_is_looked_at_all_the_same(dtype):
-    """A group whose gradient is 10^-4 of the whole mixes the samples."""
+    """A group with 10^-4 of the whole gradient mixes the samples."""
     model = nn.ModuleDict({"large": nn.Linear(D, 3), "small": nn.Linear(D, 3)}).to(dtype)
 
     class Sum(nn.Module):

@@ -18,7 +18,7 @@ from tests.verification.models import engine_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 COLUMNS = torch.logspace(-3, 3.5, 30)
-"""Sizes of the columns of a table that was not scaled; those of breast_cancer are like these."""
+"""Sizes of the columns of an unscaled table, as in breast_cancer."""
 
 
 def raw_columns(rows=16):
@@ -33,7 +33,7 @@ class Mixing(MLP):
 
 
 def trained(build):
-    """Return a model whose hidden layer gets gradients, too."""
+    """Return a model with gradients in its hidden layer, too."""
     model = build(30, 2, normalize=False)
     nn.init.normal_(model.head.weight)
     return model
@@ -58,7 +58,7 @@ def test_raw_columns_pass(ranks):
 
 
 class Casting(MLP):
-    """Casts to float32 on its way."""
+    """Casts to float32 within forward."""
 
     def forward(self, x):
         return super().forward(x.to(torch.float32)).float().log_softmax(1, dtype=torch.float32)
@@ -79,7 +79,7 @@ def test_a_fault_on_raw_columns_is_caught(ranks):
 
 
 class Talking(MLP):
-    """Sums a figure over ranks in forward."""
+    """Sums a number over ranks in forward."""
 
     def forward(self, x):
         if x.dtype == torch.float64:

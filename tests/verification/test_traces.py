@@ -1,4 +1,4 @@
-"""Verification changes nothing, and takes no more memory than a step."""
+"""Verification has no side effects, and takes no more memory than a step."""
 
 import copy
 import random
@@ -51,7 +51,7 @@ def test_no_hook_stays_when_verification_fails():
 
 
 def test_verification_takes_no_more_memory_than_a_step():
-    """Whole gradients of three samples, and copies of them in float64, would be its peak."""
+    """Its peak would otherwise be whole gradients of three samples, with copies in float64."""
     weights = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
     engine_on(weights)
     with LiveBytes() as live:
@@ -78,7 +78,7 @@ class Spread(nn.Module):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that functions have returned, and that are alive."""
+    """Counts the memory of live tensors that functions have returned."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Recording(nn.Module):
 
 
 def state_of(model):
-    # A tensor's object and version, so that also a change that was undone by hand would show as one.
+    # A tensor's object and version also reveal a change that was undone.
     buffers = {
         name: None if b is None else (id(b), b.clone()) for m in model.modules() for name, b in m._buffers.items()
     }
@@ -166,7 +166,7 @@ def test_verification_changes_nothing(collecting, mode):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_first_forward_is_the_forward_of_the_plain_model(verify):
-    """Output, buffers and random numbers are those of a model that nobody has looked at."""
+    """Output, buffers and random numbers are those of an untouched model."""
     plain = Recording()
     model = copy.deepcopy(plain)
     engine_on(model, verify=verify)

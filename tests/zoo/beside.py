@@ -18,13 +18,13 @@ import torch
 BESIDE = Path(sys.prefix) / "timm"
 
 _OPERATORS = ("nms", "qnms")
-_declared: list[torch.library.Library] = []  # what a Library declares goes with it
+_declared: list[torch.library.Library] = []  # a dropped Library drops its declarations
 
 
 def import_timm() -> ModuleType:
-    """The module; or skip the test file, and say what is not tested.
+    """Return the module; or skip the test file, and say why.
 
-    The path is put back: processes that tests start inherit it, and would not find transformers' models.
+    Restores the path, which processes that tests start inherit: they would not find transformers' models.
     """
     sys.path.append(str(BESIDE))
     try:

@@ -27,10 +27,10 @@ SECTIONS = {
     "test_diffusion_and_recommenders.py": "Diffusion and recommenders",
     "test_spectral.py": "Spectral models",
 }
-"""Test files that the page holds; the modules of torch are in the guide's table of rules."""
+"""Test files on the page; the modules of torch are in the guide's table of rules."""
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
-"""In pytest's configuration: the tests of the zoo, also those that are deselected."""
+"""Tests of the zoo in pytest's configuration, with deselected ones."""
 
 HEAD = """# Models
 
@@ -53,11 +53,11 @@ class Row:
 
 
 seen = Row()
-"""What the test that runs now has seen."""
+"""What the running test has seen."""
 
 
 def note(model: Any, functions: set[str], error: float) -> None:
-    """Add what a comparison has seen to the row of the test that runs."""
+    """Add the findings of a comparison to the running test's row."""
     seen.model = seen.model or type(model).__name__
     seen.parameters = seen.parameters or sum(p.numel() for p in model.parameters() if p.requires_grad)
     seen.functions |= functions
@@ -65,30 +65,30 @@ def note(model: Any, functions: set[str], error: float) -> None:
 
 
 def begin() -> None:
-    """Start the row of a test."""
+    """Start a test's row."""
     seen.__init__()
 
 
 def versions() -> list[str]:
-    """The libraries that the models come from, as far as they are installed: `torch 2.13.0`."""
+    """Return the installed libraries of the models: `torch 2.13.0`."""
     path = [*sys.path, str(BESIDE)]
     found = {name: list(metadata.distributions(name=name, path=path)) for name in LIBRARIES}
     return [f"{name} {d[0].version.partition('+')[0]}" for name, d in found.items() if d]
 
 
 def is_comparable() -> bool:
-    """Whether the page was written with the libraries that are installed."""
+    """Return True if the page was written with the installed libraries."""
     head = PAGE.read_text("utf-8").partition("\n## ")[0]
     return all(version in head for version in versions())
 
 
 def name_of(item: pytest.Item) -> str:
-    """What a row is called: `decoders[GPT2]`."""
+    """Return the name of a row: `decoders[GPT2]`."""
     return item.name.removeprefix("test_")
 
 
 def rows() -> dict[tuple[str, str], list[str]]:
-    """The page's cells (model, parameters, functions, error), by section and name."""
+    """Return the page's cells (model, parameters, functions, error), by section and name."""
     found, section = {}, ""
     for line in PAGE.read_text("utf-8").splitlines():
         section = line[3:] if line.startswith("## ") else section
@@ -100,7 +100,7 @@ def rows() -> dict[tuple[str, str], list[str]]:
 
 
 def cells() -> list[str]:
-    """The row of the test that runs."""
+    """Return the running test's row."""
     functions = ", ".join(f"`{name}`" for name in sorted(seen.functions))
     return [f"`{seen.model}`", f"{seen.parameters:,}", functions, f"{seen.error:.0e}"]
 
@@ -129,7 +129,7 @@ class Writer:
 
 
 def write() -> int:
-    """Run the zoo and write the page; the exit status of pytest."""
+    """Run the zoo and write the page; return pytest's exit status."""
     writer = Writer()
     files = [str(Path(__file__).parent / name) for name in SECTIONS]
     status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *files], plugins=[writer])
@@ -139,6 +139,6 @@ def write() -> int:
 
 
 if __name__ == "__main__":
-    from tests.zoo import page  # the module that the tests note in, not its second self, __main__
+    from tests.zoo import page  # the module in which tests take notes, not its copy __main__
 
     sys.exit(page.write())

@@ -1,4 +1,4 @@
-"""A small diffusion U-Net and a recommender, written as people write them: exact, untouched."""
+"""A small diffusion U-Net and a recommender, in common style: exact, untouched."""
 
 import math
 
@@ -13,7 +13,7 @@ C = 4
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, the time in between as scale and shift."""
+    """Two convolutions, with the time as scale and shift between them."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Over the pixels, with 1x1 convolutions."""
+    """Attention over pixels, with 1x1 convolutions."""
 
     def __init__(self, channels):
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Noisy images [B, 3, 8, 8] and times [B] to the noise."""
+    """Predicts the noise of images [B, 3, 8, 8] at times [B]."""
 
     def __init__(self):
         super().__init__()

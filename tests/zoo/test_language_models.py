@@ -100,7 +100,7 @@ def test_mixtures_of_experts(name, implementation):
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 def test_a_balancing_loss_is_refused():
-    """It counts the tokens of the whole micro-batch that went to an expert."""
+    """It counts an expert's tokens over the whole micro-batch."""
     ids = tokens()
     for balanced in (False, True):
         model = mixture("Mixtral", output_router_logits=balanced, router_aux_loss_coef=1.0).double()
@@ -111,7 +111,7 @@ def test_a_balancing_loss_is_refused():
 
 
 def test_switch_transformers():
-    """Experts are modules of their own; each sequence has its capacity."""
+    """Experts are separate modules; each sequence has its capacity."""
     configuration = transformers.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=12, num_heads=2, num_layers=2, num_decoder_layers=2,
         num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4, expert_capacity=3,
@@ -203,7 +203,7 @@ def test_state_space_models(name):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_positions_that_are_handed_in(rows):
-    """position_ids [1, T] have no sample dimension of their own, and still belong to every sample."""
+    """position_ids [1, T] have no sample dimension, but belong to every sample."""
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**DECODERS["GPT2"]))
     positions = torch.arange(5).flip(0).repeat(rows, 1)
     assert_model_exact(model, {"input_ids": tokens(), "position_ids": positions})

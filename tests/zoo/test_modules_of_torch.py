@@ -26,7 +26,7 @@ def assert_exact(use, before=D, inputs=None, **parts):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("length", [T, B])
 def test_attention(batch_first, length):
-    """Also with as many positions as samples, where no shape can tell the one from the other."""
+    """Also with as many positions as samples, where shapes cannot distinguish them."""
 
     def use(m, x):
         x = x if batch_first else x.transpose(0, 1)
@@ -119,18 +119,18 @@ LENGTHS = {"equal": [4, 4, 4], "sorted": [4, 2, 1], "not sorted": [1, 4, 2], "tw
 
 
 def with_lengths(lengths):
-    """Inputs [B, T, D + 1], of which the last feature is the length of the sequence."""
+    """Return inputs [B, T, D + 1]; the last feature is the length of the sequence."""
     sizes = torch.tensor(lengths, dtype=torch.float32)[:, None, None].expand(B, T, 1)
     return {"x": torch.cat([torch.randn(B, T, D), sizes], 2)}
 
 
 def apart(x):
-    """Features [B, T, D] and lengths [B]."""
+    """Return features [B, T, D] and lengths [B]."""
     return x[..., :D], x[:, 0, D].long()
 
 
 def last(state):
-    """What was left of h, and of c where there is one, [B, ...]."""
+    """Return the last h, and c if there is one, [B, ...]."""
     return torch.cat([x.transpose(0, 1).flatten(1) for x in (state if isinstance(state, tuple) else (state,))], 1)
 
 
@@ -153,7 +153,7 @@ def test_packed_sequences(kind, lengths):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("order", ["found by torch", "sorted already", "sorted by the model"])
 def test_packed_sequences_in_any_order(order, batch_first, used):
-    """Inputs as they come (no map before), and heads that are no linear map, after rows and columns are home."""
+    """Raw inputs (no map before), and heads other than linear maps, after rows and columns are in order again."""
 
     def use(m, x):
         x, sizes = apart(x)
@@ -203,7 +203,7 @@ def test_packed_sequences_from_learned_states(kind, enforce_sorted):
 
 @pytest.mark.parametrize("transposed", ["after sorting", "before"])
 def test_what_is_read_of_packed_sequences(transposed):
-    """Last outputs by their numbers, a mean over what is no padding, an attention; sorted and transposed by hand."""
+    """Indexed last outputs, a mean without padding, an attention; sorted and transposed by hand."""
 
     def use(m, x):
         x, sizes = apart(x)
@@ -229,7 +229,7 @@ def test_what_is_read_of_packed_sequences(transposed):
 
 
 def test_packed_sequences_of_which_a_sample_has_several():
-    """Sentences of a document, [B * K, T, D]; and a micro-batch is padded to its own longest."""
+    """Sentences of a document, [B * K, T, D]; a micro-batch is padded to its longest."""
 
     def use(m, x):
         K, x = 2, torch.stack([x, x.flip(1)], 1)
@@ -244,7 +244,7 @@ def test_packed_sequences_of_which_a_sample_has_several():
 
 
 def test_a_packed_encoder_and_decoder():
-    """States of one go on into another, of which the sequences have other lengths and another order."""
+    """The decoder starts from the encoder's states; its sequences have other lengths and another order."""
 
     def use(m, x):
         x, sizes = apart(x)

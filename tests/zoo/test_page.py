@@ -19,7 +19,7 @@ def test_no_row_is_left_of_a_model_that_is_gone(request):
 
 
 def test_a_row_that_changed_is_noticed():
-    """The cells that tests compare are those that the page holds."""
+    """Tests compare the cells that the page holds."""
     rows = page.rows()
     assert len(rows) > 90
     model, parameters, functions, error = rows["Language models of transformers", "decoders[GPT2]"]

@@ -30,7 +30,7 @@ def llama(**sizes):
 
 def adapted(kind, model=None, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what peft advises on names and on tied weights
+        warnings.simplefilter("ignore")  # peft's advice on names and tied weights
         return peft.get_peft_model(model or llama(), getattr(peft, f"{kind}Config")(**options))
 
 
@@ -68,7 +68,7 @@ def test_adapters(name):
 
 
 def test_lora_of_experts():
-    """Adapters of the router and of attention; the experts between them are frozen, and their rows are followed."""
+    """Adapters of router and attention; the frozen experts between them are followed."""
     model = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
     )
@@ -116,7 +116,7 @@ def test_a_part_of_a_model():
 
 
 def test_what_is_frozen_changes_between_phases():
-    """Head first, then the biases, then all: an engine for each phase, the last one detached."""
+    """First the head, then the biases, then all: one engine per phase, detached at its end."""
     model = bert()
     for wanted in (
         lambda name: name.startswith("classifier"),
@@ -131,7 +131,7 @@ def test_what_is_frozen_changes_between_phases():
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 def test_what_autograd_hides_is_refused():
-    """LoHa's product is an autograd function of its own: seen by the verification, and by the hook on parameters."""
+    """LoHa's product is a separate autograd function; verification and the hook on parameters notice it."""
     ids = tokens()
     for verify in (True, False):
         model = adapted("LoHa", **CAUSAL, r=2, target_modules=["q_proj"]).double()
@@ -155,7 +155,7 @@ def test_a_matrix_that_is_filled_in_place_is_refused():
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 def test_the_cost_of_privacy_is_that_of_what_is_trained():
-    """LoRA of rank 1, 2 and 4, and all parameters: what the engine adds to a step, in kept bytes and in FLOPs."""
+    """LoRA of rank 1, 2 and 4, and all parameters: bytes and FLOPs that the engine adds to a step."""
     sizes = {"hidden_size": 32, "intermediate_size": 64}
     ids = tokens(12)
 
@@ -174,7 +174,7 @@ def test_the_cost_of_privacy_is_that_of_what_is_trained():
         plain = flops(), saved_bytes(model, lambda: model(input_ids=ids, use_cache=False).logits)
         model.zero_grad()
         engine = noise_free_engine(model, batch_size=3, verify=False)
-        step()  # what is learnt once is not part of it
+        step()  # exclude one-time work
         private = flops(), saved_bytes(model, lambda: model(input_ids=ids, use_cache=False).logits)
         engine.detach()
         return plain, private

@@ -1,4 +1,4 @@
-"""Spectral models as their authors write them: complex weights, or real pairs, that meet Fourier transforms."""
+"""Spectral models as their authors write them: complex weights or real pairs, with Fourier transforms."""
 
 import torch
 import torch.nn.functional as F

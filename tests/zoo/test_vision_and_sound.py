@@ -1,4 +1,4 @@
-"""Models of transformers that see and hear, tiny and random, all parameters trainable: exact, untouched."""
+"""Vision and audio models of transformers, tiny and random, all parameters trainable: exact, untouched."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_clip_reads():
         **{**SIZES, **TOKENS, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "projection_dim": 6}
     )
     ids = tokens()
-    ids[0, 2] = ids[1, 4] = ids[2, 3] = 2  # where a text ends, its embedding is read
+    ids[0, 2] = ids[1, 4] = ids[2, 3] = 2  # the embedding at the end of a text is read
     model = transformers.CLIPTextModelWithProjection(configuration)
     assert_model_exact(model, {"input_ids": ids}, lambda output: output.text_embeds)
 

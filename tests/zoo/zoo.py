@@ -30,13 +30,13 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "intermediate_size": 12,
 }
-"""What most configurations of transformers call the sizes of a model."""
+"""Common names for model sizes in transformers' configurations."""
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tokens(length: int = 5) -> Tensor:
-    """Token ids [B, length], none of them special."""
+    """Return token ids [B, length] without special ones."""
     return torch.randint(3, VOCABULARY, (B, length))
 
 
@@ -46,12 +46,12 @@ def images(size: int = 8) -> Tensor:
 
 
 def logits(output: Any) -> Tensor:
-    """What most models of transformers return."""
+    """Return the common output of transformers' models."""
     return output.logits
 
 
 class Wide(TorchFunctionMode):
-    """Float64 wherever a model asks for float32, and a grouped product of float64, for which torch has no kernel."""
+    """Uses float64 where a model asks for float32, and for grouped products, for which torch has no such kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,7 +66,7 @@ class Wide(TorchFunctionMode):
 
 
 class OnRows(nn.Module):
-    """The model as a function of the numbers of the samples that it is given: what the oracle calls."""
+    """The model as a function of sample numbers, for the oracle."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], read: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ class OnRows(nn.Module):
         with torch.no_grad():
             for name, x in self.model[0].named_buffers():
                 x.copy_(self.buffers_before[name])  # spectral_norm takes another step at every call
-        # What has another number of rows belongs to all samples.
+        # Tensors with another number of rows belong to all samples.
         taken = {name: x[rows] if len(x) == B else x for name, x in self.inputs.items()}
         return self.read(self.model[0](**taken))
 
 
 @contextmanager
 def functions_met() -> Iterator[set[str]]:
-    """Fills a set with the names of the functions in which parameters meet samples, as layouts hold them."""
+    """Yield a set that collects, from layouts, the names of functions in which parameters meet samples."""
     met: set[str] = set()
 
     def find(*args: Any, **kwargs: Any) -> Layout:
@@ -103,14 +103,14 @@ def functions_met() -> Iterator[set[str]]:
 def assert_model_exact(
     model: nn.Module, inputs: Mapping[str, Tensor], read: Callable[[Any], Tensor] = logits, **options: Any
 ) -> float:
-    """One private step in either style is the oracle's, some samples clipped and some not; returns the worst error.
+    """Assert that one private step in either style is the oracle's, with some samples clipped; return the worst error.
 
-    The model is verified in the first of them.
+    Only the first style verifies the model.
     """
     model = model.double().train()
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     with torch.no_grad():
-        for parameter in model.parameters():  # biases of 0 and scales of 1 would hide that they are used at all
+        for parameter in model.parameters():  # biases of 0 and scales of 1 would hide that they are used
             parameter.add_(0.2 * torch.randn_like(parameter))
     call, rows = OnRows(model, inputs, read), torch.arange(B)
     worst = 0.0

@@ -49,10 +49,12 @@ def code(advice: Mapping[str, Any]) -> str:
 
 def _optimizer(advice: Mapping[str, Any]) -> str:
     rate = f"lr={advice['learning_rate']:g}"
-    if advice["optimizer"] == "adam":
-        return f"torch.optim.Adam(model.parameters(), {rate})"
+    if advice["optimizer"] != "sgd":
+        return f"torch.optim.{_ADAM[advice['optimizer']]}(model.parameters(), {rate})"
     return f"torch.optim.SGD(model.parameters(), {rate}, momentum={advice['momentum']:g})"
 
+
+_ADAM = {"adam": "Adam", "adamw": "AdamW"}
 
 _SAMPLES = {
     "tabular": "torch.rand(sample_size, 30)  # [N, D], each column divided by a public bound",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Task = Literal["tabular", "vision", "language"]
-OptimizerName = Literal["sgd", "adam"]
+OptimizerName = Literal["sgd", "adam", "adamw"]
 
 DE = "De et al. 2022, arXiv:2204.13650"
 LI = "Li et al. 2022, arXiv:2110.05679"
@@ -63,23 +63,22 @@ _SMALLER = f"A smaller model: private training wants fewer parameters and more s
 STARTS: dict[tuple[Task, bool], Start] = {
     ("tabular", False): Start(
         models=("mlp",),
-        steps=100,
+        steps=300,
         excess=1.05,
-        optimizer="sgd",
-        momentum=0.9,
-        learning_rate=1.0,
+        optimizer="adamw",
+        learning_rate=0.03,
         lr_schedule="cosine",
         trains="all parameters of a small network",
         reasons=(
             _EXCESS_OF_DE,
-            Reason("steps", "more steps win less than 1% on our tables, and cost as much more time", SWEEP),
-            Reason("optimizer", "SGD with momentum 0.9 and a cosine beats AdamW on our tables", SWEEP),
-            Reason("learning rate", "the best of 0.1, 0.3, 1 and 3 over our tables, epsilons and lengths", SWEEP),
+            Reason("steps", "300 steps are right 1.8% more often than 100 on our tables, with AdamW", SWEEP),
+            Reason("optimizer", "AdamW with a cosine: 82.0% on our tables, SGD with momentum at most 80.5%", SWEEP),
+            Reason("learning rate", "0.03 beats 0.01 on our tables; larger ones were not tried", SWEEP),
             Reason("trains", "public weights of tables are rare", DEFAULT),
         ),
         next_steps=(
             "Divide each column by a public bound, never by a statistic of the data: `--feature-scale`.",
-            "Learning rates 0.3 and 3, in a search that you account for.",
+            "SGD with momentum 0.9 at a learning rate of 0.3, in a search that you account for.",
         ),
     ),
     ("vision", False): Start(

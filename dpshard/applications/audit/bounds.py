@@ -4,8 +4,8 @@
 An attacker tells releases with a sample from releases without it, at false positive rate a and false negative rate b.
 (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds on a and b
 that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute the
-accountant's curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper
-mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
+accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu >=
+Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ REFUTED_BEYOND = 1 - FALSE_ALARM
 MAX_EPSILON = 64.0
 """Upper end of the search for a bound."""
 GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Shares of the canaries to guess; an attack tries all, at a fifth of the error each."""
+"""Shares of the canaries to guess; an attack tries all, with equal parts of the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Errors of a test, fixed beforehand, in independent trials."""
+    """Counts of errors of a test, fixed beforehand, in independent trials."""
 
     false_positives: int
     """Trials without the sample, judged "in"."""
     without: int
-    """Number of trials without the sample."""
+    """Trials without the sample."""
     false_negatives: int
     """Trials with the sample, judged "out"."""
     within: int
-    """Number of trials with the sample."""
+    """Trials with the sample."""
 
     def __post_init__(self) -> None:
         for errors, trials in ((self.false_positives, self.without), (self.false_negatives, self.within)):
@@ -69,7 +69,7 @@ class Trials:
         return max(0.0, *found) if found else 0.0
 
     def mu(self, confidence: float) -> float:
-        """Return a lower bound on mu of a mu-GDP mechanism, at least 0."""
+        """Return a lower bound on mu of a mu-GDP mechanism."""
         a, b = self.rates(confidence)
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
 

@@ -32,7 +32,7 @@ class CanaryDirection:
     pull: float
     """Factor of the canary's loss."""
     lengths_M: Tensor
-    """Norm of the clipped gradient in each group, float64."""
+    """Norm of the clipped gradient in each group [M], float64."""
 
     @property
     def length(self) -> float:
@@ -111,6 +111,17 @@ def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) ->
     value = loss(model(x.to(device)), y.to(device)).sum()
     found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
+
+
+def weighted_loss(losses_B: Tensor, weight_B: Tensor, reduction: str) -> Tensor:
+    """Return the "mean" or "sum" of weighted losses. Raises ConfigurationError unless there is one loss per sample."""
+    if losses_B.shape != weight_B.shape:
+        raise ConfigurationError(
+            f"The loss of {len(weight_B)} samples has the shape {list(losses_B.shape)}. Return one loss per sample, "
+            f"[B], as cross_entropy(..., reduction='none') does."
+        )
+    weighted_B = losses_B * weight_B.to(losses_B.device)
+    return weighted_B.mean() if reduction == "mean" else weighted_B.sum()
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,12 +3,12 @@
 [Note: Tests of noise]
 Noise over its accounted deviation is standard normal, independent over elements, parameters, steps and engines. Each
 test has an exact or bounded p-value. All tests share one probability of a false alarm (Bonferroni).
-- Deviation: the sum of squares of a parameter, of a stretch of it, and of one element over all steps is chi-squared.
+- Deviation: the sum of squares of a parameter, of a stretch of it, or of one element over all steps is chi-squared.
 - Distribution of all values: inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
 - Independence: the sum of m products of independent normals exceeds s with probability at most
   exp(-t s - m log(1 - t^2) / 2), for every t in (0, 1) (Chernoff). Products pair two steps, elements, parameters or
-  engines. Products at one distance form chains in which neighbours share a factor. Every other product of a chain
-  shares none, so both halves are bounded at s / 2.
+  engines. Products at one distance form chains in which only neighbours share a factor, so the sum over every other
+  product is bounded at s / 2.
 - Grid: of GRID_VALUES floats with 24 random bits hardly two are equal; with 11 bits a thousand are.
 """
 
@@ -144,7 +144,7 @@ class NoiseTests:
         self._step_of_engine = 0
 
     def see(self, noise: Noise, *, alone: bool) -> None:
-        """Add the `noise` of the next step; `alone` if the release held nothing else, which keeps its last bits."""
+        """Add the `noise` of the next step; `alone` if the release held nothing else, which keeps the last bits."""
         heads = np.zeros((len(self._names), COMPARED))
         for row, name in enumerate(self._names):
             z = noise[name]

@@ -1,13 +1,13 @@
 """The one-run audit: guess which canaries, each in by a fair coin, a training run contained (docs/audit.md).
 
 [Note: Canaries]
-Every canary has a row in the data set, so the size of the data set reveals nothing. The row of an excluded canary is a
-blank, which contributes nothing. The adversary sees all releases and parameters, but not the batches.
-- A gradient canary pulls only at a number of its own, a row beside the model's parameters. So canaries disturb neither
-  each other nor the model, and scores depend only on the mechanism.
-- An input canary is a sample that pulls at the model's parameters. Its score is the release along its own gradient,
-  from plain autograd. Other samples are blanks, because thousands of them would drown the canary. A guarantee holds
-  for every data set.
+Every canary has a row in the data set, so the size reveals nothing. The row of an excluded canary is a blank, which
+contributes nothing. The adversary sees all releases and parameters, but not the batches.
+- A gradient canary pulls only at its own number, a row beside the model's parameters. So canaries disturb neither each
+  other nor the model, and scores depend only on the mechanism.
+- An input canary is a sample that pulls at the model's parameters. Its score is the release along its gradient from
+  plain autograd. All other samples are blanks, because thousands of them would drown it; a guarantee holds for every
+  data set.
 Steinke, Nasr and Jagielski 2023, arXiv:2305.08846.
 """
 
@@ -40,14 +40,14 @@ SMALL_DELTA = 1e-10
 
 
 def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
-    """Return which canaries are in, bool [m]; `secret` is 32 bytes of `new_run_secret`, not the run's."""
+    """Return the canaries that are in, bool [m]; `secret` is 32 bytes of `new_run_secret`, not the run's."""
     if not (is_count(canaries) and canaries >= 2):
         raise ConfigurationError(f"canaries={canaries!r}: an audit needs two of them at least, better hundreds.")
     return RandomSource(secret).uniform(canaries) <= 0.5
 
 
 class GradientCanaries:
-    """Canaries that pull at numbers of their own; see [Note: Canaries].
+    """Canaries that pull at their own numbers; see [Note: Canaries].
 
     Train `wrap(model)` on `among(dataset)` with `losses`. Call `observe` between `engine.privatize()` and
     `optimizer.step()`, and `guesses` at the end.
@@ -58,7 +58,7 @@ class GradientCanaries:
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
         """Log likelihood ratio of "in" over "out" so far, [m]."""
         self.pull = pull
-        """Gradient norm before clipping; see `below_threshold`."""
+        """Gradient norm before clipping."""
         self._next: tuple[float, ...] | None = None  # thresholds of the next release
 
     def below_threshold(self, engine: PrivacyEngine) -> None:
@@ -89,7 +89,7 @@ class GradientCanaries:
         return weight_B * loss(output, y) + self.pull * probe_B
 
     def observe(self, engine: PrivacyEngine, step: int) -> None:
-        """Score the release of `step` in the gradients; call it at every step, from the first."""
+        """Score the release of `step` in the gradients; call it at every step."""
         mechanism, unit = engine.mechanism, noise_unit(engine, step)
         released = engine.internals.full_gradient(_Probed.NAME)
         if released is None:
@@ -171,7 +171,7 @@ def refuted(guesses: Guesses, engine: PrivacyEngine) -> bool:
 
 
 class _Probed(nn.Module):
-    """A model, and a number for each of m canaries that only this canary moves."""
+    """A model, with a number for each of m canaries that only this canary moves."""
 
     NAME = "probe.weight"
 

@@ -4,12 +4,12 @@
 Plain autograd and the clipping function give the contributions c_i of the samples. A release is sum_i b_i c_i + noise,
 with b_i = 1 for drawn samples. At noise multiplier SIGMA, least squares find b; the residual is the noise. Tests:
 - the residual is noise of the accounted deviation in every parameter (noise.py);
-- samples of the step and the step before leave nothing along their contributions, in all parameters and in each;
+- samples of this step and the one before leave nothing along their contributions, in all parameters and in each;
 - the b are independent coins of the sampling probability, over samples and steps (draws.py).
 Noise, clipping, sampling and division run the same code at every noise multiplier.
 
-The samples are candidates with a large part of the gradient in each parameter, and contributions not hidden by others.
-If gradients are random (dropout) or of half precision, all samples are blanks, and only noise is tested.
+The samples are candidates with a large part of the gradient in each parameter, not hidden by others. If gradients are
+random (dropout) or of half precision, all samples are blanks, and only noise is tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpshard.applications.audit.bounds import FALSE_ALARM
-from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
 from dpshard.applications.audit.steps import stepping
@@ -65,7 +65,7 @@ class ReleasesAudit:
 
     @property
     def fault(self) -> Finding | None:
-        """Likeliest fault, or None; of a sound engine with probability at most FALSE_ALARM."""
+        """Likeliest fault, or None; a sound engine has one with probability at most FALSE_ALARM."""
         return likeliest_fault(list(self.findings), FALSE_ALARM)
 
 
@@ -84,8 +84,8 @@ def audit_releases(
 ) -> ReleasesAudit:
     """Test the releases of `steps` steps, half of them of a second engine; see [Note: Nearly without noise].
 
-    At most MOST_SAMPLES of the candidates `x`, `y` become the data set. Other arguments are those of `audit_steps`.
-    All ranks must pass equal arguments. Raises ConfigurationError for too few steps, or no candidate with a gradient.
+    At most MOST_SAMPLES of the candidates `x`, `y` become the data set. Other arguments are as in `audit_steps`. All
+    ranks must pass equal arguments. Raises ConfigurationError for too few steps, or no candidate with a gradient.
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
@@ -172,7 +172,6 @@ class _Game:
             self.known = float(np.sqrt(np.diag(self._inverse)).max()) * self._noise < HIDDEN_BEYOND
 
     def next_engine(self, engine: PrivacyEngine) -> None:
-        """Continue with another engine of the same settings."""
         self.engine = engine
         self._drawn.append([])
 
@@ -186,13 +185,8 @@ class _Game:
             self._aim(self._thresholds())
             for x, y, sample_B in logical_batch:
                 losses_B = loss(model(x.to(device)), y.to(device))
-                if losses_B.shape != sample_B.shape:
-                    raise ConfigurationError(
-                        f"The loss of {len(sample_B)} samples has the shape {list(losses_B.shape)}: return one of "
-                        f"each sample, [B], as cross_entropy(..., reduction='none') does."
-                    )
-                losses_B = losses_B * (self._pull_n[sample_B] * float(self.known)).to(device, losses_B.dtype)
-                (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
+                scale_B = self._pull_n[sample_B] * float(self.known)
+                weighted_loss(losses_B, scale_B, mechanism.loss_reduction).backward()
             self.engine.privatize()
             scale = mechanism.schedule[logical_batch.step] / self._unit
             released = {name: self._released(name) * scale for name in self.sizes}

@@ -2,22 +2,21 @@
 
 [Note: The game]
 The engine under audit repeats the same steps at a learning rate of 0. Half of the trials include one sample, the
-canary. The adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
-from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives
-z_p ~ N(0 or r_p, sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
+canary; the adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
+from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
+sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
 - the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
 - the same with the deviation of z_p in the first fifth of the trials: weights r_p / var_p find a parameter with too
   little noise, however small its part;
 - the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
 The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).
 
-The audit scales the canary's loss so that clipping leaves most of it (canary.py): a guarantee holds for every loss,
-and clipping may drop long gradients, or thresholds may follow them.
+The canary's loss is scaled so that clipping leaves most of it (canary.py): a guarantee holds for every loss, and
+clipping may drop long gradients, or thresholds may follow them.
 
-At sampling probability 1 the other samples are live, so the audit notices a canary that changes *their* gradients.
-Below 1 they are blanks, because their draws would drown the canary's. They are blanks under adaptive thresholds, too,
-which change their clipped sum from trial to trial. Trials come in random order, because thresholds drift over a run
-whatever the canary does.
+At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Below 1 they
+are blanks, because their draws would drown the canary's; also under adaptive thresholds, which change their clipped sum
+from trial to trial. Thresholds drift over a run whatever the canary does, so trials come in random order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch.utils.data import TensorDataset
 from dpshard.accounting import Mechanism, epsilon_of
 from dpshard.accounting.composition import gdp_epsilon
 from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
-from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient
+from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.config import check_positive, is_count, refuse_units
@@ -48,7 +47,7 @@ DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
 """Deltas at which the trials test a guarantee."""
 
 PREFERRED = 1.15
-"""Factor by which a statistic must promise more than the one before."""
+"""Factor by which a later statistic must promise more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +113,8 @@ def audit_steps(
         x, y: Inputs and targets, N rows each; the last row is the canary.
         loss: Returns the losses [B].
         trials, steps: Trials of either kind, and steps of each; a fifth of the trials selects the test.
-        batch_size: Expected batch size; default N, so that every batch holds every sample.
-        micro_batch_size: Rows per forward; a number that does not divide N causes padding.
+        batch_size: Expected batch size; default N, every sample in every batch.
+        micro_batch_size: Rows per forward; one that does not divide N causes padding.
         prepare: Wraps the model for sharded training; for DeepSpeed, by deepspeed.initialize().
         on_step: Called after each of the 2 * trials * steps steps.
         noise_multiplier, clipping_fn, options: Arguments of PrivacyEngine; moderate epsilons prove most.
@@ -140,22 +139,60 @@ def audit_steps(
         **options,
     )
     try:
-        odd = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
-        step, datasets = stepping(prepared), {canary: _data(engine, x, y, canary) for canary in (1.0, 0.0)}
-        played: dict[float, list[list[tuple[list[float], list[float]]]]] = {1.0: [], 0.0: []}
-        for canary in _order(trials):
-            found = []
-            for release in _releases(prepared, engine, step, datasets[canary], loss, odd, steps, micro_batch_size):
-                found.append(release)
-                on_step()
-            played[canary].append(found)
+        canary = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
+        played = _Game(prepared, engine, canary, loss, steps, micro_batch_size).play(x, y, trials, on_step)
     finally:
         engine.detach()
-    return StepsAudit(trials=_play(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    return StepsAudit(trials=_judge(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+
+
+_Release = tuple[list[float], list[float]]
+"""A release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
+
+
+@dataclass(frozen=True)
+class _Game:
+    """The engine under audit, and how it plays a trial."""
+
+    model: nn.Module
+    engine: PrivacyEngine
+    canary: CanaryGradient
+    loss: SampleLoss
+    steps: int
+    micro_batch_size: int
+
+    def play(
+        self, x: Tensor, y: Tensor, trials: int, on_step: Callable[[], object]
+    ) -> dict[float, list[list[_Release]]]:
+        """Return the releases of each trial, by the weight of the canary in it: 1.0 or 0.0."""
+        step, datasets = stepping(self.model), {weight: _data(self.engine, x, y, weight) for weight in (1.0, 0.0)}
+        played: dict[float, list[list[_Release]]] = {1.0: [], 0.0: []}
+        for weight in _order(trials):
+            played[weight].append([])
+            for release in self._releases(step, datasets[weight]):
+                played[weight][-1].append(release)
+                on_step()
+        return played
+
+    def _releases(self, step: Callable[[], None], data: TensorDataset) -> Iterator[_Release]:
+        engine, mechanism, device = self.engine, self.engine.mechanism, next(self.model.parameters()).device
+        self.model.train()
+        for logical_batch in engine.batches(data, self.micro_batch_size, steps=self.steps):
+            aim = self.canary.aim(tuple(engine.thresholds.values()))
+            for x, y, weight_B, is_canary_B in logical_batch:
+                losses_B = self.loss(self.model(x.to(device)), y.to(device))
+                scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
+                weighted_loss(losses_B, scale_B, mechanism.loss_reduction).backward()
+            engine.privatize()
+            unit = noise_unit(engine, logical_batch.step)
+            scale = mechanism.schedule[logical_batch.step] / unit
+            z = [reached * scale for reached in self.canary.along(engine.internals.full_gradient)]
+            step()
+            yield z, [length / unit for length in self.canary.lengths(aim)]
 
 
 def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
-    """Return (x, y, weight, is canary) of a trial; `canary` is the weight of the canary."""
+    """Return (x, y, weight, is canary) of a trial; `canary` is the canary's weight."""
     n, mechanism = len(x), engine.mechanism
     live = float(mechanism.schedule[0] == n and mechanism.adaptive_clipping is None)
     weights = torch.full((n,), live)
@@ -166,7 +203,7 @@ def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorD
 
 
 def _order(trials: int) -> list[float]:
-    """Return 1.0 per trial with the canary and 0.0 per trial without it, in a random order equal on all ranks."""
+    """Return `trials` times 1.0 (with the canary) and 0.0 (without), in a random order equal on all ranks."""
     # Effects of earlier steps, such as adaptive thresholds, must not reveal the canary.
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
@@ -182,46 +219,13 @@ class _Scores(NamedTuple):
     def likelihood(self, var_P: NDArray[np.float64], q: float) -> NDArray[np.float64]:
         """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
-        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; equal to the canary's part of it
+        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
         ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, np.sqrt(var_NT))
         return ratio_NT.sum(1)
 
     def spread(self) -> NDArray[np.float64]:
         """Return the spread over the steps of each trial, [N]."""
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
-
-
-def _releases(
-    model: nn.Module,
-    engine: PrivacyEngine,
-    step: Callable[[], None],
-    data: TensorDataset,
-    loss: SampleLoss,
-    odd: CanaryGradient,
-    steps: int,
-    micro_batch_size: int,
-) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield each release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
-    mechanism, device = engine.mechanism, next(model.parameters()).device
-    model.train()
-    for logical_batch in engine.batches(data, micro_batch_size, steps=steps):
-        aim = odd.aim(tuple(engine.thresholds.values()))
-        for x, y, weight_B, is_canary_B in logical_batch:
-            scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
-            losses_B = loss(model(x.to(device)), y.to(device))
-            if losses_B.shape != scale_B.shape:
-                raise ConfigurationError(
-                    f"The loss of {len(scale_B)} samples has the shape {list(losses_B.shape)}: return one of each "
-                    f"sample, [B], as cross_entropy(..., reduction='none') does."
-                )
-            losses_B = losses_B * scale_B.to(device)
-            (losses_B.mean() if mechanism.loss_reduction == "mean" else losses_B.sum()).backward()
-        engine.privatize()
-        unit = noise_unit(engine, logical_batch.step)
-        scale = mechanism.schedule[logical_batch.step] / unit
-        z = [reached * scale for reached in odd.along(engine.internals.full_gradient)]
-        step()
-        yield z, [length / unit for length in odd.lengths(aim)]
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
@@ -250,13 +254,13 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
     return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
-def _play(played: dict[float, Any], mechanism: Mechanism) -> Trials:
+def _judge(played: dict[float, Any], mechanism: Mechanism) -> Trials:
     """Select a test on the first fifth of the trials, and count its errors on the others."""
     without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
     q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
-    # Without any noise the variance is that of rounding, or 0, by which `likelihood` must not divide.
+    # Without noise the variance is that of rounding, or 0, and `likelihood` divides by it.
     found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
     ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
         lambda scores: scores.likelihood(accounted_P, q),

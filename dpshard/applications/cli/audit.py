@@ -124,6 +124,8 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
     import dpshard
     from dpshard.applications.cli import auditing, data
 
+    if settings.group_column is not None:
+        raise ConfigurationError("An audit does not know units of several rows yet: leave --group-column out.")
     samples = data.load(settings)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
     confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from dpshard.accounting import CorrelatedMechanism, SampledMechanism, calibrate, rounded_up
+from dpshard.accounting import CorrelatedMechanism, MechanismOfUnits, SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.correlated import INDEPENDENT, CorrelatedSampling, independent_error
 from dpshard.config import check_choice
 from dpshard.errors import ConfigurationError
@@ -48,10 +48,10 @@ def parse(
             f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
             f"for the noise or for epsilon."
         )
-    if run.max_batch_size is not None or run.discretized_elements is not None:
+    if run.max_batch_size is not None or run.discretized_elements is not None or isinstance(run, MechanismOfUnits):
         raise ConfigurationError(
-            f"--sampling {sampling} is analysed for Gaussian noise and without a cap: leave --max-batch-size and "
-            f"--noise discrete-gaussian out."
+            f"--sampling {sampling} is analysed for Gaussian noise, without a cap, and for units of one sample: leave "
+            f"--max-batch-size, --max-rows-per-unit and --noise discrete-gaussian out."
         )
     return CorrelatedMechanism(
         noise_multiplier=run.noise_multiplier,

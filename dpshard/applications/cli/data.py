@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
 from dpshard.errors import DataError
+from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
 """Number of byte tokens. Token ids are the 256 bytes, then BEGIN and PAD: a public vocabulary."""
@@ -26,6 +27,8 @@ IGNORED = -100
 """Target without loss."""
 
 MASKED_SHARE = 0.15
+ROWS_PER_UNIT = 8
+"""Rows of a unit in a step, unless the settings say otherwise."""
 
 SPLIT_SEED = 0
 """Every run holds out the same samples, because no run may tune on them."""
@@ -55,6 +58,13 @@ class Data:
     """Classes, or tokens."""
     guessing: float | None = None
     """Share of the commonest class in the test samples; None without classes."""
+    rows_per_unit: int = 1
+    """Rows of a training sample that is a unit; those of other splits are single rows."""
+
+    def example(self) -> Any:
+        """Return x of a training row."""
+        train: Any = self.train
+        return (train.dataset if isinstance(train, UnitDataset) else train)[0][0]
 
 
 def load(settings: TrainSettings) -> Data:
@@ -91,23 +101,42 @@ def _pydoc(settings: TrainSettings) -> Data:
     return unlabelled(texts, settings, sample="one paragraph of documentation")
 
 
-def splits(dataset: Any, settings: TrainSettings, *, labels: Tensor | None = None, **facts: Any) -> Data:
-    """Split `dataset` at random by SPLIT_SEED into the settings' fractions; `labels` are [N] or None."""
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(dataset))
-    test = round(len(order) * settings.test_fraction)
-    validation = test + round(len(order) * settings.validation_fraction)
+def splits(
+    dataset: Any,
+    settings: TrainSettings,
+    *,
+    labels: Tensor | None = None,
+    groups: Sequence[Any] | None = None,
+    **facts: Any,
+) -> Data:
+    """Split `dataset` at random by SPLIT_SEED into the settings' fractions.
 
-    if labels is not None and test > 0:
-        facts["guessing"] = float(labels[torch.from_numpy(order[:test])].bincount().max()) / test
+    `labels` are [N] or None; `groups` are the unit of each row, or None. A unit is in one split, with all of its rows.
+    """
+    names, unit_of_row = np.unique(np.arange(len(dataset)) if groups is None else groups, return_inverse=True)
+    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(names))
+    test = round(len(names) * settings.test_fraction)
+    validation = test + round(len(names) * settings.validation_fraction)
+
+    def rows_of(units: Any) -> Any:
+        return units if groups is None else np.flatnonzero(np.isin(unit_of_row, units))
+
+    own = {"test": rows_of(shuffled[:test]), "validation": rows_of(shuffled[test:validation])}
+    own["train"] = rows_of(shuffled[validation:])
+    if labels is not None and len(own["test"]) > 0:
+        facts["guessing"] = float(labels[torch.from_numpy(own["test"])].bincount().max()) / len(own["test"])
 
     def part(indices: Any) -> Dataset[Any]:
         if isinstance(dataset, TensorDataset):  # for fast reading of whole micro-batches
             return TensorDataset(*dataset[torch.from_numpy(indices)])
         return Subset(dataset, indices.tolist())
 
-    return Data(
-        train=part(order[validation:]), validation=part(order[test:validation]), test=part(order[:test]), **facts
-    )
+    found = {name: part(indices) for name, indices in own.items()}
+    if groups is not None and len(own["train"]) > 0:
+        K = settings.rows_per_unit or ROWS_PER_UNIT
+        found["train"] = UnitDataset(found["train"], unit_of_row[own["train"]], K)
+        facts |= {"rows_per_unit": K, "sample": f"one {settings.group_column}, up to {K} rows in a step"}
+    return Data(**found, **facts)
 
 
 def tokens(text: str, length: int) -> Tensor:
@@ -116,11 +145,11 @@ def tokens(text: str, length: int) -> Tensor:
     return torch.tensor(ids + [PAD] * (length + 1 - len(ids)))
 
 
-def unlabelled(texts: Sequence[str], settings: TrainSettings, *, sample: str) -> Data:
-    """Return the splits of `texts`, one sample each, for the objective of the settings."""
+def unlabelled(texts: Sequence[str], settings: TrainSettings, **facts: Any) -> Data:
+    """Return the splits of `texts`, one row each, for the objective of the settings; `facts` are those of `splits`."""
     if settings.objective == "masked":
-        return splits(masked(texts, settings), settings, kind=Kind.MASKED, sample=sample, classes=VOCABULARY + 1)
-    return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, sample=sample)
+        return splits(masked(texts, settings), settings, kind=Kind.MASKED, classes=VOCABULARY + 1, **facts)
+    return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, **facts)
 
 
 def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:

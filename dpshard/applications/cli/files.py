@@ -27,6 +27,11 @@ IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tif
 def load(settings: TrainSettings) -> Data:
     """Read the data at `settings.data`; raise DataError if that fails."""
     source = str(settings.data)
+    tables = source.startswith("hf:") or source.endswith((".jsonl", ".csv"))
+    if settings.group_column is not None and not tables:
+        raise DataError(
+            f"{source} has no columns, and --group-column names one: give a .jsonl or .csv file, or hf:NAME."
+        )
     if source.startswith("hf:"):
         return _hugging_face(source.removeprefix("hf:"), settings)
     path = Path(source)
@@ -148,11 +153,12 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
 def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
     text, label = settings.text_column, settings.label_column
     columns = list(next(iter(rows.values())))
+    groups = None if settings.group_column is None else _groups(rows, settings.group_column, columns, source)
     named = text != TEXT_COLUMN  # a named column must exist; else the data may be numbers
     if text in columns:
         texts = [str(cell) for cell in _column(rows, text, source)]
         if label not in columns:
-            return unlabelled(texts, settings, sample="one text")
+            return unlabelled(texts, settings, sample="one text", groups=groups)
         x = torch.stack([tokens(t, settings.max_length) for t in texts])
         facts: dict[str, Any] = {"kind": Kind.TEXT, "sample": "one labelled text"}
     elif label in columns and not named:
@@ -166,7 +172,22 @@ def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
             f"--text-column and --label-column."
         )
     y, classes = _classes(_column(rows, label, source))
-    return splits(TensorDataset(x, y), settings, labels=y, classes=classes, **facts)
+    return splits(TensorDataset(x, y), settings, labels=y, groups=groups, classes=classes, **facts)
+
+
+def _groups(rows: Rows, column: str, columns: list[str], source: str) -> list[Any]:
+    """Return the unit of every row, and take its column out of `columns`."""
+    if column not in columns:
+        raise DataError(f"{source} has no column {column!r}, but {', '.join(map(repr, columns))}: see --group-column.")
+    columns.remove(column)
+    cells = [cell.strip() if isinstance(cell, str) else cell for cell in _column(rows, column, source)]
+    for place, cell in zip(rows, cells, strict=True):
+        if type(cell) not in (str, int) or cell == "" or type(cell) is not type(cells[0]):
+            raise DataError(
+                f"{source}, {place}: {column}={cell!r} names no unit. Every row needs one, all of them texts or all "
+                f"whole numbers: 1 and '1' would be two units."
+            )
+    return cells
 
 
 def _column(rows: Rows, column: str, source: str) -> list[Any]:
@@ -261,6 +282,8 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     image = next((name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
     if image is None:
         return _table({f"row {number}": row for number, row in enumerate(rows.to_list())}, f"hf:{name}", settings)
+    if settings.group_column is not None:
+        raise DataError(f"{name!r} holds images, and --group-column is for tables of text or numbers: leave it out.")
     if settings.label_column not in rows.features:
         raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label with --label-column.")
     labels, classes = _classes(rows[settings.label_column])

@@ -20,8 +20,8 @@ from dpshard.applications.cli.training import Run
 NOT_COVERED = (
     "metrics.jsonl and the plots (loss, clip fraction, norms, gradient-SNR, realised batch sizes): computed from the "
     "training samples, without noise.",
-    "checkpoints: they hold the run secret, and with it anybody can subtract the noise. Keep them like the data. "
-    "model.pt is what may be published.",
+    "checkpoints: they hold the run secret, and a reader of it can subtract the noise. Protect them like the data, "
+    "and publish only model.pt.",
     "the validation and test samples and the scores on them: not trained on, but not protected either.",
     "choices made by looking at other runs on the same data: each of those runs has a cost of its own.",
     "the number of training samples and the set of labels: taken as public.",

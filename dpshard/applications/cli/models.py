@@ -37,7 +37,7 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         _replace_unsupported(model, told_to=settings.replace_unsupported)
         return model
     check_fits(name, data)
-    shape = tuple(data.train[0][0].shape)
+    shape = tuple(data.example().shape)
     if name == "mlp":
         return MLP(math.prod(shape), data.classes, normalize=data.kind is Kind.IMAGE)
     if name == "cnn":

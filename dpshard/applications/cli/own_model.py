@@ -26,7 +26,7 @@ def build(name: str, data: Data) -> nn.Module:
     Raises ConfigurationError if the function cannot be imported, or returns no module with logits [B, classes], or
     [B, T, classes] for a language model.
     """
-    model = user_code.load(name)(tuple(data.train[0][0].shape), data.classes)
+    model = user_code.load(name)(tuple(data.example().shape), data.classes)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model={name!r} returned {type(model).__name__}, not a torch.nn.Module.")
     _check_logits(name, model, data)
@@ -46,7 +46,7 @@ def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
 
 
 def _check_logits(name: str, model: nn.Module, data: Data) -> None:
-    x = torch.stack([torch.as_tensor(data.train[0][0])] * 2)
+    x = torch.stack([torch.as_tensor(data.example())] * 2)
     model.eval()
     with torch.no_grad():
         logits = model(x)

@@ -67,7 +67,9 @@ class RunFolder:
         """Return the run at `path`; raise RunFolderError if there is none."""
         folder = cls(path)
         if not folder.config.is_file():
-            raise RunFolderError(f"{path} is no run folder, without config.yaml. Name one that dpshard train has made.")
+            raise RunFolderError(
+                f"{path} is not a run folder: it has no config.yaml. Name a folder that dpshard train has made."
+            )
         return folder
 
     def settings(self) -> TrainSettings:

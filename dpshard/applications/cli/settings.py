@@ -59,6 +59,14 @@ class TrainSettings:
     )
     text_column: str = _data(TEXT_COLUMN, "Name of the text column or field.")
     label_column: str = _data("label", "Name of the label column or field.")
+    group_column: str | None = _data(
+        None,
+        "Name of the column that says to whom a row belongs (a patient, a user), for --data of a table: the guarantee "
+        "is for all rows of one of them, batches count them, and splits keep them whole.",
+    )
+    rows_per_unit: int | None = _data(
+        None, "Rows of each unit of --group-column in a step, drawn anew if there are more; by default 8."
+    )
     objective: Literal["next", "masked"] = _data(
         "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
     )
@@ -180,6 +188,10 @@ class TrainSettings:
             raise ConfigurationError("test_fraction and validation_fraction leave no sample to train on.")
         if (self.task == "data") != (self.data is not None):
             raise ConfigurationError("task=data and data=FOLDER, FILE or hf:NAME go together: give both or neither.")
+        if self.group_column is not None and self.data is None:
+            raise ConfigurationError(f"group_column={self.group_column!r} names a column of --data: give both.")
+        if self.rows_per_unit is not None and self.group_column is None:
+            raise ConfigurationError("rows_per_unit is for units: name them by group_column (--group-column).")
         if self.batch_size is not None and self.phases is not None:
             raise ConfigurationError("Give exactly one of batch_size and phases: both set the size of batches.")
         if self.nproc is not None and self.nproc < 1:
@@ -316,6 +328,7 @@ _MECHANISM = (
 
 _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (("num_workers", "seed"), lambda x: x >= 0, "at least 0"),
+    (("rows_per_unit",), lambda x: x is None or x >= 1, "at least 1"),
     (("weight_decay",), lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
     (
         ("micro_batch_size", "checkpoint_every", "evaluations", "max_length", "image_size"),

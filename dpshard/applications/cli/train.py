@@ -55,7 +55,7 @@ def command(
     with on_all_ranks(settings) as (settings, ranks):
         if ranks.size > 1 and settings.shard == "none":
             raise ConfigurationError(
-                f"{ranks.size} processes are running: say how they share the model, as --shard fsdp2 does."
+                f"{ranks.size} processes are running. Choose how they share the model, for example by --shard fsdp2."
             )
         if settings.nproc not in (None, ranks.size):
             raise ConfigurationError(
@@ -155,7 +155,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         if not run.train(folder, checkpoints, console.out):
             console.out.print(
                 f"Stopped after step {engine.step} of {engine.steps}, epsilon = {rounded_up(engine.epsilon())} is "
-                f"spent. Go on with: dpshard train --resume {folder.path}"
+                f"spent. Resume with: dpshard train --resume {folder.path}"
             )
             raise typer.Exit(console.INTERRUPTED)
         with console.out.status("scoring the test split, drawing plots ..."):

@@ -62,7 +62,8 @@ class Run:
         model = models.build(settings.model, data, settings).to(device)
         own_model.require_equal(model, settings.model, ranks)
         sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
-        engine = PrivacyEngine(sharded.model, sample_size=size(data.train), **settings.mechanism())
+        facts = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
+        engine = PrivacyEngine(sharded.model, **facts, **settings.mechanism())
         scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
         return cls(settings, data, device, sharded, engine, scheduler, ranks)
 
@@ -114,10 +115,12 @@ class Run:
         """Take one step; return the mean of finite losses, or NaN without any."""
         model = self.sharded.model
         model.train()
-        for x, y in logical_batch:
+        for x, y, *weights in logical_batch:
             key = (self.settings.seed, logical_batch.step, logical_batch.position, *self._number)
             torch.manual_seed(draw_seed(*key))
             losses_B = sample_losses(model(x.to(self.device)), y.to(self.device))
+            for weight_B in weights:  # of rows of units
+                losses_B = losses_B * weight_B.to(self.device)
             losses_B.mean().backward()
             self.engine.record_loss(losses_B)
         self.sharded.step()

@@ -216,8 +216,8 @@ class _Engine(PrivacyEngine):
 def _labelled(tape: Tape, meter: Meter) -> Tape:
     arrive = tape.arrive
 
-    def labelled(use: Use, tensors: Any) -> None:
-        arrive(use, tensors)
+    def labelled(use: Use, anchors: list[int], tensors: Any) -> None:
+        arrive(use, anchors, tensors)
         names = {name for source in use.sources for name in source.roots}
         for group in tape.groups.values():
             for name in names & group.entries.keys():

@@ -62,7 +62,9 @@ def _reasons(engine: Any, stage: int) -> list[str]:
     zero = engine.optimizer
     found = []
     if engine.pipeline_parallelism:
-        found.append("a PipelineEngine runs forward and backward by itself, in pieces of its own; use ZeRO alone.")
+        found.append(
+            "a PipelineEngine runs forward and backward by itself, stage by stage. Use ZeRO without a pipeline."
+        )
     if engine.has_moe_layers:
         found.append(
             "MoE layers of DeepSpeed route samples of all ranks to shared experts, up to a capacity, so samples have "
@@ -70,8 +72,8 @@ def _reasons(engine: Any, stage: int) -> list[str]:
         )
     if any(p.is_complex() for p in engine.module.parameters()):
         found.append(
-            "its partitions hold real numbers, so no complex parameter. Store it as real numbers [..., 2], and call "
-            "torch.view_as_complex in forward; or use DDP or FSDP2."
+            "its partitions hold only real numbers, but a parameter is complex. Store it as real numbers [..., 2], "
+            "and call torch.view_as_complex in forward; or use DDP or FSDP2."
         )
     if max(engine.mp_world_size, engine.sequence_parallel_size) > 1:
         found.append("tensor and sequence parallelism split one sample over ranks; only data parallelism is supported.")
@@ -115,7 +117,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizerError(
-            f"{kind.__name__} is no torch.optim.Optimizer, so nothing tells when it steps. Derive it from that class."
+            f"{kind.__name__} is not a torch.optim.Optimizer, so dpshard cannot see when it steps. Derive it from that "
+            f"class."
         )
     if "muon" in kind.__name__.lower():
         raise UnsupportedOptimizerError(

@@ -21,7 +21,7 @@ from dpshard.noise.keyed import Shard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Return the Reducer of a model, late in stage 1, where every rank has whole gradients anyway."""
+    """Return the Reducer of a model; late in stage 1, where ranks have whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -62,7 +62,7 @@ class PartitionReduction:
         before = self._reducer.passes
         yield
         if self._reducer.passes == before:
-            # No backward here, for example because all rows are padding; but other ranks may have had one.
+            # No backward, for example because all rows are padding; other ranks may have had one.
             self._reducer.finish()
             if engine.enable_backward_allreduce:
                 engine.allreduce_gradients()

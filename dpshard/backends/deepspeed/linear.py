@@ -13,8 +13,8 @@ _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.li
 def keep_linear() -> None:
     """Restore F.linear, and stop ZeRO-3 from replacing it again.
 
-    Its autograd function avoids saving unsharded weights, but hides parameters from rules, in every model of the
-    process. `stage3.py` solves the saving of weights differently.
+    Its autograd function saves no unsharded weights (as does `stage3.py`), but hides parameters from rules, in every
+    model of the process.
     """
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:

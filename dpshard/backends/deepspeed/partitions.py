@@ -2,10 +2,8 @@
 
 A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
 and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks (the last ones
-padded), and concatenates the chunks of a rank.
-
-DeepSpeed has no public map of this. The layout is read from private attributes, and then proved: every fragment of a
-master must equal the elements of its parameter.
+padded), and concatenates the chunks of a rank. DeepSpeed has no public map, so the layout is read from private
+attributes and then proved: every fragment of a master must equal the elements of its parameter.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
         found = list(_stage_3(zero, rank) if stage_3 else _flattened(zero, rank))
     except (AttributeError, TypeError, IndexError) as error:
         raise ConfigurationError(
-            f"This version of DeepSpeed lays its partitions out in a way that dpshard does not know ({error}). Use "
-            f"one of the versions that docs/sharding-deepspeed.md names."
+            f"dpshard does not know how this version of DeepSpeed lays out its partitions ({error}). Use a version "
+            f"that docs/sharding-deepspeed.md names."
         ) from error
     fragments: dict[str, Fragment] = {}
     for parameter, fragment, elements in found:
@@ -63,7 +61,7 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
         if name is None:
             raise ConfigurationError(
                 f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not a trainable parameter "
-                f"of the model: nobody would clip its gradient. Hand the optimizer the model's parameters alone."
+                f"of the model, so its gradient would not be clipped. Give the optimizer only the model's parameters."
             )
         master = fragment.master.detach()[fragment.offset : fragment.offset + fragment.length]
         if not torch.equal(master.to(elements.device, elements.dtype), elements):

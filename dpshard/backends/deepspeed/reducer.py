@@ -2,9 +2,9 @@
 
 [Note: Why DeepSpeed does not reduce]
 DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over ranks, divides by the accumulation steps,
-and re-applies a stale gradient if a parameter was not used (stage 3). Each of these would change the clipped sums. So
-they never become gradients of parameters: they are summed here during backward, in float32 or wider, and DeepSpeed's
-optimizer first sees them with their noise. After a failure, DeepSpeed's own gradient is zero.
+and re-applies a stale gradient if a parameter was not used (stage 3). Each would change the clipped sums. So they never
+become gradients of parameters: they are summed here during backward, in float32 or wider, and DeepSpeed's optimizer
+first sees them with their noise. After a failure, DeepSpeed's own gradient is zero.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reducer:
         self._arrived.add(name)
         if clipped_sum is not None:
             add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
-        # One fixed order: ranks that use different layers would else add up different parameters.
+        # One fixed order, because ranks may use different layers.
         while not self.late and self._next < len(self._buckets):
             if not self._arrived.issuperset(self._buckets[self._next]):
                 break

@@ -9,7 +9,7 @@ Hooks of DeepSpeed gather a module's parameters before its forward and backward,
 - autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
   reference, and backward gathers the parameter again;
 - start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
-  nor its counts of forwards that await their backward;
+  nor its counts of forwards that await backward;
 - derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
 """
 
@@ -218,8 +218,7 @@ class _Values(Mapping[str, Tensor]):
         parameter = self.parameters[name]
         if is_gathered(parameter):
             return parameter
-        # A derivation replayed after its module's forward only moves elements, so values do not matter. If they do, NaN
-        # shows it.
+        # A derivation replayed after its module's forward only moves elements; NaN would show if values mattered.
         return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The state of a DeepSpeed training for a checkpoint: this rank's fragment of each parameter.
 
-The fp32 partitions are saved; the half-precision copies for the forward are made from them again.
+The fp32 partitions are saved; the forward's half-precision copies are made from them again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ZeroState:
     """A TrainingState of the partitions of a ZeRO optimizer.
 
     `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine, `parameters` its
-    trainable ones, `rank` that among the partitions. Raises ConfigurationError if DeepSpeed offloads only a part of the
-    optimizer.
+    trainable ones, `rank` that among the partitions. Raises ConfigurationError if DeepSpeed offloads the optimizer in
+    part.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class ZeroState:
         missing = sorted({key for a, b in zip(own, saved, strict=True) for key in a.keys() - b.keys()})
         if missing:
             raise CheckpointError(
-                f"The checkpoint does not know {', '.join(missing)} of {type(self._optimizer).__name__}: it belongs to "
-                f"another optimizer."
+                f"The checkpoint lacks {', '.join(missing)} of {type(self._optimizer).__name__}: it belongs to another "
+                f"optimizer."
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 [Note: From clipped sums to shards]
 Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The clipped sums of a unit (parameters that
-FSDP gathers and frees together) fill one bucket. When it is full, one reduce-scatter takes it to the shards, while the
-next unit's sums are computed. As in FSDP there is one collective per unit, but
+FSDP gathers and frees together) fill one bucket. One reduce-scatter takes a full bucket to the shards, while the next
+unit's sums are computed. As in FSDP there is one collective per unit, but
 - ranks are summed, never averaged: the sensitivity is that of the sum;
-- nothing is rounded to the parameters' dtype before the noise is in: buckets are float32 or wider. FSDP would reduce
-  bfloat16 gradients in bfloat16, and rounding can move the sum by more than one sample does;
+- nothing is rounded to the parameters' dtype before the noise: buckets are float32 or wider. FSDP would reduce bfloat16
+  gradients in bfloat16, and rounding can move the sum by more than one sample does;
 - all ranks reduce all units in one fixed order, including units with layers that did not run here.
 """
 

@@ -68,10 +68,9 @@ class FSDP2Sharding(Sharding):
         # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(
-                f"{name}: FSDP has reduced a gradient that nobody clipped. A backward that was not to be reduced "
-                f"(set_requires_gradient_sync(False)), or that used the parameter after unshard() or in a method "
-                f"of register_fsdp_forward_method(), has left it on the gathered parameter. Call zero_grad(), and "
-                f"let training use parameters in forward alone."
+                f"{name}: FSDP has reduced a gradient that is not clipped. It was left on the gathered parameter by a "
+                f"backward under set_requires_gradient_sync(False), or by a use of the parameter after unshard() or in "
+                f"a method of register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
             )
 
     # --- forward ----------------------------------------------------------------------------------------------------

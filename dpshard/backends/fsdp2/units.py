@@ -54,7 +54,8 @@ def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[D
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
         raise ConfigurationError(
-            f"{whole[0]} is not sharded, so ranks would update it apart. Call fully_shard on the root module too."
+            f"{whole[0]} is not sharded, so its copies on the ranks would drift apart. Call fully_shard on the root "
+            f"module too."
         )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     placed = [p for unit in units for group in _groups(unit) for p in group.fsdp_params if _is_placed_by_fsdp(p)]
@@ -69,8 +70,8 @@ def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[D
         assert isinstance(p, DTensor)
         if [placement for placement in p.placements if not isinstance(placement, Replicate)] != [Shard(0)]:
             raise ConfigurationError(
-                f"{name} is placed as {p.placements}; dpshard knows parameters that FSDP has sharded along dimension "
-                f"0, and replicated over nodes (HSDP)."
+                f"{name} is placed as {p.placements}. dpshard supports parameters that FSDP has sharded along "
+                f"dimension 0, and replicated over nodes (HSDP)."
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         raise ConfigurationError("A hybrid-sharded mesh needs names: init_device_mesh(..., mesh_dim_names=...).")

@@ -1,4 +1,4 @@
-"""The two runs of a model that are compared, on batches of two sizes."""
+"""Compare two runs of a model, on batches of two sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -47,9 +48,9 @@ class _Shapes:
 
 
 class _Compared(DeterministicForward):
-    """Counts the calls that two runs have in common: on tensors, and not after the data has picked rows."""
+    """Counts the calls of both runs: on tensors, before the data picks rows."""
 
-    permuting = False  # the first samples of both runs are to be the same
+    permuting = False  # the first samples of both runs must be the same
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,23 +58,23 @@ class _Compared(DeterministicForward):
         self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def off_course(self, tensors: list[Tensor]) -> bool:
-        """Return True if a call on these tensors follows from rows that the data has picked."""
+        """Return True if tensors depend on rows that the data has picked."""
         return any(x in self._off for x in tensors)
 
     def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
-        """Count a call, or note that its outputs are off the course as well."""
+        """Count a call, or mark its outputs as off the common course."""
         outputs = outputs_of(result)
         if not off and _counts(result):
             self.count += 1
-        if (off and func is not PAD) or picks(func, args):  # padded, all samples are there again, whatever was packed
-            # What is written into on the common course stays on it; experts add their rows so.
+        if (off and func is not PAD) or picks(func, args):  # padding brings all samples back
+            # A tensor on the common course stays on it when experts write rows into it.
             kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
             if kept is None or self.off_course([kept]):
                 for x in outputs:
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call within torch.vmap, made on whole tensors; None if it may be made as it is."""
+        """Return the result of a call within torch.vmap, made on whole tensors, as a tuple; None if not needed."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -85,12 +86,12 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Return True unless a call only reads a shape, a dtype or a number, as a loop may at any time."""
+    """Return False for a call that only reads a shape, dtype or number; loops make any number of them."""
     return result is None or bool(outputs_of(result))
 
 
 class _FirstRun(_Compared):
-    """Notes the shapes of every call; and, where asked to, the values of its tensors."""
+    """Notes the shapes of every call, and the tensors of `wanted` calls."""
 
     def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class _FirstRun(_Compared):
         self.values: dict[int, list[Tensor]] = {}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call and note it."""
+        """Run the call and note its shapes."""
         if Passthrough.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
@@ -122,7 +123,7 @@ class _FirstRun(_Compared):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Where on the common course a tensor was made, and which dimension of it carries the samples."""
+    """The call on the common course that made a tensor, and the tensor's batch dimension."""
 
     position: int
     seen_at: int
@@ -131,7 +132,7 @@ class _Made:
 
 
 class _SecondRun(_Compared):
-    """Compares every call with that of the first run, and notes the layout of those that use parameters."""
+    """Compares every call with the first run's; notes the layout of calls that use parameters."""
 
     def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
         super().__init__()
@@ -139,8 +140,9 @@ class _SecondRun(_Compared):
         self.layout: Layout = {}
         self.doubts: dict[int, list[Doubt]] = {}
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._silent: int | None = 0  # see Doubt.silent
         self.apart = False
-        """Whether a call had other arguments than in the first run, such as one for each sample, in any order."""
+        """True if a call had other arguments than in the first run, such as one per sample."""
         self.routing = Routing(sizes[1], self._holds_samples)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,10 +156,10 @@ class _SecondRun(_Compared):
             return lifted[0]
         tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
-        # What the model computes under its own no_grad is a constant, as it is in training.
+        # Results under the model's own no_grad are constants, as in training.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
         uses = traced and any(x in self.sources for x in tensors)
-        copied = uses and getattr(func, "__name__", "") != "__get__"  # before an in-place function changes them
+        copied = uses and getattr(func, "__name__", "") != "__get__"  # an in-place function would change them
         inputs = [x.detach().clone() if copied else x for x in tensors]
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)
@@ -165,6 +167,7 @@ class _SecondRun(_Compared):
         if uses and _counts(result):
             key = call_key(func, tensors, self.sources)
             before = None if off else self._before(position, func, tensors, outputs)
+            self._silent = self._without_gradient(func, args, kwargs)
             axes = [
                 None if x in self.sources else self._input(key, position, place, before, x, value)
                 for place, (x, value) in enumerate(zip(tensors, inputs, strict=True))
@@ -199,7 +202,7 @@ class _SecondRun(_Compared):
                 self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
-        """Evidence for a route that starts, or ends, at `x`; it is kept in the layout, for the training's forwards."""
+        """Return True if `dim` of `x` holds all samples; note it in the layout, for routes."""
         made = self.made.get(x)
         if made is None:
             return False
@@ -229,7 +232,7 @@ class _SecondRun(_Compared):
         if made is None or made.axis is None:
             return None
         if made.flattened:
-            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at)
+            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
             self.doubts.setdefault(made.position, []).append(doubt)
         return made.axis
 
@@ -272,8 +275,18 @@ class _SecondRun(_Compared):
                 f"per-sample gradient exists."
             )
         if old[dim] != first:
-            self.doubts.setdefault(position, []).append(Doubt(key, place, dim, x.detach().clone(), place))
+            doubt = Doubt(key, place, dim, x.detach().clone(), place, silent=self._silent)
+            self.doubts.setdefault(position, []).append(doubt)
         return BatchAxis(dim)
+
+    def _without_gradient(self, func: Function, args: Any, kwargs: Any) -> int | None:
+        if func not in (F.embedding, torch.embedding):
+            return 0
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        if padding is None or (func is torch.embedding and padding == -1):
+            return None
+        table = next(x for x in tensors_of((args, kwargs)) if x in self.sources)
+        return padding % len(table)
 
 
 def find_layout(
@@ -282,22 +295,23 @@ def find_layout(
     sizes: tuple[int, int] = (2, 3),
     *,
     rows_per_unit: int = 1,
+    verified: bool = True,
 ) -> Layout:
-    """Layouts of all calls that use `sources()`; `run(n)` runs the model on the first n samples of a batch.
+    """Return the layouts of all calls that use `sources()`.
 
-    `rows_per_unit`: the rows of a sample in the model's inputs, side by side.
+    `rows_per_unit`: the rows of a sample in the model's inputs, side by side. `verified`: verification follows.
 
     Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
     """
     first = _FirstRun()
     with first:
         run(sizes[0])
-    second = _SecondRun(first.calls, sizes, sources())  # sharded parameters exist once the first run has gathered them
+    second = _SecondRun(first.calls, sizes, sources())  # the first run gathers sharded parameters
     with second:
         run(sizes[1])
     if second.doubts:
         valued = _FirstRun(frozenset(second.doubts))
         with valued:
             run(sizes[0])
-        settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit)
+        settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit, verified=verified)
     return second.layout

@@ -1,8 +1,8 @@
-"""The order of rows that are flattened into the batch: a sample's side by side ([B, k]), or one batch apart ([k, B]).
+"""The order of rows flattened into the batch: those of a sample side by side ([B, k]) or one batch apart ([k, B]).
 
-Where a sample is a unit of K rows in the inputs, these may stay side by side and others one batch apart: [k / K, B, K].
-Shapes cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order the
-rows of these samples are equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
+If a sample is a unit of K input rows, these may stay side by side, with others one batch apart: [k / K, B, K]. Shapes
+cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order their rows are
+equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dpshard.records import as_real
 from dpshard.rules.call import BatchAxis
 
 ROWS: CallKey = ("an index along dimension 0",)
-"""Stands in for the key of a call where a route begins: no layout is noted, but the order must be [B, k]."""
+"""Key where a route begins: there is no layout, but the order must be [B, k]."""
 
 _SAME = 0.1
-"""Largest difference of the same rows in two runs, relative to the largest value; half precision rounds."""
+"""Largest relative difference of the same rows in two runs, for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,22 @@ class Doubt:
 
     key: CallKey
     place: int
-    """Of the tensor in the layout of that call: among inputs, the output last."""
+    """Place in that call's layout: inputs, then the output."""
     dim: int
     value: Tensor
     """The tensor in the second run."""
     seen_at: int
-    """Its place in the call of the first run, which may be another: the one that made it."""
+    """Place of the tensor in the first run's call, perhaps the one that made it."""
     rows: CallKey | None = None
     """The key under which a layout holds whether a route may begin here."""
+    silent: int | None = 0
+    """Where the tensor is this number, the call has no gradient: 0 of a factor, the padding_idx of a table."""
+
+    def shows_in_gradients(self) -> bool:
+        """Return True if verification can tell the order: the call has a gradient somewhere."""
+        if isinstance(self.value, FakeTensor):
+            return False
+        return self.silent is None or bool((self.value != self.silent).any())
 
 
 def settle(
@@ -46,17 +54,20 @@ def settle(
     values: dict[int, list[Tensor]],
     sizes: tuple[int, int],
     rows_per_unit: int = 1,
+    *,
+    verified: bool = True,
 ) -> None:
-    """Write into `layout` in which order flattened dimensions hold their rows.
+    """Write the row order of flattened dimensions into `layout`.
 
     `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
-    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs.
+    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs. `verified`:
+    gradients are compared later, so where values do not tell, the order may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
     for position, here in doubts.items():
         for doubt in here:
-            order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit)
+            order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit, verified=verified)
             if order is None:
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
@@ -64,14 +75,14 @@ def settle(
                     f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
                     f"module of its own for each of the two."
                 )
-    as_given = set(settled.values()) <= {0, rows_per_unit}  # rows of a unit that values tell apart are neighbours
+    as_given = set(settled.values()) <= {0, rows_per_unit}  # the rows of a unit are adjacent wherever values tell
     for doubt in undecided:
         if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
-            layout.pop(doubt.rows or ROWS, None)  # equal ids tell nothing: no route, until a parameter asks for one
+            layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Of equal rows that are not zero (positions) verification can tell. Zeros have no gradient until others come.
-        if like_inputs and as_given and not isinstance(doubt.value, FakeTensor) and bool(doubt.value.any()):
+        # Of equal rows (positions) verification can tell, unless they have no gradient until others come.
+        if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
             settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
@@ -87,7 +98,9 @@ def settle(
                 found.output = axis
 
 
-def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int) -> int | None:
+def _adjacent_rows(
+    doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
+) -> int | None:
     """Return how many rows of a sample are adjacent, 0 for all; None if values do not tell."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
@@ -105,7 +118,7 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
             f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
-    if fitting == [1, rows_per_unit]:
+    if verified and fitting == [1, rows_per_unit]:
         fitting = [rows_per_unit]  # all units are equal (copies of one sample): their rows lie as those of the inputs
     if len(fitting) > 1:
         return None
@@ -118,19 +131,18 @@ def _adjacent_rows(doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_u
 
 
 def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
-    """Return the order of rows that are all equal: that of other calls of the kind, or of other arguments."""
+    """Return an order for rows that are all equal: that of other calls of the kind, or of other arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return max(
-            orders, default=0
-        )  # it has no values, and nothing is trained with it: a plan counts what a step costs
+        return max(orders, default=0)  # fake tensors have no values; plans only count costs, so any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
-            f"{describe(doubt.key)} sees the same number everywhere in a tensor of shape "
+            f"{describe(doubt.key)} sees equal rows in a tensor of shape "
             f"{tuple(doubt.value.shape)} for {second} samples, so it cannot be told whether its dimension "
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
-            f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros."
+            f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros. "
+            f"With rows_per_unit=, verify=True tells by gradients, and data whose rows differ tell as well."
         )
     return max(orders, default=0)

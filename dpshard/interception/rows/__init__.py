@@ -1,8 +1,8 @@
-"""Who a row is: evidence that row i of every forward of a micro-batch is sample i.
+"""Evidence that row i of every forward of a micro-batch is sample i.
 
-`identity.py` watches a micro-batch, and each other file holds one kind of evidence: rows that come again, copies of the
-last sample, what a loop computes between two parts of a model. `doubts.py` keeps what was seen until the release.
-May import `run.py` of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
+`identity.py` watches a micro-batch; `doubts.py` keeps the findings until the release. The other files hold one kind of
+evidence each: repeated rows, copies of the last sample, computations between two parts of a model. May import `run.py`
+of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
 """
 
 from dpshard.interception.rows.copies import Copies

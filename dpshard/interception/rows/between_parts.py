@@ -1,8 +1,8 @@
-"""What a loop computes between two forwards of one micro-batch: it is not verified, so it must not mix rows.
+"""Refuse computations between two forwards of one micro-batch that may mix rows, because they are not verified.
 
-The second forward may get what an earlier one has returned, or what torch computes of it row by row, as it must: single
-elements, and picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph tells, so
-what was detached in between is not seen.
+A later forward may get outputs of an earlier one, or what torch computes from them row by row: elementwise functions,
+picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph tells, so detached
+values are not seen.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ _OF_ELEMENTS = frozenset(
     "Tanh Relu Gelu Silu Sigmoid LeakyRelu Elu Hardtanh Hardswish Softplus Mish Neg Exp Log Abs Sqrt Sin Cos ClampMin "
     "Alias ToCopy Clone NativeDropout".split()
 )
-"""Functions of one tensor, element by element."""
+"""Elementwise functions of one tensor."""
 _OF_PAIRS = frozenset("Add Sub Mul Div".split())
-"""Functions of two tensors, element by element."""
+"""Elementwise functions of two tensors."""
 _WITHIN_ROWS = frozenset(
     "View UnsafeView ReshapeAlias Expand Select Slice Mean Sum Softmax LogSoftmax LinalgVectorNorm Unsqueeze Squeeze "
     "Transpose NativeLayerNorm".split()
 )
-"""Functions of one tensor that keep its rows, unless they touch dimension 0."""
+"""Functions of one tensor that keep rows apart except along dimension 0."""
 _JOINED = frozenset("Cat Stack".split())
-"""Functions of several tensors that keep their rows, unless they join them along dimension 0."""
+"""Functions of several tensors that keep rows apart except along dimension 0."""
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
 )
-"""Functions with which torch and DeepSpeed learn that backward comes by: outputs are inputs."""
+"""Identities by which torch and DeepSpeed notice backward."""
 _OF_PARAMETERS = frozenset("_Tap _RegionTap Slot Anchor _Cut".split())
-"""Of dpshard: what parameters of the engine have made."""
+"""Nodes of dpshard, which depend on parameters."""
 
 
 def outputs_in_graph(leaves: Iterable[Any]) -> list[Any]:
-    """Return the graph nodes that have made these tensors, and the tensors that hang on objects among them."""
+    """Return the graph nodes of these tensors, and of tensors in attributes of objects among them."""
     tensors = [y for x in leaves for y in ([x] if isinstance(x, Tensor) else getattr(x, "__dict__", {}).values())]
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -> None:
-    """Raise BatchLayoutError if an input was computed from outputs of forwards, the nodes `earlier`, not row by row."""
+    """Raise BatchLayoutError if an input depends on `earlier` outputs (nodes), but not row by row."""
     made = set(earlier)
     for x in inputs:
         node = x.grad_fn
@@ -71,7 +71,7 @@ def _name(node: Any) -> str:
 
 
 def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
-    """Return True if `x` follows from `made` by functions that autograd's graph shows to keep rows apart."""
+    """Return True if `x` follows from `made` with rows kept apart, by autograd's graph."""
     waiting: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr)]
     seen = set(waiting)
     while waiting:
@@ -79,7 +79,7 @@ def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
         if node in made:
             size = node._input_metadata[place].shape
             if not size or size[0] != rows or rows in size[1:2]:
-                return False  # [T, B, ...] with T = B looks alike
+                return False  # [T, B, ...] with T = B looks the same
             continue
         name = _name(node)
         before = list(node.next_functions)
@@ -101,7 +101,7 @@ def _is_rowwise(node: Any, name: str, rows: int) -> bool:
     operands = [tuple(x._input_metadata[place].shape) for x, place in node.next_functions if x is not None]
     if name in _OF_ELEMENTS:
         return len(node.next_functions) == 1
-    if name in _OF_PAIRS:  # one of fewer dimensions would be a row for all
+    if name in _OF_PAIRS:  # a tensor of fewer dimensions would be one row for all
         return len(operands) == 2 and all(len(x) == len(shape) and x[0] == rows for x in operands)
     if name in _JOINED:
         return 0 not in _dims(node._saved_dim, len(shape))
@@ -111,7 +111,7 @@ def _is_rowwise(node: Any, name: str, rows: int) -> bool:
 
 
 def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool:
-    """Return True if a function of one tensor of this size leaves dimension 0 as it is."""
+    """Return True if a function of one tensor of this size keeps dimension 0."""
     if name == "Unsqueeze":
         return 0 not in _dims(node._saved_dim, len(size) + 1)
     if not size or size[0] != rows:
@@ -127,13 +127,13 @@ def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool
 
 
 def _dims(saved: Any, count: int) -> list[int]:
-    """Return dimensions that a node has saved, of `count`: autograd shows those below 0 as unsigned."""
+    """Return the dimensions, of `count`, that a node has saved; autograd shows negative ones as unsigned."""
     dims = list(saved) if isinstance(saved, (tuple, list)) else [saved]
     return [(d - 2**64 if d >= 2**63 else d) % count for d in dims]
 
 
 def _depends(node: Any, made: set[Any]) -> bool:
-    """Whether `node` follows from one of `made`, or from anything else that parameters of the engine have made."""
+    """Return True if `node` follows from `made`, or from parameters of the engine."""
     seen, waiting = {node}, [node]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Compares the gradients of padding rows with the gradient of the sample that they copy."""
+"""Compares gradients of padding rows with that of the sample that they copy."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dpshard.clipping.functions import ClippingFunction, ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25
-"""Relative difference of the norms of equal rows; rounding in half precision stays far below."""
+"""Relative difference between norms of equal rows, far above rounding in half precision."""
 SMALL = 0.05
 """Share of the threshold below which a contribution may be rounding."""
 NOTHING = 1e-6
-"""Share of the sample's norm below which that of a copy is none: dropout does not shrink it so far, a mask does."""
+"""Share of the sample's norm below which a copy has no gradient: masks shrink it so far, dropout does not."""
 
 
 class Copies:
-    """Compares the norms of a padded micro-batch, whose first `samples` rows are samples.
+    """Compares norms in a padded micro-batch; its first `samples` rows are samples.
 
-    `mean`: whether losses are means over the rows; in a sum, padding may be left out.
+    `mean`: losses are means over rows; a sum may omit padding.
     """
 
     def __init__(self, samples: int, *, mean: bool) -> None:
@@ -29,12 +29,12 @@ class Copies:
         self._states: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
-        """Note the state of the generators when the first forward begins, on `device`."""
+        """Note the generators' states at the first forward, on `device`."""
         if not self._states:
             self._states, self._device = _random_states(device), device
 
     def random(self) -> bool:
-        """Return True if random numbers were drawn since the first forward began: copies may have had other dropout."""
+        """Return True if random numbers were drawn since `begin`: copies may have other dropout."""
         now = _random_states(self._device)
         return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
 
@@ -43,7 +43,7 @@ class Copies:
         self._norms.append((group, norm_B.detach()))
 
     def end(self, doubts: Doubts, function: ClippingFunction) -> None:
-        """Note what the norms of all backward passes tell."""
+        """Note the findings from all backward passes."""
         if not self._norms or not self._states:
             return
         n = self._samples
@@ -57,7 +57,7 @@ class Copies:
         share_MB = torch.stack([function.factor(x, group.threshold) * x / group.threshold for group, x in self._norms])
         total_B = norm_MB.sum(0)
         none_B = total_B <= NOTHING * total_B[n - 1]
-        # Where samples have no gradient, their copies may have none, by their own dropout.
+        # If samples have no gradient either, the copies' own dropout may be the cause.
         masked = none_B[n:].all() & ~none_B[:n].any() & (share_MB[:, n - 1].amax() > SMALL)
         if self._mean:
             doubts.note(Doubt.MASKED, masked, wait=True)
@@ -67,9 +67,9 @@ class Copies:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators: those of numpy and Python take longer to read than a small layer."""
+    """Return the states of torch's generators; reading numpy's and Python's takes longer than a small layer."""
     host = torch.get_rng_state()
     if device.type == "cpu":
         return [host]
-    one = () if device.type == "mps" else (device,)  # of Metal there is one device
+    one = () if device.type == "mps" else (device,)  # Metal has one device
     return [host, torch.get_device_module(device).get_rng_state(*one)]

@@ -1,9 +1,9 @@
-"""Findings against a logical batch: noted where they show, raised before the noise at the latest.
+"""Findings against a logical batch, noted when seen, and raised before the noise at the latest.
 
 [Note: When a doubt is told]
-To read a flag, a host waits for its accelerator. And a rank that raises alone leaves the others in a collective. So
-only a process that trains alone, on a CPU, raises at once, with a traceback that leads to the cause. Elsewhere flags
-stay on their device until the release, where something is read anyway, and all ranks learn what one of them has found.
+To read a flag, the host waits for its accelerator, and a rank that raises by itself leaves the others in a collective.
+So only a single process on a CPU raises at once, with a traceback to the cause. Otherwise flags stay on their device
+until the release, which waits anyway; all ranks then learn the findings of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNPADDED = (
 
 
 class Doubt(Enum):
-    """A finding, and what its error says."""
+    """A finding; its value is the text of the error."""
 
     FILLER = (
         "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
@@ -76,14 +76,14 @@ class Doubt(Enum):
 
 
 class Doubts:
-    """The doubts about one logical batch; see [Note: When a doubt is told]."""
+    """Doubts about one logical batch; see [Note: When a doubt is told]."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         self._flags: list[tuple[Doubt, Tensor]] = []
 
     def note(self, doubt: Doubt, flag: Tensor, *, wait: bool = False) -> None:
-        """Take the finding `flag` (bool []) down; LogicalBatchError at once if that can be, and need not `wait`."""
+        """Note the finding `flag` (bool []); LogicalBatchError at once if possible and not `wait`."""
         if self._at_once and not wait and flag.device.type == "cpu":
             if bool(flag):
                 raise LogicalBatchError(doubt.value)
@@ -91,7 +91,7 @@ class Doubts:
         self._flags.append((doubt, flag))
 
     def flags(self, device: torch.device) -> Tensor:
-        """Return the findings so far, int64 [one a kind of doubt], on `device`."""
+        """Return the findings, int64 [kinds of doubt], on `device`."""
         if not self._flags:
             return torch.zeros(len(Doubt), dtype=torch.int64, device=device)
         blank = torch.zeros((), dtype=torch.bool, device=device)
@@ -100,7 +100,7 @@ class Doubts:
 
     @staticmethod
     def refuse(found: Sequence[int]) -> None:
-        """Raise LogicalBatchError for the first of the doubts that was `found`."""
-        for doubt, flag in zip(Doubt, found, strict=False):  # none were read where nothing was noted
+        """Raise LogicalBatchError for the first doubt `found`."""
+        for doubt, flag in zip(Doubt, found, strict=False):  # `found` is empty if nothing was noted
             if flag:
                 raise LogicalBatchError(doubt.value)

@@ -1,4 +1,4 @@
-"""Fingerprints of the rows of a tensor, and whether two tensors hold the same rows in different orders."""
+"""Fingerprints of the rows of a tensor, to find them in another order."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-"""Elements of a row that are looked at, evenly spaced: what permutes rows permutes all of each."""
+"""Most elements of a row that count, evenly spaced; a permutation of rows permutes every element."""
 
 MANY = 16
-"""So many different rows come in another order by a permutation, never by chance: 16! / 16^16 is 1e-6."""
+"""With so many different rows a match in another order is never chance: 16! / 16^16 is 1e-6."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio
 _MIX_AGAIN = -4658895280553007687
 
 Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
-"""Dtype, device and shape of a row: rows of different kinds are not compared."""
+"""Dtype, device and shape of a row; only rows of one kind are compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one tensor, which lie along `dim`; hashes are made when they are asked for."""
+    """The rows of one tensor along `dim`; hashes are computed on demand."""
 
     tensor: Tensor
     dim: int
     kind: Kind
-    """What they are compared by."""
 
     @classmethod
     def of(cls, x: Tensor, dim: int) -> Rows:
@@ -43,7 +42,7 @@ class Rows:
 
     @property
     def counts(self) -> bool:
-        """Whether a few of them tell of an order: single integers meet by chance."""
+        """True if a few rows show an order; single integers may match by chance."""
         return self.tensor.is_floating_point() or self.tensor.numel() > self.tensor.shape[self.dim]
 
     @cached_property
@@ -58,19 +57,19 @@ class Rows:
 
     @cached_property
     def checksum(self) -> int:
-        """A sum of bits that the order of rows does not change; for tensors on the host."""
+        """Sum of bits, the same for any order of rows; for tensors on the host."""
         return int(_words(self.sampled).sum())
 
     @cached_property
     def hash_B(self) -> Tensor:
-        """A hash of each row, int64: of the bits of its elements and their places."""
+        """Hash of each row, int64, from the bits and places of its elements."""
         words = _words(self.sampled).long()
         words = words.reshape(len(words), words[:1].numel())
         return _mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
 
     @cached_property
     def hash(self) -> Tensor:
-        """A hash of the rows in whatever order, int64 []."""
+        """Hash of the rows in any order, int64 []."""
         return _mixed(self.hash_B).sum()
 
     @property
@@ -79,8 +78,15 @@ class Rows:
         ordered_B = self.hash_B.sort().values
         return (ordered_B[1:] != ordered_B[:-1]).sum()
 
-    def reorder(self, others: list[Rows]) -> Tensor | None:
-        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not."""
+    def hash_of_units(self, rows_per_unit: int) -> Tensor:
+        """Return a hash of the rows of each unit in whatever order, int64 [units]."""
+        return self.hash_B if rows_per_unit == 1 else _mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
+
+    def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
+        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not.
+
+        The order within a unit does not count: the rows of a unit are clipped as one.
+        """
         if any(self.tensor is other.tensor for other in others):
             return None
         if self.tensor.device.type == "cpu":
@@ -89,12 +95,12 @@ class Rows:
                 return None
         if not others:
             return None
-        in_order = (torch.stack([other.hash_B for other in others]) == self.hash_B).all(1).any()
+        known = torch.stack([other.hash_of_units(rows_per_unit) for other in others])
+        in_order = (known == self.hash_of_units(rows_per_unit)).all(1).any()
         return (torch.stack([other.hash for other in others]) == self.hash).any() & ~in_order
 
 
 def _words(x: Tensor) -> Tensor:
-    """Return the bits of `x` as integers."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(_WORDS[x.itemsize])
 
@@ -106,22 +112,23 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors with a row a sample that were seen before."""
+    """Tensors that were seen before, with one row a sample, or `rows_per_unit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
+        self._rows_per_unit = rows_per_unit
 
     def add(self, rows: Rows) -> None:
-        """Remember these."""
+        """Remember these rows."""
         self._rows.setdefault(rows.kind, []).append(rows)
 
     def reordered(self, inputs: list[Rows]) -> Tensor | None:
-        """Whether `inputs` hold rows that were seen in another order; bool [], None if they do not.
+        """Return True (bool []) if `inputs` hold seen rows in another order; None if surely not.
 
-        A few rows of numbers may meet by chance, time steps of a sequence, say. So with fewer than MANY different
-        rows, every input must be reordered, except those with equal rows, and single integers do not count.
+        A few rows of numbers may match by chance, such as time steps of a sequence. So with fewer than MANY different
+        rows, every input must be reordered, except inputs of equal rows or single integers.
         """
-        moved = [rows.reorder(self._rows.get(rows.kind, [])) for rows in inputs]
+        moved = [rows.reorder(self._rows.get(rows.kind, []), self._rows_per_unit) for rows in inputs]
         found = [flag for flag in moved if flag is not None]
         if not found:
             return None
@@ -130,7 +137,7 @@ class Seen:
         some, all_ = by_many, ~by_many
         for rows, flag in zip(inputs, moved, strict=True):
             if rows.tensor.device.type == "cpu" and device.type != "cpu":
-                continue  # to compare its hashes is not worth a copy
+                continue  # comparing its hashes is not worth a transfer
             moves, changes = by_many & False if flag is None else flag, rows.changes
             by_many = by_many | (moves & (changes >= MANY - 1))
             if rows.counts:

@@ -1,7 +1,7 @@
-"""Finds two faults of a loop by comparing bits with the rows it was given: one sample in two rows, dimensions swapped.
+"""Compare rows bit by bit with the rows given to a loop: find one sample in two rows, and swapped dimensions.
 
-Without padding, rows may come in another order. Rows that the loop has changed are not checked: what it computes of
-one row looks like what it computes of several (docs/privacy-model.md).
+Without padding, rows may change order. Rows that the loop has changed are not checked: a function of one row looks like
+a function of several (docs/privacy-model.md).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from dpshard.interception.rows.fingerprints import MANY, Rows
 
 CONTINUOUS = 3
-"""Numbers with a fraction in a row of floats, at least: fewer may meet by chance."""
+"""Fewest fractional numbers in a row of floats; with fewer, rows may match by chance."""
 NARROW = 8
 """Elements of a row that are compared first."""
 
 
 def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
-    """Whether one of the first `samples` rows was handed out, and comes more often in `x`; None if not."""
+    """Return True (bool []) if one of the first `samples` rows occurs more often in `x` than in `handed`, or None."""
     if x.tensor.dim() < 2 or not handed or any(x.tensor is y.tensor for y in handed):
         return None
     rows, *out = (y.sampled[:samples].flatten(1) for y in (x, *handed))
@@ -35,7 +35,7 @@ def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
 
 
 def transposed(x: Rows, handed: Tensor) -> Tensor | None:
-    """Whether `x` has for rows what is dimension 1 of `handed`, as long as dimension 0; None if not."""
+    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0; None if not."""
     if handed.dim() < 2 or handed.shape[0] != handed.shape[1] or handed.shape[0] < 2:
         return None
     rows = x.tensor.detach().movedim(x.dim, 0)
@@ -45,7 +45,7 @@ def transposed(x: Rows, handed: Tensor) -> Tensor | None:
 
 
 def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
-    """Bool [B]: the rows that are there more often than they were handed out, and were."""
+    """Return True, bool [B], for rows in `handed` that occur more often in `rows`."""
     hash_B = Rows.of(rows, 0).hash_B
 
     def count(among_B: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
 
 
 def _tell_apart(rows: Tensor) -> Tensor:
-    """Bool [B]: rows that are no others' by chance, as ones of a few categories are."""
+    """Return True, bool [B], for rows that do not match by chance, as rows of a few categories do."""
     changes_B = (rows[:, 1:] != rows[:, :-1]).sum(1)
     if not rows.is_floating_point():
         return changes_B >= MANY

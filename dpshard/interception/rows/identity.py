@@ -1,17 +1,18 @@
-"""Checks that row i of a micro-batch stays row i of its samples, whatever a loop does between two forwards.
+"""Checks that row i of a micro-batch remains row i of its samples between forwards.
 
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
 by length, shuffles them, or takes rows from elsewhere. The loop itself cannot be seen, but there is evidence:
-- rows of a unit are side by side, on full micro-batches, too: rows that were handed out come in the same order;
+- rows of a unit are side by side, on full micro-batches, too: units that were handed out come in the same order,
+  in whatever order the rows of each;
 - padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
   of what was computed of them, and to the dropout of a part of the model that was called before;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
-- no row that was handed out once comes in two rows, and dimensions are not swapped (handed_out.py);
-- what a forward gets of what another has returned was made of it row by row (between_parts.py);
+- a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
+- inputs that depend on earlier outputs were computed row by row (between_parts.py);
 - without random numbers, the gradient of a copy has the norm of its sample's. With them, copies must not be the only
   rows without a gradient.
-Rows that are equal are interchangeable as inputs. If their labels differ, the norms tell.
+Equal rows are interchangeable as inputs. If their labels differ, the norms tell.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 
 ROUNDING = {True: 1e-4, False: 0.05}
-"""Relative to the largest element of a row, by whether it is more than half precision.
+"""Rounding relative to the largest element of a row; the key is True for more than half precision.
 
 Products round equal rows differently, by their place in the batch.
 """
@@ -42,7 +43,7 @@ Products round equal rows differently, by their place in the batch.
 class RowIdentity:
     """Watches the rows of one micro-batch; see [Note: Rows are samples by their number].
 
-    `data` is what was handed out. `mean` is whether losses are means over the rows.
+    `data`: the batch that was handed out. `mean`: losses are means over rows.
     """
 
     def __init__(self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool) -> None:
@@ -50,21 +51,21 @@ class RowIdentity:
         self.rows = len(plan.indices) * plan.rows_per_unit
         padded = 0 < plan.samples < len(plan.indices)
         self.copies = Copies(self.samples, mean=mean) if padded else None
-        """Of a micro-batch with samples and padding: what the norms of its copies tell."""
+        """Norms of the copies, if there are samples and padding."""
         self._doubts = doubts
-        self._data = data if self.samples > 1 else None  # of one sample there is one order
+        self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
-        self._seen = Seen()
+        self._seen = Seen(self._rows_per_unit)
         self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
         self._outputs: list[Rows] = []
-        self._graph: list[Any] = []  # nodes of what forwards have returned
+        self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
 
     def enter(self, run: Run) -> None:
-        """Look at the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
+        """Check the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
         self._forwards += 1
         if self.samples == 0:
-            return  # nothing of it counts
+            return  # it contributes nothing
         if self._forwards > 1 and self.samples > 1:
             refuse_between((x for x in run.given if isinstance(x, Tensor)), self._graph, rows=self.rows)
         if self._forwards == 1:
@@ -82,7 +83,7 @@ class RowIdentity:
                 self._require_order_of_forwards(inputs)
 
     def leave(self, output: Any) -> None:
-        """Note what a forward has returned: another one may get it."""
+        """Note the outputs of a forward, which another may get."""
         if self.samples < 2:
             return
         leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
@@ -99,7 +100,7 @@ class RowIdentity:
             return
         differs = copies != filler
         if x.is_floating_point() or x.is_complex():
-            nan = (copies != copies) & (filler != filler)  # NaN is a copy of NaN
+            nan = (copies != copies) & (filler != filler)  # NaN equals NaN here
             rounding = ROUNDING[x.itemsize > 2] * filler.abs().nan_to_num(0, 0, 0).amax()
             differs &= ~nan & ~((copies - filler).abs() <= rounding)
         self._doubts.note(Doubt.FILLER, differs.any())
@@ -108,7 +109,7 @@ class RowIdentity:
         handed: list[Rows] = []
         for device in {rows.tensor.device for rows in inputs}:
             if device.type != "cpu" and not self._on_accelerators:
-                continue  # a copy, and hashes, for every micro-batch
+                continue  # a transfer, and hashes, for every micro-batch
             handed += [
                 Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0)
                 for x in tensors_within(self._data)
@@ -120,7 +121,7 @@ class RowIdentity:
             for x in alike:
                 self._note(Doubt.TRANSPOSED, transposed(rows, x.tensor))
         if (self.copies is not None or self._rows_per_unit > 1) and self._forwards == 1:
-            seen = Seen()
+            seen = Seen(self._rows_per_unit)
             for x in handed:
                 seen.add(x)
             self._note(Doubt.SHUFFLED if self._rows_per_unit == 1 else Doubt.SCATTERED, seen.reordered(inputs))
@@ -146,14 +147,14 @@ def _inputs_of(run: Run) -> list[Rows]:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return True if the rows of `x` lie in memory, not in parts or lists of its own."""
+    """Return True if the rows of `x` are plain memory, not parts or lists."""
     return (
         isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "__tensor_flatten__")
     )
 
 
 def tensors_within(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in tuples, lists, mappings (also those of libraries) and dataclasses."""
+    """Yield the tensors of a batch: in tuples, lists, mappings and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -3,7 +3,7 @@
 [Note: Native code]
 - box_muller, release_: normals from random words, added to a sum (normals.c). numpy passes over the cache seven times,
   compiled code once. OpenSSL's cipher makes the random bits: the package has no cryptography of its own.
-- add_digest_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads every product, in
+- add_digests_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads every product, in
   64 bits.
 - floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch multiplies matrices too
   small for its library, and writes and reads every product. Compiled code computes half of the products, in the cache.
@@ -21,14 +21,14 @@ cosines. DPSHARD_NATIVE=0 switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution
-from dpshard.kernels.native.digest import add_digest_, supports_digest
+from dpshard.kernels.native.digest import add_digests_, supports_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, supports_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
 from dpshard.kernels.native.normals import box_muller, release_
 
 __all__ = [
-    "add_digest_",
+    "add_digests_",
     "box_muller",
     "floored_ghost_norm_sq",
     "ghost_flops",

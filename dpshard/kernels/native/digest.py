@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,18 @@ def supports_digest(words: Tensor) -> bool:
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
-def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
-    """Add to `total` [2], int64, the digest of `words` [n], int32; `at`: place of the first word in its row.
+def add_digests_(total: Tensor, stretches: Iterable[tuple[Tensor, int, Tensor]], columns: Tensor) -> None:
+    """Add to `total` [2], int64, the digests of stretches (words [n], int32; place of the first in its row; rows).
 
     Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64; all contiguous. Raises ValueError otherwise;
     call `supports_digest` first.
     """
-    compiled = library()
-    kinds = [x.dtype for x in (total, rows, words, columns)]
-    if compiled is None or kinds != [torch.int64] * 2 + [torch.int32] * 2 or len(rows) * WIDTH < at + len(words):
-        raise ValueError(f"No digest of {kinds} with {len(rows)} rows for {at} + {len(words)} words here.")
-    compiled.digest(words.data_ptr(), len(words), at, columns.data_ptr(), rows.data_ptr(), total.data_ptr(), team())
+    compiled, threads = library(), team()
+    if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
+        raise ValueError(f"No digest of {columns.dtype} columns into {total.dtype} here.")
+    to, weights = total.data_ptr(), columns.data_ptr()
+    for words, at, rows in stretches:
+        n, most = words.numel(), rows.shape[0] * WIDTH
+        if words.dtype != torch.int32 or rows.dtype != torch.int64 or most < at + n:
+            raise ValueError(f"No digest of {words.dtype} with {rows.dtype} for {most} of {at} + {n} words here.")
+        compiled.digest(words.data_ptr(), n, at, weights, rows.data_ptr(), to, threads)

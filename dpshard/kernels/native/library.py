@@ -142,7 +142,7 @@ class Library:
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def digest(self, words: int, n: int, at: int, columns: int, rows: int, total: int, team: Team) -> None:
-        """See digest.add_digest_; arrays by address."""
+        """See digest.add_digests_; arrays by address."""
         self._c.dpshard_digest(*team, words, n, at, columns, rows, total)
 
     def ghost_norms(

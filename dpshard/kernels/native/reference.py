@@ -43,7 +43,7 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 
 
 def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the terms [2] that digest.add_digest_ adds."""
+    """Return the terms [2] that digest.add_digests_ adds."""
     padded = np.zeros((len(rows), columns.shape[1]), np.int64)
     padded.reshape(-1)[at : at + len(words)] = words
     return ((padded[:, None] * columns).sum(2) * rows).sum(0)

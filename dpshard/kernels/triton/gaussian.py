@@ -11,13 +11,16 @@ from dpshard.kernels.philox import HALF
 
 
 @triton.jit(do_not_specialize=["start", "n"])
-def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr):
+def _release(x, streams, squares, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr):
     """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of their squares before."""
     pid = tl.program_id(0)
     origin = (pid.to(tl.int64) + start // (2 * HALF)) * (2 * HALF)
-    seed = tl.load(seeds + (origin // BLOCK - start // BLOCK))
+    stream = streams + 3 * (origin // BLOCK - start // BLOCK)
+    key, low, high = tl.load(stream), tl.load(stream + 1), tl.load(stream + 2)
     counter = (origin % BLOCK // 2).to(tl.int32) + tl.arange(0, HALF)
-    first, second, third, _ = tl.randint4x(seed, counter)
+    same = counter * 0
+    upper_1, upper_2, upper_3 = same + low.to(tl.int32), same + (low >> 32).to(tl.int32), same + high.to(tl.int32)
+    first, second, third, _ = tl.philox(key, counter, upper_1, upper_2, upper_3)
     fine = (second & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32
     uniform = ((first & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + fine) * 2.0**-31
     radius = tl.sqrt_rn(-2.0 * tl.log(uniform))
@@ -37,9 +40,9 @@ def _release(x, seeds, squares, start, n, std, divisor, BLOCK: tl.constexpr, HAL
     tl.store(squares + pid, tl.sum(square, 0))
 
 
-def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Launch the kernel; see operators.release_."""
     tiles = -(-(start + len(x)) // (2 * HALF)) - start // (2 * HALF)
     squares = torch.empty(tiles, dtype=torch.float32, device=x.device)
-    _release[(tiles,)](x, seeds, squares, start, len(x), std, divisor, BLOCK=block, HALF=HALF)
+    _release[(tiles,)](x, streams, squares, start, len(x), std, divisor, BLOCK=block, HALF=HALF)
     return squares.double().sum()

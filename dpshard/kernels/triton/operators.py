@@ -47,16 +47,17 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
         return product.weighted_sum(rows, cols, factors)
 
 
-def release_(x: Tensor, seeds: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+@torch.library.custom_op("dpshard::release_", mutates_args=("x",))
+def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
     philox.py defines the noise. x holds elements [start, start + n) of a tensor. Every `block` of its elements (a
-    multiple of 2 * philox.HALF) has its own stream; `seeds` (int64): those of the streams that meet x.
+    multiple of 2 * philox.HALF) has its own; `streams` (int64 [., 3]): those that meet x.
     """
     from dpshard.kernels.triton import gaussian
 
     with torch.cuda.device_of(x):
-        return gaussian.release_(x, seeds, block, start, std, divisor)
+        return gaussian.release_(x, streams, block, start, std, divisor)
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -70,4 +71,5 @@ def _gradients(rows: Tensor, cols: Tensor, *samples: int) -> Tensor:
 ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows), _norms(rows)))
 gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
 per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
+release_.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float64))
 weighted_sum.register_fake(lambda rows, cols, factors: _gradients(rows, cols))

@@ -1,4 +1,4 @@
-"""Faults that make private training void, each put into the engine from outside; the product has no switch for any."""
+"""Faults that make private training void, put into the engine from outside; the product has no switch for them."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import dpshard.clipping.group_tape
-import dpshard.sampling
+import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.noise.keyed import KeyedGaussian
@@ -14,30 +14,30 @@ from dpshard.records import FusedGrads, PerSampleGrad
 from dpshard.sampling import PoissonSampler
 
 RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
-MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plan_micro_batches
+MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plans.plan_micro_batches
 
 
 def weaken_noise(monkeypatch, by):
-    """The noise has one `by`-th of its deviation."""
+    """Noise has one `by`-th of its deviation."""
     monkeypatch.setattr(
         KeyedGaussian, "release_", lambda self, shards, *, std, **rest: RELEASE(self, shards, std=std / by, **rest)
     )
 
 
 def reuse_noise(monkeypatch, steps=10**9):
-    """So many steps in a row have the noise of the first of them."""
+    """`steps` consecutive steps share the noise of the first."""
     first = {}
 
     def release(self, shards, *, step, **rest):
         if step % steps == 0:
-            first["noise"] = self  # its key holds the sums of the step
+            first["noise"] = self  # its key depends on the sums of the step
         return RELEASE(first["noise"], shards, step=step - step % steps, **rest)
 
     monkeypatch.setattr(KeyedGaussian, "release_", release)
 
 
 def drop_clipping(monkeypatch, of):
-    """The gradients of one parameter are summed as they are."""
+    """The gradients of one parameter are summed without clipping."""
 
     def summed(self, name):
         clipped = self.clip_coef_B
@@ -50,7 +50,7 @@ def drop_clipping(monkeypatch, of):
 
 
 def clip_uses_apart(monkeypatch):
-    """A parameter that is used twice is measured use by use, without the inner products of its gradients."""
+    """Uses of a parameter are measured separately, without inner products of their gradients."""
 
     def measured(records, method, *, keep, closing):
         parts = [MEASURE([record], method, keep=keep, closing=closing) for record in records]
@@ -60,7 +60,7 @@ def clip_uses_apart(monkeypatch):
 
 
 def shuffle(monkeypatch):
-    """Batches are slices of a permutation, a new one each epoch, but accounted as Poisson samples."""
+    """Batches are slices of a new permutation each epoch, but accounted as Poisson samples."""
 
     def draw(self, step):
         size = self.schedule[step]
@@ -72,19 +72,19 @@ def shuffle(monkeypatch):
 
 
 def count_padding(monkeypatch):
-    """Rows that fill up a micro-batch are samples."""
+    """Padding rows count as samples."""
 
     def planned(*arguments, **rest):
         return [replace(plan, is_padding=torch.zeros_like(plan.is_padding)) for plan in PLAN(*arguments, **rest)]
 
-    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling.plans, "plan_micro_batches", planned)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
 def _replace_noise(monkeypatch, draw):
-    """The noise is `draw(noise, shards, step=, std=)`, where `noise` has that of the engine, a tensor a shard."""
+    """Replace the noise by `draw(noise, shards, step=, std=)`; `noise` has the engine's, one tensor per shard."""
 
     def release(self, shards, *, step, std, divisor=1.0):
         sums = [shard.local.detach().clone() for shard in shards]
@@ -100,7 +100,7 @@ def _replace_noise(monkeypatch, draw):
 
 
 def divide_noise_twice(monkeypatch):
-    """The noise is divided by the batch size before it is added, and once more after it."""
+    """Noise is divided by the batch size before it is added, and again after."""
 
     def release(self, shards, *, std, divisor=1.0, **rest):
         return RELEASE(self, shards, std=std / divisor, divisor=divisor, **rest)
@@ -109,7 +109,7 @@ def divide_noise_twice(monkeypatch):
 
 
 def silence(monkeypatch, of):
-    """Parameters whose name ends so get no noise."""
+    """Parameters with this ending get no noise."""
     _replace_noise(
         monkeypatch,
         lambda noise, shards, **_: [z * (not s.name.endswith(of)) for z, s in zip(noise, shards, strict=True)],
@@ -117,7 +117,7 @@ def silence(monkeypatch, of):
 
 
 def silence_tail(monkeypatch, block=16):
-    """Only the first block of a parameter's elements gets noise."""
+    """Only the first block of a parameter gets noise."""
 
     def draw(noise, shards, **_):
         for z in noise:
@@ -139,12 +139,12 @@ def weaken_element(monkeypatch):
 
 
 def halve_precision(monkeypatch):
-    """The noise is drawn in float16."""
+    """Noise is drawn in float16."""
     _replace_noise(monkeypatch, lambda noise, shards, **_: [z.half().to(z.dtype) for z in noise])
 
 
 def draw_uniform(monkeypatch):
-    """The noise has the deviation, but not the distribution."""
+    """Noise has the right deviation, but the wrong distribution."""
     _replace_noise(
         monkeypatch,
         lambda noise, shards, *, std, **_: [(torch.erf(z / std / 2**0.5) * 3**0.5) * std for z in noise],
@@ -152,7 +152,7 @@ def draw_uniform(monkeypatch):
 
 
 def share_noise_between_parameters(monkeypatch):
-    """Noise is keyed by the shape of a parameter rather than its name."""
+    """Noise is keyed by the shape of a parameter, not its name."""
 
     def draw(noise, shards, **_):
         first = {}
@@ -162,14 +162,14 @@ def share_noise_between_parameters(monkeypatch):
 
 
 def share_noise_between_rows(monkeypatch):
-    """All rows of a weight get the noise of the first, as with a tensor that was expanded."""
+    """All rows of a weight share noise, as in an expanded tensor."""
     _replace_noise(
         monkeypatch, lambda noise, shards, **_: [z[:1].expand_as(z).clone() if z.ndim > 1 else z for z in noise]
     )
 
 
 def mix_in_noise_of_the_step_before(monkeypatch):
-    """Noise is smoothed over steps: its deviation is right, and half of it cancels in differences."""
+    """Noise is smoothed over steps: the deviation is right, but half cancels in differences."""
     last = {}
 
     def draw(noise, shards, **_):
@@ -181,7 +181,7 @@ def mix_in_noise_of_the_step_before(monkeypatch):
 
 
 def draw_by_a_public_seed(monkeypatch):
-    """Noise comes from torch's own generator, which the script has seeded."""
+    """Noise comes from torch's generator, seeded by the script."""
     generators = {}
 
     def release(self, shards, *, step, std, divisor=1.0):
@@ -198,7 +198,7 @@ def draw_by_a_public_seed(monkeypatch):
 
 
 def leave_small_parameters_out_of_norms(monkeypatch):
-    """Biases are not in the norm, whether their gradients are joined or few."""
+    """Norms omit biases, whether their gradients are joined or few."""
     joined, single = FusedGrads.norm_sq, PerSampleGrad.norm_sq
     monkeypatch.setattr(FusedGrads, "norm_sq", lambda self: 0 * joined(self))
     monkeypatch.setattr(PerSampleGrad, "norm_sq", lambda self, method: (not self.is_small) * single(self, method))
@@ -215,7 +215,7 @@ def double_a_threshold(monkeypatch):
 
 
 def count_one_row_of_padding(monkeypatch):
-    """The first row that fills up a micro-batch is a sample."""
+    """The first padding row counts as a sample."""
 
     def planned(*arguments, **rest):
         plans = []
@@ -226,11 +226,11 @@ def count_one_row_of_padding(monkeypatch):
             plans.append(replace(plan, is_padding=is_padding))
         return plans
 
-    monkeypatch.setattr(dpshard.sampling, "plan_micro_batches", planned)
+    monkeypatch.setattr(dpshard.sampling.plans, "plan_micro_batches", planned)
 
 
 def _add_earlier_sums(monkeypatch, decay, *, keep):
-    """Before the noise, `decay` times what was kept of the steps before is added to the sums."""
+    """Add `decay` times the kept sums of earlier steps to the sums, before the noise."""
     kept = {}
 
     def release(self, shards, **rest):
@@ -246,17 +246,17 @@ def _add_earlier_sums(monkeypatch, decay, *, keep):
 
 
 def add_stale_gradients(monkeypatch):
-    """The sums of the step before were not dropped."""
+    """The sums of the previous step are not dropped."""
     _add_earlier_sums(monkeypatch, 1.0, keep="last")
 
 
 def average_before_the_noise(monkeypatch):
-    """Momentum is applied to the clipped sums, before the noise."""
+    """Momentum applies to clipped sums, before the noise."""
     _add_earlier_sums(monkeypatch, 0.9, keep="all")
 
 
 def divide_by_realised_size(monkeypatch):
-    """The sum is divided by the number of samples that were drawn."""
+    """The sum is divided by the number of drawn samples."""
     draw, drawn = PoissonSampler.draw, {}
 
     def drawing(self, step):
@@ -277,7 +277,7 @@ def divide_by_realised_size(monkeypatch):
 
 
 def draw_twice_as_often(monkeypatch):
-    """Each sample is drawn at twice the accounted probability."""
+    """Samples are drawn at twice the accounted probability."""
     draw = PoissonSampler.draw
     monkeypatch.setattr(
         PoissonSampler,
@@ -287,7 +287,7 @@ def draw_twice_as_often(monkeypatch):
 
 
 def draw_again_at_the_next_step(monkeypatch):
-    """A sample that was drawn is in the next batch as well."""
+    """A drawn sample is also in the next batch."""
     draw = PoissonSampler.draw
     monkeypatch.setattr(
         PoissonSampler, "draw", lambda self, step: np.union1d(draw(self, step), draw(self, max(0, step - 1)))
@@ -295,7 +295,7 @@ def draw_again_at_the_next_step(monkeypatch):
 
 
 def fix_the_batch_size(monkeypatch):
-    """Batches are drawn without replacement, all of one size."""
+    """Batches of one size are drawn without replacement."""
 
     def draw(self, step):
         size = self.schedule[step]
@@ -305,7 +305,7 @@ def fix_the_batch_size(monkeypatch):
 
 
 def pair_samples(monkeypatch):
-    """Samples are drawn two by two, as if a unit had two rows."""
+    """Samples are drawn in pairs, as if a unit had two rows."""
     draw = PoissonSampler.draw
 
     def drawing(self, step):

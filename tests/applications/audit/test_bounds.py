@@ -21,7 +21,7 @@ DELTA = 1e-5
 
 
 def gaussian_trials(mu, n, rng, at=0.5):
-    """A test of N(0, 1) against N(mu, 1) by a threshold between them."""
+    """Return a threshold test of N(0, 1) against N(mu, 1)."""
     without, within = rng.normal(0, 1, n), rng.normal(mu, 1, n)
     return Trials(int((without > mu * at).sum()), n, int((within <= mu * at).sum()), n)
 
@@ -88,7 +88,7 @@ def binary_response(epsilon, m, rng):
 
 
 def test_the_p_value_of_pure_privacy_is_a_binomial_tail():
-    """Randomised response attains it: m canaries, each told truly with probability e^eps / (1 + e^eps)."""
+    """Randomised response attains it: m canaries, each reported truly with probability e^eps / (1 + e^eps)."""
     p = one_run_p_value(100, 100, 80, 1.0, 0.0)
     assert p == pytest.approx(sum(stats.binom.pmf(k, 100, math.e / (1 + math.e)) for k in range(80, 101)))
     assert one_run_p_value(100, 60, 0, 1.0, 1e-5) == 1.0
@@ -96,7 +96,7 @@ def test_the_p_value_of_pure_privacy_is_a_binomial_tail():
 
 @pytest.mark.parametrize(("m", "r", "v", "delta"), [(50, 40, 31, 1e-3), (1000, 200, 180, 1e-5), (10, 10, 10, 0.01)])
 def test_delta_enters_as_in_the_theorem(m, r, v, delta):
-    """Theorem 5.2, term by term in plain loops."""
+    """Theorem 5.2, term by term in loops."""
     chance = 1 / (1 + math.exp(-0.7))
     pmf = [stats.binom.pmf(k, r, chance) for k in range(r + 1)]
     alpha = max(2 / i * sum(pmf[v - i : v]) for i in range(1, v + 1))
@@ -104,7 +104,7 @@ def test_delta_enters_as_in_the_theorem(m, r, v, delta):
 
 
 def test_what_all_guesses_right_prove():
-    """All r right: every epsilon with (e^eps / (1 + e^eps))^r below the error is refuted; closed form."""
+    """If all r are right, every epsilon with (e^eps / (1 + e^eps))^r below the error is refuted: a closed form."""
     bound = one_run_epsilon(100, 100, 100, 0.0, 0.95)
     chance = 0.05 ** (1 / 100)
     assert bound == pytest.approx(math.log(chance / (1 - chance)), abs=1e-6)
@@ -120,12 +120,12 @@ def test_one_run_passes_the_truth_as_seldom_as_it_says(epsilon):
         bounds.append(one_run_epsilon(500, 500, int((included == answers).sum()), 0.0, 0.9))
     above = sum(bound > epsilon for bound in bounds)
     assert above <= stats.binom.isf(FALSE_ALARM, runs, 0.1)
-    assert above > 0  # nor is it idle: against randomised response the bound is tight
+    assert above > 0  # not idle: against randomised response the bound is tight
     assert np.median(bounds) > 0.75 * epsilon
 
 
 def test_one_run_of_gaussian_scores():
-    """Canaries of a 1-sigma Gaussian mechanism: never above the truth here, and a stated share of it."""
+    """Canaries of a 1-sigma Gaussian mechanism: the bound is below the truth here, but not far."""
     rng, m = np.random.default_rng(3), 1000
     for mu, share in ((1.0, 0.3), (2.0, 0.28)):
         bounds = []

@@ -1,4 +1,4 @@
-"""The canary is aimed so that clipping leaves the most of it, which is known in closed form."""
+"""The canary is aimed so that clipping leaves most of it; the optimum has a closed form."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_clipping_that_drops_what_is_long_is_met_just_below_its_threshold():
     _, found = aim("global", (("a", "b"),), (2.0,))
     assert found.pull * math.hypot(5, 0.5) == pytest.approx(0.99 * 2)
     assert found.length == pytest.approx(0.99 * 2)
-    # Of two groups that one pull cannot both fill, the one that moves the release more; the other adds what it can.
+    # If one pull cannot fill two groups, choose the one that moves the release more; the other adds what it can.
     _, found = aim("global", GROUPS, (1.0, 1.0, 1.0))
     assert found.pull == pytest.approx(0.99 / 5)
     assert found.lengths_M.tolist() == pytest.approx([0.99, 0.099, 0])

@@ -44,7 +44,7 @@ def dataset(n=20):
 
 
 def run(canaries, *, steps=1, expected=None, lr=0.1, before=None, **options):
-    """A training run with canaries; the model, its engine, and the gradients of the last step."""
+    """Train with canaries; return the model, its engine, and the last step's gradients."""
     model = canaries.wrap(network())
     data = canaries.among(dataset())
     options = {"batch_size": expected or len(data), "sample_size": len(data), "noise_multiplier": 1.0} | options
@@ -84,7 +84,7 @@ def test_a_gradient_canary_contributes_its_whole_norm_or_nothing(style):
 
 
 def test_canaries_do_not_touch_the_model():
-    """The release of the model's own parameters is that of the data alone, but for the public batch size."""
+    """The release of the model's parameters is that of the data without canaries, up to the public batch size."""
     nobody, all_in = np.zeros(5, bool), np.ones(5, bool)
     for kinds in ((nobody, all_in), (nobody, nobody)):
         released = [run(GradientCanaries(coins), noise_multiplier=0)[1] for coins in kinds]
@@ -95,7 +95,7 @@ def test_canaries_do_not_touch_the_model():
 
 
 def test_scores_are_those_of_a_gaussian_mechanism():
-    """With every sample in every step the log likelihood ratio is normal: mean +-mu^2 / 2, variance mu^2."""
+    """With every sample in every step, the log likelihood ratio is normal: mean +-mu^2 / 2, variance mu^2."""
     included, sigma, steps = toss_coins(2000, SECRET), 2.0, 5
     canaries = GradientCanaries(included)
     run(canaries, steps=steps, noise_multiplier=sigma)
@@ -106,7 +106,7 @@ def test_scores_are_those_of_a_gaussian_mechanism():
 
 @pytest.mark.parametrize("clipping_fn", ["abadi", "global"])
 def test_scores_follow_thresholds_that_move(clipping_fn):
-    """The log likelihood ratio of a Gaussian has a mean of half its variance, whatever the canaries' share of it."""
+    """The mean of a Gaussian log likelihood ratio is half its variance, whatever the canaries' share of it."""
     included, sigma, steps = toss_coins(2000, SECRET), 2.0, 5
     canaries = GradientCanaries(included)
     tracking = QuantileTracking(0.2, learning_rate=1.0)
@@ -114,7 +114,7 @@ def test_scores_follow_thresholds_that_move(clipping_fn):
     options = {"clipping_style": "layer-wise", "adaptive_clipping": tracking, "clipping_fn": clipping_fn}
     engine, _ = run(canaries, steps=steps, noise_multiplier=sigma, before=before, **options)
     assert max(abs(value * 3**0.5 - 1) for value in engine.thresholds.values()) > 0.2
-    # mu^2 of the steps: the square of the canaries' share of the sensitivity, over sigma^2.
+    # mu^2 of the steps: the squared share of the canaries in the sensitivity, over sigma^2.
     spread = float(np.var(canaries.scores[included]))
     assert canaries.scores[included].mean() == pytest.approx(spread / 2, abs=5 * (spread / 1000) ** 0.5)
     assert canaries.scores[~included].mean() == pytest.approx(-spread / 2, abs=5 * (spread / 1000) ** 0.5)
@@ -122,7 +122,7 @@ def test_scores_follow_thresholds_that_move(clipping_fn):
 
 
 def test_scores_count_the_chance_of_being_drawn():
-    """Of Poisson samples: e^score is a likelihood ratio, whose mean is 1 over the canaries that are out."""
+    """With Poisson samples, e^score is a likelihood ratio, with mean 1 over excluded canaries."""
     included = np.zeros(4000, bool)
     canaries = GradientCanaries(included)
     run(canaries, steps=3, expected=1005, noise_multiplier=1.0)
@@ -155,7 +155,7 @@ def test_gradients_without_noise_are_shown_to_nobody():
 
 
 def orthogonal_inputs():
-    """Canaries whose gradients are nearly orthogonal: each has an input of its own."""
+    """Return canaries with nearly orthogonal gradients: each has its own input."""
     return 3 * torch.eye(4)[:, :4], torch.tensor([0, 1, 2, 0])
 
 
@@ -169,13 +169,13 @@ def test_an_input_canary_is_a_sample_or_nothing():
     norm = sum(g.square().sum() for g in own).sqrt()
     for gradient, g in zip(gradients.values(), own, strict=True):
         assert torch.allclose(gradient * 24, 0.1 * g / norm, atol=1e-7)
-    # The score of the one that is in is its whole norm; those of the others are what it pulls along their gradients.
+    # An included canary scores its whole norm; others score its pull along their gradients.
     assert canaries.scores[0] == pytest.approx(1, abs=1e-5)
     assert np.abs(canaries.scores[1:]).max() < 1
 
 
 def test_scores_of_input_canaries_follow_the_model():
-    """At a moving model and on Poisson samples the scores still rise with what is in."""
+    """With a moving model and Poisson samples, included canaries still score higher."""
     x, y = orthogonal_inputs()
     included = np.array([True, False, False, True])
     canaries = InputCanaries(included, x, y, loss)

@@ -32,13 +32,13 @@ STEPS = 64
 
 @pytest.fixture(autouse=True)
 def known_secrets(monkeypatch):
-    """A new one for every engine, as the audit of two engines asks for, but always the same ones."""
+    """Give each engine a new but reproducible secret, because the audit needs two different engines."""
     numbers = itertools.count()
     monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: hashlib.sha256(str(next(numbers)).encode()).digest())
 
 
 def classifier(dropout=0.0):
-    """A network of two weights of one shape, and candidates small and large."""
+    """Return a network with two weights of one shape, and small and large candidates."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 6))
@@ -82,7 +82,7 @@ GROUPED = {"double_a_threshold": {"clipping_style": "layer-wise"}}
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(monkeypatch, name):
     PLANTED[name](monkeypatch)
-    # Verification would notice some of them before the first step.
+    # Verification would notice some faults before the first step.
     assert audit_releases(*classifier(), steps=STEPS, verify=False, **GROUPED.get(name, {})).fault is not None
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_audited_is_refused():
 
 
 def test_p_values_are_as_small_as_they_say_and_no_smaller():
-    """Of 100 sound audits, simulated, p-values below p come with p at most, for p = 1/10."""
+    """In 100 simulated sound audits, p-values below p occur with probability at most p, for p = 1/10."""
     rng, below, audits = np.random.default_rng(0), 0, 100
     for _ in range(audits):
         tests = NoiseTests({"a": 40, "b": 7, "c": 1})

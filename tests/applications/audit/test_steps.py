@@ -34,7 +34,7 @@ def known_secret(monkeypatch):
 
 
 class Tied(nn.Module):
-    """Scores of tokens by the embedding that they were read with."""
+    """Scores tokens by the same embedding that reads them."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def classifier():
 
 
 def tied():
-    """Tokens that are told to score themselves high: both uses of the embedding have one gradient."""
+    """Tokens with high targets for themselves: both uses of the embedding have the same gradient."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, ids = Tied(), torch.arange(4)
@@ -62,10 +62,12 @@ def tied():
 
 
 RELEASE = {"trials": 400, "clipping_fn": "abadi"}
-"""One step, all samples in it, in two micro-batches of three rows."""
+"""One step with all samples, in two micro-batches of three rows."""
 CLEAR = RELEASE | {"trials": 100, "noise_multiplier": 1.0}
-"""Enough for a fault that lets a sample show at every step: without errors, 80 trials of each kind prove mu = 1.83,
-and 1 is accounted; with 5 errors in each kind, still 1.03."""
+"""Enough for a fault that reveals a sample at every step.
+
+Without errors, 80 trials of each kind prove mu = 1.83, while 1 is accounted; with 5 errors of each kind, still 1.03.
+"""
 EPOCH = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 1, "noise_multiplier": 0.2}
 SEVERAL = {"trials": 250, "clipping_fn": "abadi", "steps": 4, "batch_size": 2, "noise_multiplier": 2.0}
 
@@ -79,7 +81,7 @@ def test_a_sound_release_passes(options):
     audit = audit_steps(*classifier(), **(RELEASE | {"trials": 600}), **options)
     assert audit.refuted_at() is None
     assert audit.accounted_mu == 2
-    assert 1.5 < audit.trials.mu(0.95) < 2  # that one sample moves the release by the whole sensitivity
+    assert 1.5 < audit.trials.mu(0.95) < 2  # one sample moves the release by the whole sensitivity
     assert audit.lower_bound(1e-5, 0.95) == gdp_epsilon(audit.trials.mu(0.95), 1e-5) < audit.accounted(1e-5)
 
 
@@ -115,7 +117,7 @@ def test_thresholds_that_fall_through_the_whole_audit_do_not_refute():
     options = RELEASE | {"clipping_fn": "automatic", "noise_multiplier": 1.0, "adaptive_clipping": falling}
     audit = audit_steps(model, x, y, lambda scores, y: 1e-5 * loss(scores, y), **options)
     assert audit.refuted_at() is None
-    assert audit.trials.mu(0.95) > 0.5  # of a canary that is clipped at every threshold
+    assert audit.trials.mu(0.95) > 0.5  # with a canary clipped at every threshold
 
 
 @pytest.mark.parametrize("options", [EPOCH, SEVERAL], ids=["epoch", "several"])
@@ -147,7 +149,7 @@ def test_tied_weights_that_are_clipped_apart_are_refuted(monkeypatch):
 
 @pytest.mark.parametrize("parameter", quick("0.bias", rest=("0.weight", "2.weight", "2.bias")))
 def test_a_parameter_without_noise_is_refuted(monkeypatch, parameter):
-    """However small its part of the gradient is: epsilon is infinite."""
+    """Epsilon is infinite, however small the parameter's part of the gradient."""
     faults.silence(monkeypatch, parameter)
     audit = audit_steps(*classifier(), **CLEAR)
     assert audit.refuted_at() is not None
@@ -170,7 +172,7 @@ def test_noise_that_is_used_again_is_refuted(monkeypatch):
 
 
 def test_a_sample_that_moves_the_gradients_of_others_is_refuted():
-    """A loss of the whole micro-batch: the others count only beside the canary."""
+    """The loss depends on the whole micro-batch: the others only contribute beside the canary."""
     model, x, y, loss = classifier()
     x, y = torch.stack([x[-1] / 3, x[-1] / 3, x[-1] / 3, x[-1]]), y[-1:].expand(4)
 
@@ -178,7 +180,7 @@ def test_a_sample_that_moves_the_gradients_of_others_is_refuted():
         return loss(scores, y) * torch.isclose(scores.detach(), canary).all(1).any()
 
     canary = model(x[-1:]).detach()
-    # Four samples come and go with the canary: mu is 4, and 1 is accounted. Of 60 simulated audits all prove 1.5.
+    # Four samples come and go with the canary: mu is 4, while 1 is accounted. All of 60 simulated audits prove 1.5.
     options = CLEAR | {"trials": 150, "micro_batch_size": 4}
     assert audit_steps(model, x, y, loss, **options).refuted_at() is None
     assert audit_steps(model, x, y, mixing, **options, verify=False).refuted_at() is not None

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dpshard.applications.cli import account
+from dpshard.applications.cli import plots
 
 MNIST = "--sample-size 60000 --batch-size 256".split()
 
@@ -106,7 +106,7 @@ def test_a_budget_below_one_step_is_said(dpshard):
 
 def test_a_curve_has_a_point_where_a_phase_ends_and_at_the_first_step(dpshard, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(account.plots, "save", lambda figure, path: drawn.append(figure.axes[0]))
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure.axes[0]))
     phases = ["--phases", "256x500,1024x100", "--sigma", 1]
     for accountants in (["gdp", "rdp"], ["rdp", "gdp"]):
         chosen = [x for name in accountants for x in ("--accountant", name)]
@@ -253,3 +253,17 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
 )
 def test_correlations_that_are_not_analysed_are_refused(dpshard, words, message):
     assert message in " ".join(dpshard("account", *MNIST, *words.split(), exit_code=2).stderr.split())
+
+
+def test_units_of_several_samples(dpshard):
+    """Drawn sample by sample; epsilon is of units, and the output says so."""
+    run = ["account", "--sample-size", 1000, "--batch-size", 200, "--steps", 3, "--delta", 1e-4, "--sigma", 4]
+    several = json.loads(dpshard(*run, "--max-rows-per-unit", 4, "--json").stdout)
+    (answer,) = several["answers"]
+    assert several["plan"]["max_rows_per_unit"] == 4
+    assert answer["accountant"] == "pld"
+    assert answer["epsilon"] > 2 * json.loads(dpshard(*run, "--json").stdout)["answers"][0]["epsilon"]
+    said = dpshard(*run, "--max-rows-per-unit", 4).stdout
+    assert "all samples of one unit, at most 4" in " ".join(said.split())
+    wrong = [*run, "--max-rows-per-unit", 4, "--sampling", "fixed-order"]
+    assert "--max-rows-per-unit" in dpshard(*wrong, exit_code=2).stderr

@@ -12,6 +12,7 @@ from dpshard.applications.cli import data, models
 from dpshard.applications.cli.data import BEGIN, IGNORED, MASK, PAD, Kind, load
 from dpshard.applications.cli.settings import resolve
 from dpshard.errors import ConfigurationError, DataError
+from dpshard.sampling.units import UnitDataset
 
 
 def rows(dataset):
@@ -260,3 +261,44 @@ def test_the_head_of_the_language_model_is_its_embedding():
     model = models.gpt(8)
     assert not any("head" in name for name, _ in model.named_parameters())
     assert model(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, data.VOCABULARY)
+
+
+def grouped(path: Path, ids: list[object]) -> Path:
+    lines = [json.dumps({"a": i, "b": -i, "label": i % 2, "patient": x}) for i, x in enumerate(ids)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_units_of_a_column_stay_whole(tmp_path):
+    """No patient is in two splits, and the training counts patients."""
+    ids = [f"p{i % 10}" for i in range(60)]
+    source = grouped(tmp_path / "x.jsonl", ids)
+    loaded = load(resolve({"data": str(source), "group_column": "patient", "rows_per_unit": 4}))
+    assert isinstance(loaded.train, UnitDataset)
+    assert (len(loaded.train), loaded.rows_per_unit) == (7, 4)
+    assert loaded.sample == "one patient, up to 4 rows in a step"
+    assert loaded.example().shape == (2,)  # the column of the unit is no number to learn from
+    splits = [loaded.train.dataset, loaded.validation, loaded.test]
+    own = [{ids[int(x[0])] for x, _ in rows(split)} for split in splits]
+    assert sum(map(len, own)) == len(set.union(*own)) == 10
+    assert sum(map(len, splits)) == 60
+    assert load(resolve({"data": str(source), "group_column": "patient"})).rows_per_unit == 8
+
+
+@pytest.mark.parametrize("ids", [["p", 1], ["p", " "], ["p", None], ["p", 1.5], [1, 1.0], [1, True]])
+def test_rows_that_name_no_unit_are_refused(tmp_path, ids):
+    """An id that is written in two ways would be two units."""
+    source = grouped(tmp_path / "x.jsonl", ids * 10)
+    with pytest.raises(DataError, match=r"line 2.*patient"):
+        load(resolve({"data": str(source), "group_column": "patient"}))
+
+
+def test_a_column_of_units_needs_a_table(tmp_path):
+    with pytest.raises(DataError, match="no column 'user'"):
+        load(resolve({"data": str(grouped(tmp_path / "x.jsonl", ["p"] * 4)), "group_column": "user"}))
+    with pytest.raises(DataError, match="has no columns"):
+        load(resolve({"data": str(image_folder(tmp_path / "images")), "group_column": "user"}))
+    with pytest.raises(ConfigurationError, match="--data"):
+        resolve({"group_column": "user"})
+    with pytest.raises(ConfigurationError, match="group_column"):
+        resolve({"rows_per_unit": 3})

@@ -131,7 +131,7 @@ def test_a_signal_saves_and_another_number_of_processes_goes_on(alone, begun, sp
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    assert output.count(f"Go on with: dpshard train --resume {begun}") == 1
+    assert output.count(f"Resume with: dpshard train --resume {begun}") == 1
     assert "Traceback" not in output
     assert "rror" not in output
     done = len(metrics(begun))

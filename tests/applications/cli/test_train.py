@@ -1,6 +1,7 @@
 """`dpshard train` from the outside: what it leaves behind, and how it survives being stopped anywhere."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -158,13 +159,14 @@ def test_every_kind_of_run_comes_to_its_report(tmp_path, dpshard, flags):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["mlp", "vit"])
 def test_the_demo_reads_88_percent_of_the_digits_at_epsilon_3(tmp_path, dpshard, model):
-    started = time.monotonic()
+    before = os.times()
     dpshard("train", "--model", model, "--out", tmp_path / "run")
     result = report(tmp_path / "run")
     assert result["test"]["after"]["accuracy"] >= 0.88
     assert result["privacy"]["epsilon"] <= 3.0
     assert result["privacy"]["delta"] == 1e-5
-    assert time.monotonic() - started < 180
+    spent = [after - then for after, then in zip(os.times(), before, strict=True)]
+    assert sum(spent[:4]) < 180  # seconds of this process and its children, whatever else runs
 
 
 @pytest.mark.exhaustive
@@ -327,7 +329,7 @@ def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatc
         (["--model", "gpt"], "mlp"),
         (["--data", "nothing.csv"], "does not exist"),
         (["--device", "tpu9"], "tpu9"),
-        (["--resume", "nowhere"], "no run folder"),
+        (["--resume", "nowhere"], "not a run folder"),
         (["--resume", "nowhere", "--steps", "5"], "leave the other options out"),
         (["--out", "/dev/null/run"], "/dev/null/run"),
         (["--nproc", "2"], "--shard fsdp2"),
@@ -386,3 +388,18 @@ def test_a_run_without_steps_has_no_plots_yet(finished, tmp_path, dpshard):
     assert "has not finished a step" in dpshard("plot", folder, exit_code=2).stderr
     (folder / "metrics.jsonl").write_text("no json\n")
     assert "damaged" in dpshard("plot", folder, exit_code=2).stderr
+
+
+def test_a_run_on_units_names_what_it_protects(dpshard, tmp_path):
+    """A patient with many records and one with few; an audit, which knows samples only, refuses the run."""
+    lines = [f"p{i % 40 if i < 100 else 0},{i % 7},{i % 5},{i % 2}" for i in range(160)]
+    source = tmp_path / "visits.csv"
+    source.write_text("\n".join(["patient,a,b,label", *lines]))
+    run = ["--data", source, "--group-column", "patient", "--rows-per-unit", 4, "--model", "mlp", "--feature-scale", 7]
+    size = ["--steps", 2, "--batch-size", 8, "--micro-batch-size", 8, "--noise-multiplier", 1, "--evaluations", 1]
+    dpshard("train", *run, *size, "--out", tmp_path / "run")
+    privacy = report(tmp_path / "run")["privacy"]
+    assert privacy["protected_unit"] == "one patient, up to 4 rows in a step"
+    assert privacy["sample_size"] == 28
+    assert all(math.isfinite(row["loss"]) for row in metrics(tmp_path / "run"))
+    assert "units of several rows" in dpshard("audit", *run, exit_code=2).stderr

@@ -11,7 +11,7 @@ from dpshard.kernels.native.library import library
 
 @pytest.fixture(autouse=True)
 def needs_compiler():
-    """Skip without a C compiler: the package is then installed without compiled code."""
+    """Skip without a C compiler, because the package then has no compiled code."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     assert native.is_built()

@@ -1,4 +1,4 @@
-"""Libraries that are built of changed sources, and norms by hand."""
+"""Libraries built from changed sources, and norms by hand."""
 
 import subprocess
 from pathlib import Path
@@ -13,7 +13,7 @@ SOURCES = Path(native.__file__).parent
 
 
 def build(path, **changed):
-    """A library of the sources, some of them changed, at `path`."""
+    """Build a library at `path` from the sources, some of them changed."""
     for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
         (path / source.name).write_text(source.read_text())
     for name, (right, wrong) in changed.items():
@@ -35,7 +35,7 @@ def narrow_library(path):
 
 
 def by_hand(rows, cols):
-    """Squared norms, and the squares of the sums that rounding is relative to, in float64."""
+    """Return squared norms, and the squared sums that rounding is relative to, in float64."""
     rows, cols = rows.double(), cols.double()
     gradients = torch.einsum("bgtr,bgtc->bgrc", rows, cols)
     return gradients.square().sum((1, 2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum((1, 2)).square()

@@ -15,7 +15,7 @@ from tests.kernels.native.support import build, by_hand, narrow_library
 
 
 def images(B, k, C, P, space, kernel, stride=1, padding=0, dilation=1, groups=1):
-    """Random images [B, k, C, *space], and output gradients of their convolution."""
+    """Return random images [B, k, C, *space], and output gradients of their convolution."""
     generator = torch.Generator().manual_seed(C * P)
     x = torch.randn(B, k, C, *space, generator=generator)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
@@ -51,7 +51,7 @@ CONVOLUTIONS = {
 
 
 def exact(record):
-    """Per-sample gradients in float64, by autograd."""
+    """Return per-sample gradients in float64, by autograd."""
     out = []
     for x, g in zip(record.input.double(), record.gradient.double(), strict=True):
         kernel = torch.zeros(record.shape, dtype=torch.float64, requires_grad=True)
@@ -141,7 +141,7 @@ def test_a_thread_without_memory_is_noticed(tmp_path):
 
 
 def test_the_rounding_of_long_sums_over_channels_does_not_grow():
-    """The same, as a convolution of two pixels, of which the Gram matrix of pixels is made."""
+    """The same as a convolution of two pixels, from which the Gram matrix of pixels is made."""
     x = torch.randn(2, 1, 64, 1, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 1, 2)
     x[..., 1] *= -1
     g = torch.full((2, 1, 150528, 2), 1.3)
@@ -155,7 +155,7 @@ def test_the_rounding_of_long_sums_over_channels_does_not_grow():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_long_line_adds_no_more_than_its_threshold(compiled, switch_off):
-    """65,000 constants that nearly cancel: what is summed has to be what was measured, and is not kept."""
+    """65,000 constants nearly cancel: the sum must use the measured gradients, which are not kept."""
     if not compiled:
         switch_off()
     n = 65000

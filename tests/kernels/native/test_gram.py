@@ -1,4 +1,4 @@
-"""Compiled ghost norms are those of the gradients, whatever the strides, the registers and the number of threads."""
+"""Compiled ghost norms are those of the gradients, for any strides, registers and number of threads."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_ghost_norms_are_those_of_the_gradients(size, stored):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_narrow_registers_give_the_same_norms(size, tmp_path):
-    """Those of a processor without AVX-512, as most have been built."""
+    """Registers of a processor without AVX-512, the most common kind."""
     narrow = narrow_library(tmp_path)
     rows, cols = product(*size)
     norm_sq, scale_sq = by_hand(rows, cols)
@@ -114,7 +114,7 @@ def test_products_are_counted_as_tiles_of_half_a_matrix(T):
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("n", [1000, 8192, 50257, 150528])
 def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
-    """Two positions of constants that nearly cancel: errors of the same sign, in sums as long as a vocabulary."""
+    """Two positions of constants nearly cancel: errors of one sign, in sums as long as a vocabulary."""
     if not compiled:
         switch_off()
     rows = torch.randn(3, 1, 2, 64, generator=torch.Generator().manual_seed(n))

@@ -1,4 +1,4 @@
-"""Compiled code is built with the package, tried out before it is used, and does without where it is not there."""
+"""Compiled code is built with the package and tested before use; without it, the package still works."""
 
 import subprocess
 import sys
@@ -86,7 +86,7 @@ def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_p
     ],
 )
 def test_a_build_that_computes_wrongly_is_not_used(source, right, wrong, tmp_path):
-    """Noise that is dropped, a wrong logarithm, a wrong sign, no batch size; parts of a norm or a gradient left out."""
+    """Dropped noise, a wrong logarithm or sign, no batch size; missing parts of a norm or a gradient."""
     built = build(tmp_path, **{source: (right, wrong)})
     wrongly = "it (draws noise|digests sums|takes norms|differentiates (convolutions|normalisations)) wrongly"
     with pytest.warns(UserWarning, match=wrongly):

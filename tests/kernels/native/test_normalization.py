@@ -23,7 +23,7 @@ NORMALIZATIONS = {
 
 
 def differentiated(x, gradient, groups, centered):
-    """Gradients of weights and biases in float64, by autograd."""
+    """Return gradients of weights and biases in float64, by autograd."""
     made = []
     for row, g in zip(x.double(), gradient.double(), strict=True):
         n = len(row) if groups else row.shape[1]
@@ -60,7 +60,7 @@ def test_gradients_of_normalisations_are_those_of_autograd(groups, shape, center
 
 @pytest.mark.parametrize("groups", [0, 1])
 def test_sums_over_large_images_do_not_stop_growing(groups):
-    """As one sum in single precision does at 2^24."""
+    """A single sum in float32 stops at 2^24."""
     n = 2**25
     x, gradient = torch.tensor([0.5, 1.5]).repeat(n // 2).view((-1, 2) if not groups else (1, -1))[None], torch.ones(())
     made = native.normalization_gradients(x, gradient.expand(x.shape), groups, 0.0, centered=True)

@@ -13,7 +13,7 @@ KEY = bytes(range(32))
 
 @pytest.mark.parametrize(("dtype", "rows"), [(np.float32, 3), (np.float64, 4)])
 def test_normals_are_those_of_the_formula(dtype, rows):
-    """Against long doubles: random words, and those at which something may happen."""
+    """Against long doubles: random words, and extreme ones."""
     units, n = 3, 4096
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (units, rows + 1, n)).astype(np.int32)[:, :rows]
     edges = [0, 1, -1, 63, -(2**31), 1 - 2**31, 2**31 - 1]
@@ -31,7 +31,7 @@ def test_normals_are_those_of_the_formula(dtype, rows):
     radius = np.sqrt(-2 * np.log(u))
     expected = np.stack((radius * np.cos(two_pi * turns), radius * np.sin(two_pi * turns)), 1)
     eps = np.finfo(dtype).eps
-    # u has rounding errors of eps, of which the radius, a root of -2 log u, takes up eps / radius.
+    # u has rounding errors of eps; the radius, a root of -2 log u, magnifies them to eps / radius.
     allowed = 4 * eps * (radius + 1 / np.maximum(radius, np.sqrt(eps)))
     assert (abs(normals - expected) <= allowed[:, None]).all()
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs it is meant for, down to their machine code, without one."""
+"""Every kernel compiles to machine code for its GPUs, without one."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from triton.compiler import ASTSource, compile
 from dpshard.kernels.triton import gaussian, gram, product
 
 LEAST_SHARED_MEMORY = 99 * 1024
-"""Bytes that a program may have on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
+"""Bytes per program on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
 
 POINTERS = {
     **dict.fromkeys(("products", "scales", "gradients", "squares", "total", "factors", "x"), "*fp32"),
-    "seeds": "*i64",
+    "streams": "*i64",
     **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols"), "fp32"),
-    **dict.fromkeys(("rows_b", "cols_b", "start", "n"), "i64"),  # the largest: of tensors of 2**31 elements
+    **dict.fromkeys(("rows_b", "cols_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
 }
 KERNELS = [
     (gram._ghost_norm_sq, {"TILE": 16, "STEP": 128, "CHUNK": 1024}, 4),
@@ -47,6 +47,6 @@ def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype):
             source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3}
         )
         assert compiled.metadata.shared <= LEAST_SHARED_MEMORY
-        if "rows" in signature:  # tensor cores, and nothing coarser than half precision
+        if "rows" in signature:  # tensor cores, in half precision or better
             assert re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", compiled.asm["ptx"])
             assert "tf32" not in compiled.asm["ptx"]

@@ -1,4 +1,4 @@
-"""Where kernels run: nobody needs Triton, and nothing breaks where it cannot launch."""
+"""The use of kernels: nobody needs Triton, and a failed launch breaks nothing."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu():
-    """A machine with a GPU, Triton, and a stand-in for its first launch."""
+    """A machine with a GPU and Triton, and a stand-in for its first launch."""
     launch = mock.Mock()
     module = SimpleNamespace(launch=launch)
     dispatch._runs.cache_clear()

@@ -23,13 +23,13 @@ SECRET = bytes(range(32))
 def test_the_kernel_draws_what_is_defined(start, n):
     x = torch.randn(n, device=DEVICE)
     first, last = start // BLOCK, (start + n - 1) // BLOCK
-    seeds = [(-1) ** number * (2**62 + 12345678912345 * number) for number in range(first, last + 1)]
+    streams = [[(-1) ** i * (2**62 + 12345678912345 * (n + i)) for i in range(3)] for n in range(first, last + 1)]
     noise = [
-        standard_normals(seed, max(start - number * BLOCK, 0), min(start + n - number * BLOCK, BLOCK), device=DEVICE)
-        for number, seed in zip(range(first, last + 1), seeds, strict=True)
+        standard_normals(stream, max(start - number * BLOCK, 0), min(start + n - number * BLOCK, BLOCK), device=DEVICE)
+        for number, stream in zip(range(first, last + 1), streams, strict=True)
     ]
     expected, norm_sq = (x + 0.3 * torch.cat(noise)) / 7.0, x.double().square().sum()
-    found = triton.release_(x, torch.tensor(seeds, device=DEVICE), BLOCK, start, 0.3, 7.0)
+    found = triton.release_(x, torch.tensor(streams, device=DEVICE), BLOCK, start, 0.3, 7.0)
     assert_close(x, expected, rtol=1e-5, atol=1e-6)
     assert_close(found, norm_sq, rtol=1e-6, atol=0.0)
 

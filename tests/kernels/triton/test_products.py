@@ -67,7 +67,7 @@ def test_any_sizes(B, G, T, R, C, dtype):
 
 @pytest.mark.parametrize("T", [16, 64, 65, 128, 129, 193, 257, 320])
 def test_every_pair_of_blocks_counts_as_often_as_in_the_square(T):
-    """One block of positions, even and odd numbers of them, whole and cut."""
+    """One block of positions, even and odd numbers of blocks, whole and cut."""
     check(randn(2, 1, T, 20), randn(2, 1, T, 17))
 
 
@@ -99,7 +99,7 @@ def test_any_strides(strided):
 
 @pytest.mark.parametrize("dim", range(4))
 def test_offsets_of_more_than_32_bits(dim):
-    """A tensor of 2**31 elements, of which the memory between the few that are used is never touched."""
+    """A tensor of 2**31 elements; only the few used ones touch memory."""
     strides = [27, 9, 3, 1]
     strides[dim] = 2**30
     whole = torch.empty(2**31 + 81, dtype=torch.bfloat16, device=DEVICE)
@@ -148,7 +148,7 @@ def record(B=2, T=96, R=24, C=40, dtype=torch.bfloat16):
 
 
 def results(record):
-    """All that is asked of a record, and of the gradients that are kept of it."""
+    """Return all results of a record, and of its kept gradients."""
     factors = torch.linspace(0.1, 1.0, len(record.rows), device=DEVICE)
     found = [record.per_sample(), record.clipped_sum(factors), *(record.norm_sq(method) for method in NormMethod)]
     for method in NormMethod:
@@ -178,7 +178,7 @@ def test_a_record_says_the_same_with_and_without_kernels(dtype):
 
 
 def test_norms_have_the_floors_of_what_rounding_hides():
-    """Positions that cancel: what is left of the norm is noise of rounding, and must not be taken for the norm."""
+    """Positions that cancel: the rest of the norm is rounding, and must not pass for the norm."""
     one = record(T=64)
     opposite = OuterProduct(torch.cat([one.rows, -one.rows], 2), torch.cat([one.cols, one.cols], 2), one.shape)
     with mock.patch.object(dispatch, "_MANY", 1):

@@ -58,7 +58,7 @@ def test_a_step_with_kernels_is_the_step_without_and_the_oracles(mode, used):
 
         return mock.patch.object(triton, name, call)
 
-    # The gradients of half-precision parameters are rounded to half precision: watch the sums, which are not.
+    # Half-precision parameters round their gradients, so compare the sums.
     with mock.patch.object(dispatch, "_MANY", 1):
         patches = [watched(name) for name in KERNELS]
         for patch in patches:
@@ -76,7 +76,7 @@ def test_a_step_with_kernels_is_the_step_without_and_the_oracles(mode, used):
 
 
 def wide_step(model, x, **options):
-    """The private gradients before they are rounded to the dtype of the parameters."""
+    """Return the private gradients before they are rounded to the parameters' dtype."""
     sums = {}
 
     def release_(self, shards, *, step, std, divisor=1.0):

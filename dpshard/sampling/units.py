@@ -10,7 +10,10 @@ may depend on that unit in any way, so this draw does not change epsilon.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +38,21 @@ class UnitRows:
     rows: list[Any]
 
 
-class UnitDataset(Dataset):
+class KeyedUnits(Dataset):
+    """A data set of units of `rows_per_unit` rows, which a key draws anew in every step."""
+
+    rows_per_unit: int
+
+    def draw(self, index: int, key: bytes) -> UnitRows:
+        """Return the rows of unit `index` that `key` draws; they depend on that unit only."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> UnitRows:
+        """Return the rows of unit `index`, always the same ones."""
+        return self.draw(index, bytes(SECRET_BYTES))
+
+
+class UnitDataset(KeyedUnits):
     """A data set of units (users, patients, documents): item i is unit i, of `rows_per_unit` rows.
 
     A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", any other row x becomes (x, weight). Multiply
@@ -63,10 +80,6 @@ class UnitDataset(Dataset):
     def __len__(self) -> int:
         """Return the number of units: `sample_size` of the engine."""
         return len(self.ids)
-
-    def __getitem__(self, index: int) -> UnitRows:
-        """Return a unit; if it has more than K rows, always the same ones."""
-        return self.draw(index, bytes(SECRET_BYTES))
 
     def draw(self, index: int, key: bytes) -> UnitRows:
         """Return a unit; if it has more than K rows, those drawn by `key`."""
@@ -96,8 +109,8 @@ def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
     missing = np.isnan(ids) if ids.dtype.kind == "f" else np.array([x is None or x != x for x in ids.tolist()])
     if missing.any():
         raise DataError(
-            f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none): rows without an id "
-            f"are no unit of their own. Leave them out, or give each an id."
+            f"Row {int(missing.argmax())} has no unit id ({int(missing.sum())} rows have none), so its unit is "
+            f"unknown. Leave such rows out, or give each an id."
         )
     if ids.dtype.kind == "O":  # 1 and "1" are two units; 1, 1.0 and np.int64(1) are one
         numbers: dict[Any, int] = {}
@@ -117,10 +130,54 @@ def _weighted(row: Any, weight: float) -> Any:
     return (row, w)
 
 
-class DrawnUnits(Dataset):
-    """A UnitDataset indexed by (unit, key of the step)."""
+def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -> KeyedUnits:
+    """Return a data set of units: unit i is `transform(dataset[i])`, `rows_per_unit` times.
 
-    def __init__(self, dataset: UnitDataset) -> None:
+    Augmentation multiplicity of De et al. 2022, arXiv:2204.13650: the engine clips the mean gradient of a sample's
+    augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes, by the global
+    generators of torch, NumPy and Python. The run's key seeds these for every row, so a step can be replayed. The
+    guarantee holds if `transform` reads nothing but its item: no mixup with others. Raises ConfigurationError if
+    rows_per_unit is not a positive int.
+    """
+    check_rows_per_unit(rows_per_unit)
+    return _Augmented(dataset, transform, rows_per_unit)
+
+
+class _Augmented(KeyedUnits):
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -> None:
+        self._dataset, self._transform, self.rows_per_unit = dataset, transform, rows_per_unit
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def draw(self, index: int, key: bytes) -> UnitRows:
+        item, rows = self._dataset[index], []
+        for row in range(self.rows_per_unit):
+            with _seeded(derive_key(key, "augmentation", index, row)):
+                rows.append(self._transform(copy.deepcopy(item)))  # it may write into its item
+        return UnitRows(rows)
+
+
+@contextmanager
+def _seeded(key: bytes) -> Iterator[None]:
+    """Seed the global generators on the CPU within the block."""
+    words = [int(word) for word in RandomSource(key).words(3)]
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.default_generator.manual_seed(words[0] >> 1)
+    np.random.seed(words[1] % 2**32)  # noqa: NPY002
+    random.seed(words[2])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+class DrawnUnits(Dataset):
+    """A data set of units indexed by (unit, key of the step)."""
+
+    def __init__(self, dataset: KeyedUnits) -> None:
         self._dataset = dataset
 
     def __getitem__(self, drawn: tuple[int, bytes]) -> UnitRows:
@@ -174,8 +231,8 @@ def _described(x: Any) -> str:
 def not_units(found: str, rows_per_unit: int) -> DataError:
     """Return the error for an item without K rows."""
     return DataError(
-        f"An item of the data set holds {found}, which is no unit of rows_per_unit={rows_per_unit} rows: every tensor "
-        f"of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
+        f"An item of the data set holds {found}, which is not a unit of rows_per_unit={rows_per_unit} rows. Every "
+        f"tensor of an item needs its rows first, [{rows_per_unit}, ...]. dpshard.UnitDataset(dataset, unit_ids, "
         f"rows_per_unit={rows_per_unit}) makes units of single rows, and fills those that have fewer."
     )
 

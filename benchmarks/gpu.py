@@ -1,0 +1,135 @@
+"""What one GPU is measured for, in parts that run one by one: each has a process, a time limit and a folder.
+
+A part whose results are there is not run again, so a session that ended early resumes. A part that fails, or takes too
+long, is reported, and the others run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results_files, tables
+from benchmarks.contenders import BASELINE
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.config import check_choice
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of `python -m benchmarks`."""
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    """Time limit."""
+
+
+_FSDP2 = ("--ranks", "1", "--stage", "fsdp2", "--precision", "bf16", "--rounds", "10")
+_STYLES = ("--clipping", "all-layer", "--clipping", "layer-wise")
+_PEERS = ("-c", "dpshard:all-layer", "-c", "dpshard:layer-wise", "-c", "opacus:ghost", "-c", "vmap", "--rounds", "10")
+MODELS = ("G2", "G1", "G3", "G4")
+
+PARTS = tuple(
+    part
+    for model in MODELS
+    for part in (
+        Part(f"{model}-eager", ("zero", model, *_FSDP2, *_STYLES, "--clipping", "all-layer:ghost"), 5),
+        Part(f"{model}-compiled", ("zero", model, *_FSDP2, *_STYLES, "--compiled"), 6),
+    )
+) + tuple(Part(f"{model}-peers", ("run", model, *_PEERS, "--no-memory"), 5) for model in MODELS[:2])
+"""In the order of their worth: peers, in float32 without FSDP2, come last."""
+
+
+def find(names: Sequence[str]) -> list[Part]:
+    """Return the named parts, or all. Raises ConfigurationError for an unknown name."""
+    by_name = {part.name: part for part in PARTS}
+    for name in names:
+        check_choice("part", name, list(by_name))
+    return [by_name[name] for name in names] or list(PARTS)
+
+
+def run(parts: Sequence[Part], out: Path, *, device: str, tiny: bool, say: Callable[[str], None]) -> dict[str, str]:
+    """Run the parts without results; return the failures by part."""
+    failures = {}
+    for part in parts:
+        folder = out / part.name
+        if any(folder.glob("*.json")):
+            say(f"{part.name}: results are there")
+            continue
+        say(f"{part.name}: at most {part.minutes:g} minutes")
+        where = ["--device", device, "--out", str(folder), *(["--tiny"] if tiny else [])]
+        failure = _run([*part.command, *where], 60 * part.minutes)
+        if failure:
+            failures[part.name] = failure
+            say(f"{part.name} failed: {failure}")
+    return failures
+
+
+def _run(command: Sequence[str], seconds: float) -> str | None:
+    """Run a command of the benchmarks; return what went wrong."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *command],
+        cwd=results_files.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # with its ranks, it can be killed as a whole
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"it took longer than {seconds:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return None if process.returncode == 0 else f"exit code {process.returncode}: {printed[-1000:].strip()}"
+
+
+HEAD = ("part", "private step", "throughput over ordinary", "quartiles", "ms", "memory over ordinary")
+
+
+def rows(out: Path) -> list[list[str]]:
+    """Return the cells of the table, a row for every measured variant."""
+    return [[part.name, *cells] for part in PARTS for cells in _rows_of(out / part.name)]
+
+
+def _rows_of(folder: Path) -> Iterator[list[str]]:
+    for result in results_files.read(folder, "zero"):
+        for row in result["rows"]:
+            throughput = row["throughput"]
+            yield _cells(row["clipping"], throughput, row["seconds"]["median"], f"{row['memory']:.2f}")
+    for result in results_files.read(folder, "workload"):
+        for c in result["contenders"]:
+            if "error" in c:
+                yield [c["name"], f"not timed: {c['error']}", "", "", ""]
+            elif c["name"] != BASELINE:
+                ratio = {"median": c["ratio"]["median"], "low": c["ratio"]["high"], "high": c["ratio"]["low"]}
+                throughput = {key: 1 / value for key, value in ratio.items()}
+                yield _cells(c["name"], throughput, c["seconds"]["median"], "")
+
+
+def _cells(name: str, throughput: dict[str, float], seconds: float, memory: str) -> list[str]:
+    quartiles = f"{throughput['low']:.2f}–{throughput['high']:.2f}"
+    return [name, f"{throughput['median']:.2f}", quartiles, f"{1e3 * seconds:,.1f}", memory]
+
+
+def write(out: Path, failures: dict[str, str]) -> Path:
+    """Write gpu.json and the table README.md into `out`; return the table's path."""
+    table = rows(out)
+    figures: dict[str, Any] = {"head": HEAD, "rows": table, "failures": failures}
+    figures["environment"] = results_files.environment()
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "gpu.json", to_json(figures, 1).encode())
+    lines = [f"- {name} failed: {' '.join(why.split())}" for name, why in failures.items()]
+    text = "\n".join(["# On one GPU", "", tables.markdown(HEAD, table), "", *lines])
+    write_atomically(out / "README.md", f"{text.rstrip()}\n".encode())
+    return out / "README.md"

@@ -1,0 +1,117 @@
+"""The steps that were released, how often each, and what the copies of one step cost.
+
+[Note: Copies of a step share their batch]
+A step that is taken again draws the same samples: its batch is a function of run secret and step. So k releases of one
+step are not k independently sampled ones: they cost more. A sample is in all of their batches or in none. Given that it
+is, it moves k sums, even if chosen one after the other, by at most R each, under independent noise. That is one
+Gaussian mechanism of sensitivity sqrt(k) R. So copies cost what one release costs with the same sampling and noise
+multiplier sigma / sqrt(k), on a k times larger grid for discrete noise. Other steps lie between the copies, and each
+step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
+2023, arXiv:2207.08335).
+
+A script that feeds its own batches may draw the same batch again, or another one. Such copies are charged for both: the
+composition of two bounds is above each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dpshard.accounting.releases import Release
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive steps of a run, each released once; further copies of these steps are further spans."""
+
+    run: str
+    """Identity of the run: steps of runs with other secrets share no batch."""
+    start: int
+    stop: int
+    """The steps are [start, stop)."""
+    release: Release
+    """Release of each step; the same in all copies of a step."""
+    unverified_sampling: bool
+    """True if the script drew the batches."""
+
+    def covers(self, run: str, step: int) -> bool:
+        """Return True if `step` of `run` is one of these."""
+        return self.run == run and self.start <= step < self.stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content as plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, state: Any) -> Span:
+        """Return the span of a `state_dict()`; raises KeyError, TypeError, ValueError or ConfigurationError."""
+        fields = dict(state)
+        span = cls(**{**fields, "release": Release(**fields["release"])})
+        if not (type(span.start) is int and type(span.stop) is int and 0 <= span.start < span.stop):
+            raise ValueError(f"a span has the steps [{span.start!r}, {span.stop!r})")
+        if type(span.run) is not str or type(span.unverified_sampling) is not bool:
+            raise ValueError(f"a span of run {span.run!r}, unverified {span.unverified_sampling!r}")
+        return span
+
+
+def append(spans: list[Span], run: str, step: int, release: Release, *, unverified_sampling: bool) -> None:
+    """Add one release to `spans`."""
+    last = spans[-1] if spans else None
+    facts = (run, step, release, unverified_sampling)
+    if last is not None and facts == (last.run, last.stop, last.release, last.unverified_sampling):
+        last.stop += 1
+    else:
+        spans.append(Span(run, step, step + 1, release, unverified_sampling))
+
+
+def cost(copies: Iterable[Span]) -> Counter[Release]:
+    """Return what all `copies` of one step cost; see [Note: Copies of a step share their batch]."""
+    copies = list(copies)
+    if not copies:
+        return Counter()
+    release, k = copies[0].release, len(copies)
+    total = Counter([release if k == 1 else _together(release, k)])
+    if k > 1 and any(span.unverified_sampling for span in copies):
+        total[release] += k
+    return total
+
+
+def _together(release: Release, k: int) -> Release:
+    elements = release.discretized_elements
+    return replace(
+        release,
+        noise_multiplier=release.noise_multiplier / math.sqrt(k),
+        discretized_elements=None if elements is None else k * elements,
+    )
+
+
+def total_cost(spans: Iterable[Span]) -> Counter[Release]:
+    """Return what all `spans` cost."""
+    runs: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        runs[span.run].append(span)
+    total: Counter[Release] = Counter()
+    for of_run in runs.values():
+        marks = sorted({step for span in of_run for step in (span.start, span.stop)})
+        ahead, here = sorted(of_run, key=lambda span: span.start, reverse=True), []
+        for start, stop in itertools.pairwise(marks):
+            here = [span for span in here if span.stop > start]
+            while ahead and ahead[-1].start == start:
+                here.append(ahead.pop())
+            for release, count in cost(here).items():
+                total[release] += count * (stop - start)
+    return total
+
+
+def first_gap(spans: Iterable[Span], run: str, steps: int) -> int | None:
+    """Return the number (from 1) of the first of `steps` steps of `run` without a release, or None."""
+    reached = 0
+    for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):
+        if span.start <= reached:
+            reached = max(reached, span.stop)
+    return reached + 1 if reached < steps else None

@@ -1,0 +1,104 @@
+"""The parts of the benchmark for one GPU, on the CPU at tiny sizes: they parse, resume, time out, and make a table."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import gpu, measure, zero
+from benchmarks.cli import app
+from dpshard.errors import ConfigurationError
+
+RATIO = {"median": 1.25, "low": 1.2, "high": 1.3}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What is asked of the measurements, which are not taken."""
+    asked = []
+
+    def staged(workload, stages, clippings, setting, advance):
+        asked.append((workload.name, setting))
+        row = {"stage": "fsdp2", "throughput": RATIO, "seconds": {"median": 0.5}, "memory": 1.5}
+        rows = [{**row, "clipping": clipping} for clipping in clippings]
+        return {"workload": {"name": workload.name}, "setting": zero.asdict(setting), "rows": rows}
+
+    def timed(workload, names, settings, advance):
+        asked.append((workload.name, settings))
+        contenders = [{"name": name, "ratio": RATIO, "seconds": {"median": 0.5}} for name in names[:3]]
+        contenders.append({"name": names[3], "error": "pip install it"})
+        return {"workload": {"name": workload.name}, "contenders": contenders}
+
+    monkeypatch.setattr(zero, "measure", staged)
+    monkeypatch.setattr(measure, "measure", timed)
+    monkeypatch.setattr("benchmarks.cli._report", lambda figures: None)
+    monkeypatch.setattr("benchmarks.cli.report", lambda out: None)
+    return asked
+
+
+def test_every_part_is_a_command_and_its_results_are_in_the_table(measured, tmp_path):
+    for part in gpu.PARTS:
+        command = [*part.command, "--device", "cuda", "--out", str(tmp_path / part.name)]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        name, settings = measured[-1]
+        assert part.name.startswith(name)
+        assert settings.device == "cuda"
+        if part.command[0] == "zero":
+            assert (settings.precision, settings.ranks) == ("bf16", 1)
+            assert settings.compiled == part.name.endswith("compiled")
+    text = gpu.write(tmp_path, {"G9": "out of\nmemory"}).read_text()
+    assert "| G2-eager | layer-wise | 1.25 | 1.20–1.30 | 500.0 | 1.50 |" in text
+    assert "| G2-peers | dpshard:all-layer | 0.80 | 0.77–0.83 | 500.0 |" in text
+    assert "| G1-peers | opacus:ghost | not timed: pip install it |" in text
+    assert "- G9 failed: out of memory" in text
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == sum(
+        3 if part.name.endswith("eager") else 2 if part.name.endswith("compiled") else 3 for part in gpu.PARTS
+    )
+
+
+def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_path):
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done/x.json").write_text("{}")
+    parts = [
+        gpu.Part("wrong", ("run", "W9"), 1),
+        gpu.Part("slow", ("noise",), 1e-4),
+        gpu.Part("done", ("never",), 1),
+    ]
+    said = []
+    failures = gpu.run(parts, tmp_path, device="cpu", tiny=True, say=said.append)
+    assert failures.keys() == {"wrong", "slow"}
+    assert "W9" in failures["wrong"]
+    assert "longer" in failures["slow"]
+    assert said[-1] == "done: results are there"
+
+
+def test_parts_are_listed_and_a_missing_gpu_is_said(monkeypatch):
+    listed = CliRunner().invoke(app, ["gpu", "--list"])
+    assert listed.exit_code == 0
+    assert all(part.name in listed.output for part in gpu.PARTS)
+    assert "G9" in CliRunner().invoke(app, ["gpu", "--part", "G9"]).output
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    without = CliRunner().invoke(app, ["gpu"])
+    assert without.exit_code != 0
+    assert "no GPU" in without.output
+
+
+def test_without_matplotlib_there_are_tables(monkeypatch, tmp_path):
+    def draw(folder):
+        raise ConfigurationError("no matplotlib")
+
+    monkeypatch.setattr("benchmarks.plots.draw", draw)
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "no matplotlib" in result.output
+    assert (tmp_path / "README.md").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["G3-eager", "G2-compiled", "G1-peers"])
+def test_a_part_runs_on_the_cpu_at_tiny_size(tmp_path, name):
+    command = ["gpu", "--part", name, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert f"| {name} | " in (tmp_path / "README.md").read_text()

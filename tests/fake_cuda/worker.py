@@ -1,0 +1,115 @@
+"""Takes steps on the fake device: worker.py LIBRARY CASE..., a case is MODEL:STYLE:MODE:PRECISION[:DEPTH].
+
+Prints RESULT and, for every case, launches and waits: of the forwards and backwards of an ordinary step and of a
+private one, of its release with the optimizer's step, and of reading metrics; and the number of anchors that autograd
+called, and of those that it gave no gradient.
+"""
+
+import json
+import sys
+import warnings
+
+from tests.fake_cuda import device
+
+B, STEPS = 4, 2
+"""Rows of a micro-batch, of which a logical batch has two, the second with padding; the last step is counted."""
+
+
+def main(library, *cases):
+    device.load(library)
+    warnings.simplefilter("ignore")
+    print("RESULT", json.dumps({case: steps(*case.split(":")) for case in cases}))
+
+
+def steps(name, style, mode, precision, depth=None):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.fake_cuda import models
+    from tests.fake_cuda.counting import Counts
+
+    counts, dataset = Counts(), torch.utils.data.TensorDataset(*models.data(name))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.autograd.set_multithreading_enabled(False), fake, counts, counts.on_lists():
+        model = device.move(models.MODELS[name](*([] if depth is None else [int(depth)])))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def backward(x, y):
+            with device.autocast(precision == "bf16"):
+                value = models.loss(model(x.to("cuda")), y.to("cuda"))
+            value.backward()
+            return value
+
+        ordinary = _ordinary(counts, dataset, backward, optimizer)
+        return {"ordinary": ordinary, **_private(counts, dataset, backward, optimizer, model, style, mode)}
+
+
+def _ordinary(counts, dataset, backward, optimizer):
+    counts.reset()
+    for rows in ((0, 1, 2, 3), (4, 5, 6, 6)):
+        backward(*(x[list(rows)] for x in dataset.tensors))
+    optimizer.zero_grad()
+    return _figures(counts)
+
+
+def _private(counts, dataset, backward, optimizer, model, style, mode):
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from dpshard import PrivacyEngine
+
+    n, anchors = len(dataset), _watched_anchors()
+    with _disable_current_modes():
+        engine = PrivacyEngine(
+            model, batch_size=n, sample_size=n, steps=STEPS, noise_multiplier=1.0, target_delta=1e-2,
+            accountant="rdp", verify=False, clipping_style=style, clipping_mode=mode,
+        )  # fmt: skip
+    try:
+        for batch in _with_numbers(engine.batches(dataset, B)):
+            counts.reset()
+            for x, y in _with_numbers(iter(batch)):
+                engine.record_loss(backward(x, y))
+            trained = _figures(counts)
+            optimizer.step()
+            released = _figures(counts)
+            engine.metrics()
+            read = _figures(counts)
+            optimizer.zero_grad()
+        return {"private": trained, "release": released, "metrics": read, "anchors": anchors}
+    finally:
+        engine.detach()
+
+
+def _watched_anchors():
+    from dpshard.clipping.autograd_nodes import Anchor
+
+    backward, found = Anchor.backward, [0, 0]
+
+    def watching(ctx, *gradients):
+        found[0] += 1
+        found[1] += all(gradient is None for gradient in gradients)
+        return backward(ctx, *gradients)
+
+    Anchor.backward = staticmethod(watching)
+    return found
+
+
+def _with_numbers(iterator):
+    """Take every item outside of the modes: data on the host has numbers."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    while True:
+        with _disable_current_modes():
+            item = next(iterator, None)
+        if item is None:
+            return
+        yield item
+
+
+def _figures(counts):
+    found = {"launches": dict(counts.launches), "waits": dict(counts.waits)}
+    counts.reset()
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

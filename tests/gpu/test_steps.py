@@ -1,0 +1,277 @@
+"""Private steps on a GPU: what only a GPU can show. Without one, most take the same steps on the CPU.
+
+`make gpu` runs them. With DPSHARD_TEST_DEVICE=cuda the oracle's tests of rules and passes run on the GPU, too
+(tests/oracle.py). Kernels and noise have tests of their own, which take a GPU if there is one.
+"""
+
+import copy
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from dpshard import PrivacyEngine
+from dpshard.clipping.tape import Clipper, Tape
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
+from tests.oracle import norm, private_step, relative_error
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FALSE_ALARM = 1e-7
+B, T, V, D = 6, 8, 16, 32
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+]
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+
+
+class Words(nn.Module):
+    """A tied language model without attention, whose own backward repeats bit by bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(V, D), nn.LayerNorm(D)
+        self.inner = nn.Sequential(nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, D))
+
+    def forward(self, x):
+        return F.linear(self.norm(self.inner(self.words(x))), self.words.weight)
+
+
+def words(device=DEVICE, dtype=torch.float64):
+    torch.manual_seed(0)
+    return Words().to(device, dtype)
+
+
+def ids(device=DEVICE):
+    return (torch.arange(B * T).reshape(B, T) * 7 % 5).to(device)
+
+
+def loss(output, *_):
+    return F.cross_entropy(output.flatten(0, 1).float().double(), ids(output.device).flatten()[: output.shape[0] * T])
+
+
+def step(model, x, **options):
+    return private_step(model, (x,), loss, **{"max_grad_norm": 0.5, "verify": False, **options})
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+@pytest.mark.parametrize("mode", ["auto", "ghost", "bk", "per-example"])
+def test_an_update_is_that_of_the_cpu(style, mode):
+    options = {"clipping_style": style, "clipping_mode": mode, "verify": mode == "auto"}
+    found, expected = (step(words(where), ids(where), **options) for where in (DEVICE, "cpu"))
+    assert relative_error(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_sample_whose_positions_cancel_stays_below_the_threshold(kind, precision):
+    """With TF32 in the sums and not in the norms it would be above."""
+    torch.manual_seed(0)
+    bound, before = 1e-3, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    model = (nn.Linear(64, 64, bias=False) if kind == "linear" else nn.Conv1d(64, 64, 1, bias=False)).to(DEVICE)
+    pairs = torch.randn(1, 128, 64).repeat_interleave(2, 1)
+    x = (pairs * (1 + 1e-4 * torch.randn(1, 256, 64))).to(DEVICE)
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(128)
+    x = x if kind == "linear" else x.mT.contiguous()
+
+    def cancelling(output, *_):
+        return (output * (signs[:, None] if kind == "linear" else signs)).sum() * 100
+
+    try:
+        update = private_step(model, (x,), cancelling, max_grad_norm=bound, verify=False)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert 0.9 * bound < norm(update) <= bound * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost", "per-example"])
+def test_a_step_repeats_bit_by_bit(mode):
+    one, two = (step(words(dtype=torch.float32), ids(), clipping_mode=mode) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_taps_and_anchors_run_in_one_thread():
+    threads = {"arrive": set(), "close": set()}
+    arrive, close = Tape.arrive, Clipper.close
+
+    def arriving(tape, *arguments):
+        threads["arrive"].add(threading.get_ident())
+        return arrive(tape, *arguments)
+
+    def closing(clipper, anchor):
+        threads["close"].add(threading.get_ident())
+        return close(clipper, anchor)
+
+    with mock.patch.object(Tape, "arrive", arriving), mock.patch.object(Clipper, "close", closing):
+        step(words(), ids(), clipping_style="layer-wise")
+    assert threads["arrive"] == threads["close"]
+    assert len(threads["arrive"]) == 1
+
+
+@needs_gpu
+def test_a_forward_on_another_stream_is_waited_for():
+    expected, stream = step(words(), ids()), torch.cuda.Stream()
+    model = words()
+
+    def call(x):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+            output = model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        return output
+
+    assert relative_error(step(model, ids(), call=call), expected) < 1e-10
+
+
+def test_secure_noise_is_that_of_the_cpu():
+    x = torch.randn(3000)
+    for dtype in (torch.float32, torch.float64):
+        here, there = x.to(dtype), x.to(DEVICE, dtype)
+        for tensor in (here, there):
+            KeyedGaussian(bytes(32), secure=True).release_([Shard("w", tensor)], step=1, std=0.3, divisor=7.0)
+        assert torch.equal(there.cpu(), here)
+
+
+def test_noise_of_the_device_is_normal():
+    n = 2**28 if DEVICE.type == "cuda" else 2**16
+    noise = KeyedGaussian(bytes(32)).sample(0, "w", BLOCK - 100, BLOCK - 100 + n, device=DEVICE)
+    for power, variance in ((1, 1), (2, 2), (3, 15), (4, 96)):
+        mean = {1: 0, 2: 1, 3: 0, 4: 3}[power]
+        z = (float(noise.double().pow(power).mean()) - mean) * (n / variance) ** 0.5
+        assert abs(z) < stats.norm.isf(FALSE_ALARM)
+    largest = float(noise.abs().max())
+    assert largest < stats.norm.isf(FALSE_ALARM / n)
+    assert largest > 3
+
+
+def loop(model, batches, optimizer, watch=lambda: None, ignore=lambda: None):
+    for x, y in batches:
+        x, y = x.to(DEVICE), y.to(DEVICE)
+        watch()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        ignore()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def engine_on(model, **options):
+    defaults = {"batch_size": 4, "sample_size": 6, "steps": 8, "target_delta": 1e-2, "accountant": "rdp"}
+    engine = PrivacyEngine(model, **{**defaults, "noise_multiplier": 1.0, "verify": False, **options})
+    engine._secret = bytes(range(32))
+    return engine
+
+
+@needs_gpu
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_nothing_waits_for_the_gpu_before_the_release(style, mode):
+    model = words(dtype=torch.bfloat16)
+    engine = engine_on(model, clipping_style=style, clipping_mode=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    modes = {True: "error", False: "default"}
+    try:
+        for batch in engine.batches(TensorDataset(ids("cpu"), ids("cpu")), 2):
+            watched = engine.step >= 2
+            loop(
+                model, batch, optimizer,
+                lambda watched=watched: torch.cuda.set_sync_debug_mode(modes[watched]),
+                lambda: torch.cuda.set_sync_debug_mode("default"),
+            )  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.detach()
+
+
+class Masked(nn.Module):
+    """Draws integers in forward, which probes and verification must not see move."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = words()
+
+    def forward(self, x):
+        kept = torch.randint(0, 2, (T, 1), device=x.device)
+        return self.inner(x) * kept
+
+
+def test_generators_are_rewound_between_probes():
+    model = Masked()
+    assert norm(step(model, ids(), verify=True)) > 0
+
+
+def test_offloaded_records_give_the_same_update():
+    expected = step(words(), ids(), clipping_mode="bk")
+    found = step(words(), ids(), clipping_mode="bk", offload_records=True)
+    assert relative_error(found, expected) < 1e-12
+
+
+def test_a_resumed_run_is_the_run():
+    def train(model, steps, state=None, engine_state=None):
+        engine = engine_on(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if state is not None:
+            model.load_state_dict(state)
+            engine.load_state_dict(engine_state)
+        for batch in engine.batches(TensorDataset(ids("cpu"), ids("cpu")), 2):
+            loop(model, batch, optimizer)
+            if engine.step == steps:
+                break
+        saved = copy.deepcopy(model.state_dict()), engine.state_dict()
+        engine.detach()
+        return saved
+
+    whole, _ = train(words(), 4)
+    resumed, _ = train(words(), 4, *train(words(), 2))
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-12, atol=1e-12)
+
+
+@needs_gpu
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+def test_a_compiled_model_takes_the_same_step(style):
+    expected, model = step(words(), ids(), clipping_style=style), words()
+    assert relative_error(step(model, ids(), call=torch.compile(model), clipping_style=style), expected) < 1e-9
+
+
+@needs_gpu
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+def test_one_rank_of_fsdp2_takes_the_same_step(style):
+    expected, model = step(words(), ids(), clipping_style=style), words()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        fully_shard(model.inner)
+        fully_shard(model)
+        sharded = step(model, ids(), clipping_style=style)
+        found = {name: value.full_tensor() for name, value in sharded.items()}
+    finally:
+        dist.destroy_process_group()
+    assert relative_error(found, expected) < 1e-10
+
+
+@needs_gpu
+def test_layer_wise_clipping_takes_little_more_memory_than_training_without_privacy():
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]).to(DEVICE)
+    x = torch.randn(8, 128, 2048, device=DEVICE)
+    peaks = []
+    for private in (False, True):
+        engine = engine_on(model, clipping_style="layer-wise") if private else None
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            model(x).square().mean().backward()
+            if engine is not None:
+                engine.privatize()
+            model.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated())
+    engine.detach()
+    assert peaks[1] < 1.3 * peaks[0]
