@@ -300,6 +300,39 @@ def fixed_cost(
 
 
 @app.command()
+def advice(
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender; a seed is a split and a start.")] = 5,
+    threads: Threads = 1,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Compare the advice of `dpshard advise` with the README's first guess on two small data sets, in turns."""
+    from benchmarks import advice as advising
+
+    torch.set_num_threads(threads)
+    names = ("breast_cancer",) if tiny else tuple(advising.DATA)
+    with console.progress("training", seeds * len(names) * len(advising.CONTENDERS)) as advance, _quiet():
+        figures = advising.compare(seeds, advance, names=names)
+    results_files.write(out, "advice", "advice", figures)
+    for name, contenders_ in figures["data"].items():
+        for contender, scores in contenders_.items():
+            console.out.print(f"{name}, {contender}: {scores['mean']:.1%} ± {scores['deviation']:.1%}")
+
+
+@app.command("advice-sweep")
+def advice_sweep(threads: Threads = 1, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
+    """Sweep optimizers, learning rates and lengths on synthetic tables: what the advice on tables stands on."""
+    from benchmarks import advice as advising
+
+    torch.set_num_threads(threads)
+    with console.progress("training", advising.runs_of_the_sweep(tiny=tiny)) as advance, _quiet():
+        runs = advising.sweep(advance, tiny=tiny)
+    results_files.write(out, "advice-sweep", "advice-sweep", {"runs": runs})
+    for optimizer, rate, steps, score in advising.summary(runs):
+        console.out.print(f"{optimizer}, learning rate {rate:g}, {steps} steps: {score:.1%}")
+
+
+@app.command()
 def report(out: Out = results_files.FOLDER) -> None:
     """Write tables and plots again from the JSON files; those of benchmarks/results also into docs/benchmarks.md."""
     try:

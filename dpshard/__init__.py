@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from dpshard.errors import DpshardError
 
 if TYPE_CHECKING:
+    from dpshard.applications.advice import advise
     from dpshard.checkpoint.checkpointer import Checkpointer
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
@@ -23,6 +24,7 @@ __all__ = [
     "QuantileTracking",
     "UnitDataset",
     "__version__",
+    "advise",
     "augment",
     "replace_unsupported",
 ]
@@ -33,6 +35,7 @@ _HOMES = {
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
     "UnitDataset": "dpshard.sampling.units",
+    "advise": "dpshard.applications.advice",
     "augment": "dpshard.sampling.units",
     "replace_unsupported": "dpshard.replacements",
 }

@@ -1,0 +1,164 @@
+"""Where runs start: numbers of published settings and of our own sweep, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Task = Literal["tabular", "vision", "language"]
+OptimizerName = Literal["sgd", "adam", "adamw"]
+
+DE = "De et al. 2022, arXiv:2204.13650"
+LI = "Li et al. 2022, arXiv:2110.05679"
+BU = "Bu et al. 2022, arXiv:2206.07136"
+MCKENNA = "McKenna et al. 2025, arXiv:2501.18914"
+PAPERNOT = "Papernot and Steinke 2022, arXiv:2110.03620"
+SWEEP = "ours, benchmarks/results/advice-sweep.json"
+DEFAULT = "ours, the default of `dpshard train`"
+ACCOUNTANT = "the accountant pld"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A choice, why, and who says so."""
+
+    what: str
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Settings of a kind of run, before the size of the data and the budget are known."""
+
+    models: tuple[str, ...]
+    """Names of `dpshard train --model`, the first by default; empty if the user brings the model."""
+    steps: int
+    excess: float
+    """Largest noise per batch, over that of a batch of all samples, at which the batch grows no further."""
+    optimizer: OptimizerName
+    learning_rate: float
+    momentum: float = 0.0
+    lr_schedule: Literal["cosine", "constant"]
+    trains: str
+    """The part of the model that is trained."""
+    reasons: tuple[Reason, ...]
+    next_steps: tuple[str, ...]
+
+
+_EXCESS_OF_DE = Reason(
+    "excess",
+    "their runs have at most 1.05 times the noise per batch that a batch of all samples has, by our accountant "
+    "(CIFAR-10 1.01, ImageNet 1.05)",
+    DE,
+)
+_EXCESS_OF_LI = Reason(
+    "excess",
+    "their runs have 1.4 (MNLI) to 2.6 (SST-2) times the noise per batch that a batch of all samples has, by our "
+    "accountant; 2 lies between",
+    LI,
+)
+_SMALLER = f"A smaller model: private training wants fewer parameters and more samples a step ({MCKENNA})."
+
+STARTS: dict[tuple[Task, bool], Start] = {
+    ("tabular", False): Start(
+        models=("mlp",),
+        steps=300,
+        excess=1.05,
+        optimizer="adamw",
+        learning_rate=0.03,
+        lr_schedule="cosine",
+        trains="all parameters of a small network",
+        reasons=(
+            _EXCESS_OF_DE,
+            Reason("steps", "300 steps are right 1.8% more often than 100 on our tables, with AdamW", SWEEP),
+            Reason("optimizer", "AdamW with a cosine: 82.0% on our tables, SGD with momentum at most 80.5%", SWEEP),
+            Reason("learning rate", "0.03 beats 0.01 on our tables; larger ones were not tried", SWEEP),
+            Reason("trains", "public weights of tables are rare", DEFAULT),
+        ),
+        next_steps=(
+            "Divide each column by a public bound, never by a statistic of the data: `--feature-scale`.",
+            "SGD with momentum 0.9 at a learning rate of 0.3, in a search that you account for.",
+        ),
+    ),
+    ("vision", False): Start(
+        models=("cnn",),
+        steps=875,
+        excess=1.05,
+        optimizer="sgd",
+        learning_rate=2.0,
+        lr_schedule="constant",
+        trains="all parameters, with GroupNorm in the place of BatchNorm",
+        reasons=(
+            _EXCESS_OF_DE,
+            Reason("steps", "875 on CIFAR-10 at epsilon 1 (725 in later versions of their configuration)", DE),
+            Reason("optimizer", "SGD without momentum, at a constant learning rate", DE),
+            Reason("learning rate", "2 at a clipping norm of 1, on CIFAR-10 at epsilon 1", DE),
+            Reason("trains", "BatchNorm mixes samples, GroupNorm does not", DE),
+        ),
+        next_steps=(
+            f"16 augmented views of an image as one unit: `PrivacyEngine(rows_per_unit=16)` ({DE}).",
+            f"The average of the weights over the steps, torch.optim.swa_utils.AveragedModel: free ({DE}).",
+            f"Public weights: --pretrained ({DE}).",
+        ),
+    ),
+    ("vision", True): Start(
+        models=(),
+        steps=250,
+        excess=1.05,
+        optimizer="sgd",
+        learning_rate=1.0,
+        lr_schedule="constant",
+        trains="all parameters, with a new head",
+        reasons=(
+            _EXCESS_OF_DE,
+            Reason("steps", "250 for CIFAR-100 from ImageNet weights at epsilon 1", DE),
+            Reason("optimizer", "SGD without momentum, at a constant learning rate", DE),
+            Reason("learning rate", "1 at a clipping norm of 1, for CIFAR-100 at epsilon 1", DE),
+            Reason("trains", "their configuration trains every layer and resets the head", DE),
+        ),
+        next_steps=(
+            f"16 augmented views of an image as one unit: `PrivacyEngine(rows_per_unit=16)` ({DE}).",
+            "Only the head, or LoRA: fewer trained parameters, less memory.",
+        ),
+    ),
+    ("language", False): Start(
+        models=("text",),
+        steps=400,
+        excess=2.0,
+        optimizer="adam",
+        learning_rate=0.003,
+        lr_schedule="cosine",
+        trains="all parameters of a small transformer",
+        reasons=(
+            _EXCESS_OF_LI,
+            Reason("steps", "410 on E2E (GPT-2); they take about as many elsewhere", LI),
+            Reason("optimizer", "Adam with a falling learning rate (theirs falls linearly)", LI),
+            Reason("learning rate", "0.003; no source gives one for small transformers from scratch", DEFAULT),
+            Reason("trains", "without public weights nothing can stay fixed", DEFAULT),
+        ),
+        next_steps=(f"Public weights, which matter most for text: --pretrained ({LI}).", _SMALLER),
+    ),
+    ("language", True): Start(
+        models=(),
+        steps=400,
+        excess=2.0,
+        optimizer="adam",
+        learning_rate=5e-4,
+        lr_schedule="cosine",
+        trains="all parameters",
+        reasons=(
+            _EXCESS_OF_LI,
+            Reason("steps", "410 on E2E (GPT-2); they take about as many elsewhere", LI),
+            Reason("optimizer", "Adam with a falling learning rate (theirs falls linearly)", LI),
+            Reason("learning rate", "5e-4 to classify with RoBERTa; 2e-3 to generate with GPT-2", LI),
+            Reason("trains", "pre-trained models do not suffer from their dimension", LI),
+        ),
+        next_steps=(
+            "Learning rate 2e-3 to generate text, in a search that you account for.",
+            "LoRA (docs/integrations.md) where memory is short.",
+        ),
+    ),
+}
+"""Starts by task, and by True if the model has public weights. Those of De et al. stand in the configurations of
+jax-privacy, those of Li et al. in the scripts of private-transformers."""

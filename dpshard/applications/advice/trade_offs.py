@@ -1,0 +1,96 @@
+"""Noise over the expected batch, against compute: what the accountant says before any training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dpshard.accounting import SampledMechanism, calibrate, epsilon_of
+from dpshard.config import BatchSchedule
+
+SMALLEST_BATCH = 16
+FARTHEST = 4.0
+"""The table ends where the noise per batch is so many times that of a batch of all samples."""
+TOLERANCE = 2e-3
+"""Relative tolerance of epsilon at a sigma of the table; sigma is never too small."""
+DRAFT = "pld-draft"
+"""An upper bound, quicker than "pld", which the engine uses."""
+_TRIES = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TradeOff:
+    """A run of the length of the advice with another expected batch."""
+
+    batch_size: int
+    noise_multiplier: float
+    """Sigma of the budget, up to 0.2% above the engine's."""
+    epochs: float
+    """Expected passes over the samples: the compute."""
+    excess: float
+    """Sigma over batch, over that of a batch of all samples; at least about 1."""
+
+    @property
+    def noise_per_batch(self) -> float:
+        """Sigma over the expected batch: the noise of an update relative to the clipping norm."""
+        return self.noise_multiplier / self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Samples and budget of a run."""
+
+    sample_size: int
+    target_epsilon: float
+    target_delta: float
+
+    def noise_multiplier(self, batch_size: int, steps: int, guess: float) -> float:
+        """Return a sigma within the budget whose epsilon is at most TOLERANCE below it; `guess` saves time."""
+        log_sigma, slope = math.log(guess), -1.5
+        excess = self._excess(batch_size, steps, guess)
+        for _ in range(_TRIES):
+            if -TOLERANCE <= excess <= 0:
+                return math.exp(log_sigma)
+            stride = min(max(-(excess + TOLERANCE / 2) / slope, -2.0), 2.0)
+            after = self._excess(batch_size, steps, math.exp(log_sigma + stride))
+            slope = min(max((after - excess) / stride, -20.0), -0.3)
+            log_sigma, excess = log_sigma + stride, after
+        run = self._run(batch_size, steps, math.nan)
+        return calibrate(run, target_epsilon=self.target_epsilon, target_delta=self.target_delta).noise_multiplier
+
+    def _excess(self, batch_size: int, steps: int, sigma: float) -> float:
+        """Return the logarithm of epsilon over the target."""
+        epsilon = epsilon_of(self._run(batch_size, steps, sigma).releases(), self.target_delta, DRAFT)
+        return math.log(min(max(epsilon / self.target_epsilon, 1e-3), 1e3))
+
+    def _run(self, batch_size: int, steps: int, sigma: float) -> SampledMechanism:
+        schedule = BatchSchedule((batch_size,) * steps)
+        return SampledMechanism(schedule=schedule, sample_size=self.sample_size, noise_multiplier=sigma)
+
+
+def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
+    """Return runs of `steps` steps, from half of the samples a batch down to noisy ones; with the batch `also`."""
+    samples = budget.sample_size
+    # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
+    sigma = budget.noise_multiplier(samples, 1, 1.0) * math.sqrt(steps)
+    least, before, found = sigma / samples, samples, []
+    for batch_size in sorted({*_sizes(samples), *([] if also is None else [also])}, reverse=True):
+        sigma = budget.noise_multiplier(batch_size, steps, max(0.4, sigma * batch_size / before))
+        before, excess = batch_size, sigma / batch_size / least
+        epochs = batch_size * steps / samples
+        found.append(TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, excess=excess))
+        if excess > FARTHEST and batch_size <= (also or batch_size):
+            break
+    return tuple(found)
+
+
+def smallest_within(rows: tuple[TradeOff, ...], excess: float) -> TradeOff:
+    """Return the run with the smallest batch within `excess`, else that with the largest batch."""
+    within = [row for row in rows if row.excess <= excess]
+    return min(within, key=lambda row: row.batch_size) if within else rows[0]
+
+
+def _sizes(samples: int) -> list[int]:
+    """Return half of the samples, and powers of 2 below."""
+    half = max(1, samples // 2)
+    return [half, *(size for k in range(half.bit_length()) if SMALLEST_BATCH <= (size := 1 << k) < half)]

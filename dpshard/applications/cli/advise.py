@@ -1,0 +1,167 @@
+"""`dpshard advise`: where to start a private run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from dpshard.applications.cli import console, plots
+from dpshard.applications.cli.formats import to_json
+from dpshard.applications.cli.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from dpshard.applications.advice import Advice, TradeOff
+
+
+def command(
+    sample_size: Annotated[int, typer.Option(help="Number of training samples N.")],
+    target_epsilon: Annotated[
+        float, typer.Option("--target-epsilon", "--epsilon", help="Budget epsilon of the whole run.")
+    ],
+    target_delta: Annotated[
+        float | None,
+        typer.Option(
+            "--target-delta",
+            "--delta",
+            help="Delta of the guarantee. [dim]\\[default: a power of ten, at most 1e-5 and 1/(2N)][/]",
+        ),
+    ] = None,
+    task: Annotated[
+        Literal["tabular", "vision", "language"], typer.Option(help="Kind of samples: rows of numbers, images, texts.")
+    ] = "tabular",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model of `dpshard train`, or your own, package.module:function. [dim]\\[default: fits the task][/]"
+        ),
+    ] = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Your own model starts from public weights (vision and language).")
+    ] = False,
+    hours: Annotated[float | None, typer.Option(help="Time of the run; needs --samples-per-second.")] = None,
+    samples_per_second: Annotated[
+        float | None,
+        typer.Option(help="Speed of private training: samples of a step over its seconds, see `dpshard bench`."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw noise per batch over compute.")] = None,
+    as_json: console.JsonFile = None,
+) -> None:
+    """Recommend a start: batch, steps, clipping, optimizer, learning rate, each with its source.
+
+    It trains nothing, and reads no data, so it costs no privacy.
+
+    For example: dpshard advise --sample-size 50000 --target-epsilon 3 --task vision
+    """
+    with console.err.status("computing ..."):
+        from dpshard.applications.advice import advise
+
+        advice = advise(
+            sample_size=sample_size,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            task=task,
+            model=model,
+            pretrained=pretrained,
+            hours=hours,
+            samples_per_second=samples_per_second,
+        )
+    if as_json is not None:
+        write_atomically(as_json, to_json(_figures(advice), 2).encode(), public=True)
+    if plot is not None:
+        draw(advice, plot)
+    _print(advice)
+
+
+def _print(advice: Advice) -> None:
+    console.out.print(
+        f"[bold]{advice.task}[/], N = {advice.sample_size:,} training samples, ε = {advice.target_epsilon:g}, "
+        f"δ = {advice.target_delta:g}"
+    )
+    start = _table("Start", "")
+    start.add_column("")
+    for name, value in _start(advice):
+        start.add_row(name, escape(value))
+    console.out.print(start)
+    console.out.print(_trade_offs(advice))
+    console.out.print("\n[bold]Why[/]")
+    for reason in advice.reasons:
+        console.out.print(f"• [bold]{reason.what}[/]: {escape(reason.why)} [dim]({escape(reason.source)})[/]")
+    console.out.print("\n[bold]Next[/]")
+    for sentence in advice.next_steps:
+        console.out.print(f"• {escape(sentence)}")
+    console.out.print("\n[bold]Command[/], with your file or folder after --data")
+    console.out.print(escape(advice.command()))
+    console.out.print("\n[bold]Code[/]")
+    console.out.print(escape(advice.code()))
+
+
+def _start(advice: Advice) -> Iterator[tuple[str, str]]:
+    momentum = f", momentum {advice.momentum:g}" if advice.optimizer == "sgd" else ""
+    yield "batch", f"{advice.batch_size:,} samples, expected"
+    yield "steps", f"{advice.steps:,} ({advice.epochs:.3g} epochs){_time(advice, advice.epochs)}"
+    yield "clipping", f"{advice.clipping_fn}, threshold {advice.max_grad_norm:g}, {advice.clipping_style}"
+    yield "optimizer", f"{advice.optimizer}{momentum}"
+    yield "learning rate", f"{advice.learning_rate:g}, {advice.lr_schedule}"
+    yield "model", f"{advice.model}{', public weights' if advice.pretrained else ''}"
+    yield "trains", advice.trains
+    yield "noise", f"σ = {advice.noise_multiplier:.4g}, from the budget"
+
+
+def _time(advice: Advice, epochs: float) -> str:
+    if advice.samples_per_second is None:
+        return ""
+    return f", {epochs * advice.sample_size / advice.samples_per_second / 3600:.3g} hours"
+
+
+def _trade_offs(advice: Advice) -> Table:
+    table = _table(f"Noise against compute, in {advice.steps:,} steps", "batch", justify="right")
+    for name in ("σ", "σ / batch", "times the least", "epochs", *(["hours"] if advice.samples_per_second else [])):
+        table.add_column(name, justify="right")
+    for row in advice.trade_offs:
+        hours = [_time(advice, row.epochs).strip(", hours")] if advice.samples_per_second else []
+        chosen = row.batch_size == advice.batch_size
+        table.add_row(*_cells(row), *hours, style="bold green" if chosen else "")
+    table.caption = "The least has all samples in every batch."
+    return table
+
+
+def _cells(row: TradeOff) -> list[str]:
+    noise = f"{row.noise_multiplier:.4g}", f"{row.noise_per_batch:.3g}"
+    return [f"{row.batch_size:,}", *noise, f"{row.excess:.2f}", f"{row.epochs:.3g}"]
+
+
+def _table(title: str, first: str, **column: Any) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, show_edge=False)
+    table.add_column(first, no_wrap=True, **column)
+    return table
+
+
+def _figures(advice: Advice) -> dict[str, Any]:
+    return asdict(advice) | {"command": advice.command(), "code": advice.code()}
+
+
+def draw(advice: Advice, path: Path) -> None:
+    """Draw sigma over batch against compute."""
+    rows = advice.trade_offs
+    start = next(row for row in rows if row.batch_size == advice.batch_size)
+    with plots.styled():
+        figure = plots.new_figure(figsize=(6.4, 4))
+        ax = figure.subplots()
+        ax.plot([row.epochs for row in rows], [row.noise_per_batch for row in rows], "o-", color=plots.COLOURS[0])
+        ax.plot(start.epochs, start.noise_per_batch, "o", markersize=10, color=plots.COLOURS[1], label="start")
+        for row in rows:
+            place = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 8}
+            ax.annotate(f"{row.batch_size:,}", (row.epochs, row.noise_per_batch), **place)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xlabel(f"compute: epochs, in {advice.steps:,} steps (points: expected batch)")
+        ax.set_title(f"Noise per batch, σ / B, at ε = {advice.target_epsilon:g}")
+        ax.legend()
+        plots.save(figure, path)
