@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from typing import Any
@@ -17,7 +18,7 @@ PATIENCE = 300.0
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_meetings: Counter[int] = Counter()  # of groups, by their first rank
+_meetings: Counter[str] = Counter()  # of groups, by their ranks
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
@@ -29,9 +30,9 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
         return
     store = dist.distributed_c10d._get_default_store()
-    first = dist.get_global_rank(group, 0)
-    key = f"dpshard/probe/{first}/{_meetings[first]}"
-    _meetings[first] += 1
+    ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()
+    key = f"dpshard/probe/{ranks}/{_meetings[ranks]}"
+    _meetings[ranks] += 1
     store.add(key, 1)
     deadline = time.monotonic() + PATIENCE
     while int(store.add(key, 0)) < dist.get_world_size(group):
