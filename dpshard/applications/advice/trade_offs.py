@@ -74,7 +74,8 @@ def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
     sigma = budget.noise_multiplier(samples, 1, 1.0) * math.sqrt(steps)
     least, before, found = sigma / samples, samples, []
-    for batch_size in sorted({*_sizes(samples), *([] if also is None else [also])}, reverse=True):
+    sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
+    for batch_size in sorted(sizes, reverse=True):
         sigma = budget.noise_multiplier(batch_size, steps, max(0.4, sigma * batch_size / before))
         before, excess = batch_size, sigma / batch_size / least
         epochs = batch_size * steps / samples
