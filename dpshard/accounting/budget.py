@@ -45,6 +45,9 @@ class Budget:
         """
         step = self.ledger.steps
         if self._history.contains(step, identity):
+            if not self._history.is_own(step, identity):
+                self.ledger.keep(step, self.mechanism.release(step), unverified_sampling=unverified_sampling)
+                self._history.add(step, identity, counts=False)
             self.ledger.repeat()
             return False
         release = self._affordable(step, unverified_sampling=unverified_sampling)
@@ -54,7 +57,7 @@ class Budget:
         return True
 
     def _warn_of_repeat(self, step: int) -> None:
-        if step >= self._history.end or self._warned_of_repeats:
+        if self._warned_of_repeats or not self._history.was_released(step):
             return
         self._warned_of_repeats = True
         warnings.warn(
@@ -70,14 +73,14 @@ class Budget:
         return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go to the place of a `state_dict()`; return True if this process has been there.
+        """Go to the place of a `state_dict()`; return True if all its releases are counted already.
 
         Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """
         ledger = PrivacyLedger(self.mechanism.accountant)
         ledger.load_state_dict(state["ledger"])
         same_run = ledger.run == self.ledger.run
-        history = self._history if same_run else History()
+        history = self._history if same_run else self._history.of_other_run()
         visited = history.load_state_dict(state["history"], ledger.steps)
         self.ledger.load_state_dict(state["ledger"], visited=visited and same_run)
         self._history = history

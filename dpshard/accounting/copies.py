@@ -9,8 +9,9 @@ multiplier sigma / sqrt(k), on a k times larger grid for discrete noise. Other s
 step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
 2023, arXiv:2207.08335).
 
-A script that feeds its own batches may draw the same batch again, or another one. Such copies are charged for both: the
-composition of two bounds is above each of them.
+A script that feeds its own batches may draw the same batch again, or another one. Then the k copies fall into groups
+with a batch each. Of the groups in order of their sizes, the i-th has at most k / i copies. So k copies are charged as
+groups of k, k // 2, ..., k // k = 1 copies, which covers every partition.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def cost(copies: Iterable[Span]) -> Counter[Release]:
     if not copies:
         return Counter()
     release, k = copies[0].release, len(copies)
-    total = Counter([release if k == 1 else _together(release, k)])
-    if k > 1 and any(span.unverified_sampling for span in copies):
-        total[release] += k
-    return total
+    fed = any(span.unverified_sampling for span in copies)
+    return Counter(_together(release, k // group) for group in range(1, (k if fed else 1) + 1))
 
 
 def _together(release: Release, k: int) -> Release:
+    if k == 1:
+        return release
     elements = release.discretized_elements
     return replace(
         release,

@@ -20,38 +20,61 @@ MEMORY = 2**16
 
 
 class History:
-    """The known releases of a run."""
+    """The known releases of a run: those of the loaded state, and those made since, which later loads keep."""
 
     def __init__(self) -> None:
         self.end = 0
-        """The first step without any release."""
-        self._known: dict[int, set[bytes]] = {}
+        """The first step without any release, as far as the loaded state and later releases tell."""
+        self._loaded: dict[int, set[bytes]] = {}
+        self._own: dict[int, set[bytes]] = {}
+        self._own_place = b""  # digest of all releases of this process, in order
         self._place = b""  # digest of all counted releases, in order
-        self._visited: dict[bytes, None] = {b"": None}  # former places
+        self._base = b""  # place of the loaded state whose releases are counted
+        self._visited = {b"": b""}  # former places with their bases
+
+    def of_other_run(self) -> History:
+        """Return an empty history that continues this process."""
+        history = History()
+        if self._own_place:
+            history._own_place, history._visited = self._own_place, {}
+        return history
 
     def contains(self, step: int, identity: bytes) -> bool:
-        """Return True if this release was made before."""
-        return identity in self._known.get(step, ())
+        """Return True if this release was made before, and is counted."""
+        return identity in self._loaded.get(step, ()) or self.is_own(step, identity)
 
-    def add(self, step: int, identity: bytes | None) -> None:
-        """Remember a release; `identity` is None for unknown sums."""
+    def was_released(self, step: int) -> bool:
+        """Return True if there is any release of `step`."""
+        return step < self.end or step in self._own
+
+    def is_own(self, step: int, identity: bytes) -> bool:
+        """Return True if this process made this release."""
+        return identity in self._own.get(step, ())
+
+    def add(self, step: int, identity: bytes | None, *, counts: bool = True) -> None:
+        """Remember a release; `identity` is None for unknown sums. `counts`: it was not counted before."""
         self.end = max(self.end, step + 1)
-        known = self._known.setdefault(step, set())
+        known = self._own.setdefault(step, set())
         if identity is not None:
             known.add(identity)
-        while len(self._known) > MEMORY:
-            del self._known[next(iter(self._known))]
-        self._go_to(hashlib.sha256(self._place + step.to_bytes(8, "little") + (identity or b"")).digest())
+        if len(self._own) > MEMORY:
+            del self._own[next(iter(self._own))]
+        facts = step.to_bytes(8, "little") + (identity or b"")
+        self._own_place = hashlib.sha256(self._own_place + facts).digest()
+        if counts:
+            self._go_to(hashlib.sha256(self._place + facts).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the place before `step`, and the known releases from there on, as plain JSON."""
-        ahead = {str(n): sorted(x.hex() for x in self._known.get(n, ())) for n in range(step, self.end)}
+        ahead = {str(n): sorted(x.hex() for x in self._known(n)) for n in range(step, self.end)}
         return {"place": self._place.hex(), "ahead": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
-        """Go to the place of a state before `step`; return True if this process has been there.
+        """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        Raises CheckpointError, without any change, for a damaged state.
+        That is so where this process has been there, and loaded no other state since that replaced releases of its.
+        Else the releases of the state replace those of the last loaded one. Raises CheckpointError, without any change,
+        for a damaged state.
         """
         try:
             place = bytes.fromhex(state["place"])
@@ -61,19 +84,22 @@ class History:
                 f"The history of the checkpoint is damaged ({error}): steps might be released twice and be counted "
                 f"once. Resume from an older checkpoint."
             ) from error
-        if not (visited := place in self._visited):
-            before = self._place
+        if not (visited := self._visited.get(place) in (b"", self._base)):
+            self.end, self._loaded, self._base = 0, {}, place
             self._go_to(place)
-            if before:  # this process counted releases that the state lacks
-                self._go_to(hashlib.sha256(before + place).digest())
+            if self._own_place:  # releases that the state lacks
+                self._go_to(hashlib.sha256(self._own_place + place).digest())
         self.end = max(self.end, step)
         for n, known in ahead.items():
             self.end = max(self.end, n + 1)
-            self._known.setdefault(n, set()).update(known)
+            self._loaded.setdefault(n, set()).update(known)
         return visited
+
+    def _known(self, step: int) -> set[bytes]:
+        return self._loaded.get(step, set()) | self._own.get(step, set())
 
     def _go_to(self, place: bytes) -> None:
         self._place = place
-        self._visited[place] = None
+        self._visited[place] = self._base
         if len(self._visited) > MEMORY:
             del self._visited[next(iter(self._visited))]

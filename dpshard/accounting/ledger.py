@@ -26,7 +26,7 @@ class PrivacyLedger:
         self.steps = 0
         """Index of the next step; `releases` is larger after repeated steps."""
         self._spans: list[Span] = []
-        self._own: list[Span] = []  # of the releases recorded here, not loaded
+        self._own: list[Span] = []  # of the releases made here
         self._cost: Counter[Release] = Counter()  # of all spans
         # By budget (epsilon, delta): a multiset that fits it, and so do all parts of it.
         self._fitting: dict[tuple[float, float], Counter[Release]] = {}
@@ -53,6 +53,10 @@ class PrivacyLedger:
     def repeat(self) -> None:
         """Take the next step without a count: the same release was counted already."""
         self.steps += 1
+
+    def keep(self, step: int, release: Release, *, unverified_sampling: bool) -> None:
+        """Keep a release of the loaded state, made here again, counted after later loads."""
+        append(self._own, self.run, step, release, unverified_sampling=unverified_sampling)
 
     def charge(self, step: int, release: Release, *, unverified_sampling: bool = False) -> None:
         """Count a release of `step`; see `record`."""
@@ -142,8 +146,8 @@ class PrivacyLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
         """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
 
-        Releases recorded here stay counted, in addition to those of the state. `visited`: this ledger was in that
-        state before, so all releases of the state are counted already.
+        Releases recorded here stay counted, in addition to those of the state. `visited`: all releases of the
+        state are counted already.
         """
         try:
             run, steps, spans = state["run"], state["steps"], [Span.parse(span) for span in state["spans"]]

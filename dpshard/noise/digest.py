@@ -118,7 +118,8 @@ class _Stretch(NamedTuple):
 
 
 def _stretch(shard: Shard) -> _Stretch:
-    words = shard.local.detach().contiguous().view(-1).view(torch.int32)
+    dense, n = shard.local.detach().contiguous(), shard.local.numel()
+    words = dense.as_strided((n,), (1,)).view(torch.int32)  # view(-1) would keep any stride of one element
     return _placed(shard.name, shard.start * (shard.local.itemsize // 4), words, words.numel())
 
 

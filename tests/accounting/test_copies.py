@@ -84,9 +84,23 @@ def test_copies_halve_the_variance_of_their_noise():
         assert joint.sampling_probability == release.sampling_probability
 
 
+def partitions(k, most):
+    if k == 0:
+        yield []
+    for part in range(min(k, most), 0, -1):
+        for rest in partitions(k - part, part):
+            yield [part, *rest]
+
+
 def test_batches_that_a_script_fed_may_be_the_same_or_others():
-    ((joint, _), (apart, n)) = cost([Span("", 0, 1, LOUD, False), Span("", 0, 1, LOUD, True)]).items()
-    assert (joint.noise_multiplier, apart, n) == (0.7 / math.sqrt(2), LOUD, 2)
+    for k in range(1, 9):
+        for verified in range(k):
+            charged = cost([Span("", 0, 1, LOUD, copy >= verified) for copy in range(k)])
+            multipliers = sorted(release.noise_multiplier for release in charged.elements())
+            for groups in partitions(k, k):
+                needed = sorted(0.7 / math.sqrt(group) for group in groups)
+                assert all(is_charged <= need for is_charged, need in zip(multipliers, needed, strict=False))
+                assert len(needed) <= len(multipliers)
 
 
 def test_a_run_that_was_taken_up_twice_is_one_run():

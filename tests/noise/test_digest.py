@@ -89,6 +89,15 @@ def test_shards_of_any_strides_are_read_row_by_row():
     assert digest(("w", strided, 7)) == digest(("w", dense, 7))
 
 
+def test_one_element_of_any_stride_is_read():
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(2, 2, dtype=dtype)
+        assert digest(("w", x[:1, 1], 3)) == digest(("w", x[:1, 1].clone(), 3))
+        assert digest(("w", x.t()[1, :1], 3)) == digest(("w", x[:1, 1].clone(), 3))
+        column = torch.zeros(2, 2, dtype=dtype)[:, 0][:1]
+        assert digest(("w", column, 0)) == [0, 0]
+
+
 def test_many_small_parameters_are_digested_together():
     shards = [(f"p{i}", WEIGHT[i : 2 * i], 0) for i in range(1, 700)]
     expected = digest(*shards)
