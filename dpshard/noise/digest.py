@@ -82,7 +82,10 @@ class SumDigest:
             for pieces in _batches(others):
                 matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
                 totals[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
-        return torch.stack([total.to(stretches[0].device) for total in totals.values()]).sum(0)
+        whole, *others = [total.to(stretches[0].device) for total in totals.values()]
+        for total in others:
+            whole = whole + total
+        return whole
 
     def _columns_on(self, device: torch.device) -> Tensor:
         """Weights [LANES, WIDTH], int64."""
