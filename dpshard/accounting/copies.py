@@ -5,7 +5,7 @@ A step that is taken again draws the same samples: its batch is a function of ru
 step are not k independently sampled ones: they cost more. A sample is in all of their batches or in none. Given that it
 is, it moves k sums, even if chosen one after the other, by at most R each, under independent noise. That is one
 Gaussian mechanism of sensitivity sqrt(k) R. So copies cost what one release costs with the same sampling and noise
-multiplier sigma / sqrt(k), on a k times larger grid for discrete noise. Other steps lie between the copies, and each
+multiplier sigma / sqrt(k), with k times as many elements for discrete noise. Other steps lie between the copies, and each
 step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
 2023, arXiv:2207.08335).
 
