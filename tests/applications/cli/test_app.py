@@ -9,7 +9,7 @@ from dpshard import __version__
 from dpshard.applications.cli.formats import to_json
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["account"], ["plan"], ["bench"], ["plot"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["advise"], ["account"], ["plan"], ["bench"], ["plot"], ["doctor"]])
 def test_help_is_there_for_every_command(dpshard, command):
     assert "Usage" in dpshard(*command, "--help").stdout
 
