@@ -48,7 +48,7 @@ class Budget:
             if not self._history.is_own(step, identity):
                 self.ledger.keep(step, self.mechanism.release(step), unverified_sampling=unverified_sampling)
                 self._history.add(step, identity, counts=False)
-            self.ledger.repeat()
+            self.ledger.take_uncharged()
             return False
         release = self._affordable(step, unverified_sampling=unverified_sampling)
         self._warn_of_repeat(step)
@@ -89,13 +89,14 @@ class Budget:
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
         """Count the releases after the loaded state; return the number of new ones.
 
-        `releases`: the total number of released steps; or step and identity of each release that may be missing.
+        `releases`: the total number of released steps; or step and identity of each release that may be missing. Their
+        batches are taken for the script's own if any other was.
         """
-        before = self.ledger.releases
+        before, unverified = self.ledger.releases, self.ledger.has_unverified_sampling
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
             if identity is None or not self._history.contains(step, identity):
-                self.ledger.charge(step, self.mechanism.release(step))
+                self.ledger.charge(step, self.mechanism.release(step), unverified_sampling=unverified)
                 self._history.add(step, identity)
         return self.ledger.releases - before
 

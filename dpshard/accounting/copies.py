@@ -5,9 +5,9 @@ A step that is taken again draws the same samples: its batch is a function of ru
 step are not k independently sampled ones: they cost more. A sample is in all of their batches or in none. Given that it
 is, it moves k sums, even if chosen one after the other, by at most R each, under independent noise. That is one
 Gaussian mechanism of sensitivity sqrt(k) R. So copies cost what one release costs with the same sampling and noise
-multiplier sigma / sqrt(k), with k times as many elements for discrete noise. Other steps lie between the copies, and each
-step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
-2023, arXiv:2207.08335).
+multiplier sigma / sqrt(k), with k times as many elements for discrete noise. Other steps lie between the copies, and
+each step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and
+Zhang 2023, arXiv:2207.08335).
 
 A script that feeds its own batches may draw the same batch again, or another one. Then the k copies fall into groups
 with a batch each. Of the groups in order of their sizes, the i-th has at most k / i copies. So k copies are charged as
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpshard.accounting.releases import Release
+from dpshard.errors import AccountingError
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Span:
     stop: int
     """The steps are [start, stop)."""
     release: Release
-    """Release of each step; the same in all copies of a step."""
+    """Release of each step; `cost` requires the same in all copies of a step."""
     unverified_sampling: bool
     """True if the script drew the batches."""
 
@@ -71,10 +72,18 @@ def append(spans: list[Span], run: str, step: int, release: Release, *, unverifi
 
 
 def cost(copies: Iterable[Span]) -> Counter[Release]:
-    """Return what all `copies` of one step cost; see [Note: Copies of a step share their batch]."""
+    """Return what all `copies` of one step cost; see [Note: Copies of a step share their batch].
+
+    Raises AccountingError if they are different releases.
+    """
     copies = list(copies)
     if not copies:
         return Counter()
+    if any(span.release != copies[0].release for span in copies):
+        raise AccountingError(
+            f"A step was released as {copies[0].release}, and as another release: no bound is known for both on one "
+            f"batch. Repeat steps with the noise, batch size and sample size of the first time."
+        )
     release, k = copies[0].release, len(copies)
     fed = any(span.unverified_sampling for span in copies)
     return Counter(_together(release, k // group) for group in range(1, (k if fed else 1) + 1))

@@ -37,6 +37,11 @@ class PrivacyLedger:
         return sum(span.stop - span.start for span in self._spans)
 
     @property
+    def has_unverified_sampling(self) -> bool:
+        """True if the script drew the batch of any release."""
+        return any(span.unverified_sampling for span in self._spans)
+
+    @property
     def relation(self) -> Relation:
         """Neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
         return relation_of(self._cost)
@@ -50,7 +55,7 @@ class PrivacyLedger:
         self.charge(self.steps, release, unverified_sampling=unverified_sampling)
         self.steps += 1
 
-    def repeat(self) -> None:
+    def take_uncharged(self) -> None:
         """Take the next step without a count: the same release was counted already."""
         self.steps += 1
 

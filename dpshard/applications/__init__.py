@@ -1,5 +1,5 @@
-"""Applications on the library: command line, planner, audit, benchmark.
+"""Applications on the library: command line, advice, planner, audit, benchmark.
 
-They may import every room below; no room imports them. Users import `dpshard.audit` and `dpshard.planner`. Begin with
-`cli/__init__.py`.
+They may import every room below; no room imports them. Users import `dpshard.advise`, `dpshard.audit` and
+`dpshard.planner`. Begin with `cli/__init__.py`.
 """

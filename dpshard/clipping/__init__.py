@@ -1,7 +1,8 @@
 """From per-sample norms to clip coefficients and clipped sums.
 
 `functions.py`: clipping functions. `groups.py`: clipping styles. `thresholds.py`: fixed and adaptive thresholds.
-`autograd_nodes.py`: nodes that collect records in backward. `tape.py`: the records of some samples, and the clipper.
+`autograd_nodes.py`: nodes that collect records in backward. `tape.py`: the records of some samples, their clip
+coefficients, and the refusal of a second backward.
 `group_tape.py`: norms and sums of one group. `forwards.py`: which forwards had a backward. `two_pass.py`: two backward
 passes. `checkpointing.py`: selective checkpointing. `metrics.py`: figures of a logical batch, not private. May import
 `records`, `rules`, `noise` and below. Users import the clipping functions from here. Begin with `tape.py`.

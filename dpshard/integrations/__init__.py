@@ -1,4 +1,4 @@
 """dpshard in other frameworks, and under other libraries' interfaces; begin with `transformers.py`.
 
-They may import the public package, `sampling`, `losses`, `config` and `step`.
+They may import the public package, `accounting`, `config`, `losses`, `replacements`, `sampling` and `step`.
 """

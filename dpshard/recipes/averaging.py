@@ -17,34 +17,40 @@ class WeightAverage:
     """The exponential average of a model's trainable parameters, to score and to publish.
 
     It is computed of released weights, so it costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)):
-    the first weights do not weigh on a short run (De et al. 2022, arXiv:2204.13650, Sec. 3.2).
+    a short run soon forgets its first weights (De et al. 2022, arXiv:2204.13650, Sec. 3.2). Averages of half-precision
+    weights are float32.
 
     Args:
         model: The model; under FSDP2, after `fully_shard`: each rank averages its own shards.
         decay: In [0, 1).
 
     Raises:
-        ConfigurationError: for another decay.
+        ConfigurationError: for another decay, or parameters that ZeRO-3 has partitioned.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
         if not (is_number(decay) and 0 <= decay < 1):
             raise ConfigurationError(f"decay={decay!r}: it must be at least 0 and below 1.")
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
+        if any(hasattr(p, "ds_id") and p.numel() == 0 for p in self._parameters.values()):
+            raise ConfigurationError(
+                "DeepSpeed's ZeRO-3 has partitioned the parameters, so there is nothing to average here. Average the "
+                "checkpoints, or shard by FSDP2."
+            )
+        self._average = {name: _wide(p).clone() for name, p in self._parameters.items()}
         self._decay, self._updates = decay, 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of now into the average: call it after every step of the optimizer."""
+        """Add the current weights to the average; call it after every step of the optimizer."""
         decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
         for name, p in self._parameters.items():
-            self._average[name].lerp_(p, 1 - decay)
+            self._average[name].lerp_(_wide(p), 1 - decay)
         self._updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights within the block, and its own ones back."""
+        """Use the averaged weights within the block, then restore the model's own."""
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._set(self._average)
         try:
@@ -63,10 +69,15 @@ class WeightAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a `state_dict()`. Raises CheckpointError for the parameters of another model."""
-        average = state["average"]
+        average = state.get("average", {})
         if {name: x.shape for name, x in average.items()} != {name: x.shape for name, x in self._average.items()}:
             raise CheckpointError("The averaged weights are those of another model: load them where they were saved.")
         with torch.no_grad():
             for name, x in self._average.items():
                 x.copy_(average[name])
         self._updates = state["updates"]
+
+
+def _wide(p: Tensor) -> Tensor:
+    """Return the values of `p`, in float32 if it has fewer bits: those cannot hold a small change."""
+    return p.detach().to(torch.promote_types(p.dtype, torch.float32))

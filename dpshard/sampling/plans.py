@@ -2,9 +2,10 @@
 
 [Note: From a step to micro-batches]
 Sample i is in the logical batch of a step with probability q = (expected batch size) / N, independently of all others.
-The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice. All ranks agree on K
-micro-batches of B rows, so no rank waits for another in a collective. A mask marks the padding rows, which contribute
-exactly 0. An empty logical batch is a release like any other, because its noise counts; hence K is at least 1.
+A cap then keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes
+its slice. All ranks agree on K micro-batches of B rows, so no rank waits for another in a collective. A mask marks the
+padding rows, which contribute exactly 0. An empty logical batch is a release like any other, because its noise counts;
+hence K is at least 1.
 """
 
 from __future__ import annotations

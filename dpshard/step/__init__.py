@@ -1,7 +1,6 @@
 """One logical batch, from its first forward to its release.
 
 `collector.py`: its state, tapes and clipped sums. `logical_batch.py`: what a script iterates over.
-`clipping/tape.py` refuses a second backward of a micro-batch.
 `refusals.py`: why a logical batch cannot continue, and how to restart it.
 `internals.py`: the engine's interface for the optimizer hook, Checkpointer and audits.
 `silence.py`: micro-batches that a loss switched off. `first_gradients.py`: parameters without a gradient.

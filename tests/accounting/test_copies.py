@@ -12,6 +12,7 @@ from scipy.stats import norm
 
 from dpshard.accounting import PrivacyLedger, Release, compute_epsilon
 from dpshard.accounting.copies import Span, append, cost, total_cost
+from dpshard.errors import AccountingError
 from tests.accounting.ledgers import RELEASE
 
 LOUD = Release(0.7, 0.01, 10_000)
@@ -101,6 +102,13 @@ def test_batches_that_a_script_fed_may_be_the_same_or_others():
                 needed = sorted(0.7 / math.sqrt(group) for group in groups)
                 assert all(is_charged <= need for is_charged, need in zip(multipliers, needed, strict=False))
                 assert len(needed) <= len(multipliers)
+
+
+def test_a_step_is_one_release_in_all_copies():
+    ledger = again(PrivacyLedger(), 0)
+    with pytest.raises(AccountingError, match="no bound is known"):
+        again(ledger, 0, replace(LOUD, noise_multiplier=0.5))
+    assert ledger.releases == 1
 
 
 def test_a_run_that_was_taken_up_twice_is_one_run():

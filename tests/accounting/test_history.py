@@ -146,3 +146,11 @@ def test_a_release_of_a_state_that_was_made_again_stays_counted():
     assert releases(other) == 1
     other.load(Process("c").save())
     assert releases(other) == 1
+
+
+@pytest.mark.parametrize(("fed", "releases"), [(False, 2), (True, 3)])
+def test_lost_releases_of_a_script_that_feeds_its_batches_may_be_of_others(fed, releases):
+    budget = Budget(MECHANISM, allow_overspend=True)
+    budget.spend(b"0", unverified_sampling=fed)
+    budget.count_released([(1, b"1"), (1, b"2")])
+    assert budget.ledger._cost.total() == releases

@@ -159,7 +159,7 @@ def test_what_a_ledger_has_recorded_stays_beside_what_it_loads():
     ledger.load_state_dict(ledger_of(RELEASE).state_dict())
     assert (ledger.steps, ledger.releases) == (1, 4)
     assert "4 releases (3 of them of steps that were taken again" in ledger.statement(1e-5)
-    ledger.repeat()
+    ledger.take_uncharged()
     assert (ledger.steps, ledger.releases) == (2, 4)
     fresh = PrivacyLedger()
     fresh.load_state_dict(ledger.state_dict())

@@ -100,7 +100,8 @@ def shared(
 def _together_if_none_fails(worker: str, world_size: int, *cases: str) -> dict[str, list[Any]] | None:
     try:
         return together(worker, world_size, *cases, timeout=150)
-    except FailedRankError:
+    except FailedRankError as error:
+        print(f"{worker} failed with {', '.join(cases)} in one launch; each runs again, alone.\n{error}")
         return None
 
 

@@ -1,13 +1,19 @@
 """Counts what a GPU would see of a step: launches, and what its host waits for."""
 
 import contextlib
+import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+import dpshard
+
+LIBRARY = str(Path(dpshard.__file__).parent) + os.sep
 
 FREE = {
     *("view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "mT", "slice", "select", "unsqueeze"),
@@ -87,7 +93,7 @@ def place():
     """The file of dpshard, and the function in it, nearest to the caller."""
     frame = sys._getframe(2)
     while frame is not None:
-        if "/dpshard/" in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename.split('/dpshard/')[-1]}:{frame.f_code.co_name}"
+        if frame.f_code.co_filename.startswith(LIBRARY):
+            return f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "the script:"

@@ -63,3 +63,22 @@ def test_a_saved_average_continues():
 def test_a_decay_is_below_one(decay):
     with pytest.raises(ConfigurationError, match="decay"):
         WeightAverage(nn.Linear(1, 1), decay)
+
+
+def test_small_changes_of_half_precision_weights_add_up():
+    model = model_of(1.0).bfloat16()
+    average = WeightAverage(model, 0.9999)
+    average._updates = 10**6  # so the decay is 0.9999: a step of 1e-4, below the resolution of bfloat16
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for _ in range(1000):
+        average.update()
+    assert average.state_dict()["average"]["weight"][0, 0].item() == pytest.approx(2 - 0.9999**1000, rel=1e-4)
+    with average.applied():
+        assert model.weight.dtype == torch.bfloat16
+    assert model.weight[0, 0] == 2.0
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(CheckpointError, match="another model"):
+        WeightAverage(model_of(1.0)).load_state_dict({})

@@ -1,7 +1,9 @@
 """The fixed cost of a private step: counts of operators, and of waits for an accelerator."""
 
+import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dpshard
 from dpshard import PrivacyEngine
 from dpshard.applications.transformer import GPT, Block
 from dpshard.kernels import native
@@ -16,6 +19,8 @@ from tests import accelerator
 
 B, T, V, WIDTH, MICRO_BATCHES = 4, 8, 16, 32, 2
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+LIBRARY = str(Path(dpshard.__file__).parent) + os.sep
+
 FREE = {
     *("view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze"),
     *("squeeze", "squeeze_", "as_strided", "detach", "alias", "split", "split_with_sizes", "unbind", "unfold"),
@@ -43,8 +48,8 @@ def place():
     """Return the file and function of dpshard that issue an operator."""
     frame = sys._getframe(2)
     while frame is not None:
-        if "/dpshard/" in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename.split('/dpshard/')[-1]}:{frame.f_code.co_name}"
+        if frame.f_code.co_filename.startswith(LIBRARY):
+            return f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "the model"
 

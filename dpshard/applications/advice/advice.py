@@ -29,7 +29,7 @@ from dpshard.errors import ConfigurationError
 OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
-"""Length below which short compute shrinks the batch, no longer the run."""
+"""Fewest steps: below, a limit of compute shrinks the batch instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Advice:
     """Expected logical batch, drawn by Poisson sampling."""
     steps: int
     noise_multiplier: float
-    """Sigma to which the engine calibrates."""
+    """Estimate of sigma; the engine calibrates its own."""
     max_grad_norm: float = 1.0
     clipping_fn: Literal["automatic"] = "automatic"
     clipping_style: ClippingStyle = "all-layer"
@@ -208,9 +208,9 @@ def _reasons(start: Start, chosen: TradeOff, *, given_delta: bool) -> tuple[Reas
     return (
         Reason("batch", f"{noise}; {excess.why}", excess.source),
         *others,
-        Reason("clipping", "automatic: the threshold 1 folds into the learning rate, so nothing is to tune", BU),
+        Reason("clipping", "automatic: the learning rate absorbs the threshold; published rates are for abadi", BU),
         Reason("style", "all-layer, one norm for all parameters: the sources' own", f"{DE}; {LI}"),
-        Reason("table", "the loss depends on model, steps and sigma/batch; the table shows the last", MCKENNA),
+        Reason("table", "the loss depends on model, steps and sigma/batch; the table lists sigma/batch", MCKENNA),
         Reason("sigma", "the smallest that keeps the budget", ACCOUNTANT),
         *delta,
     )
@@ -219,7 +219,7 @@ def _reasons(start: Start, chosen: TradeOff, *, given_delta: bool) -> tuple[Reas
 def _more_compute(rows: tuple[TradeOff, ...], chosen: TradeOff) -> tuple[str, ...]:
     larger = [row for row in rows if row.batch_size > chosen.batch_size]
     if not larger:
-        return ("More samples: sigma/batch falls as 1/N; more compute brings nothing.",)
+        return ("More samples: sigma/batch falls as 1/N. Larger batches bring little.",)
     best, less = larger[-1], 1 - larger[-1].excess / chosen.excess
     return (
         f"A batch of {best.batch_size:,}: {best.epochs / chosen.epochs:.1f} times the compute, {less:.1%} less noise.",

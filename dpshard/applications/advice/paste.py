@@ -26,7 +26,7 @@ def command(advice: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return repr(value) if isinstance(value, float) else str(value)  # rounding could raise epsilon
 
 
 def code(advice: Mapping[str, Any]) -> str:

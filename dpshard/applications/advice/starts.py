@@ -35,7 +35,7 @@ class Start:
     """Names of `dpshard train --model`, the first by default; empty if the user brings the model."""
     steps: int
     excess: float
-    """Largest noise per batch, over that of a batch of all samples, at which the batch grows no further."""
+    """Limit of the noise per batch, over that of a batch of all samples: the smallest batch within it is advised."""
     optimizer: OptimizerName
     learning_rate: float
     momentum: float = 0.0
@@ -97,8 +97,8 @@ STARTS: dict[tuple[Task, bool], Start] = {
             Reason("trains", "BatchNorm mixes samples, GroupNorm does not", DE),
         ),
         next_steps=(
-            f"16 augmented views of an image as one unit: `PrivacyEngine(rows_per_unit=16)` ({DE}).",
-            f"The average of the weights over the steps, torch.optim.swa_utils.AveragedModel: free ({DE}).",
+            f"16 views of an image as one unit: `dpshard.augment(dataset, transform, 16)`, `rows_per_unit=16` ({DE}).",
+            f"The average of the weights over the steps, `dpshard.recipes.WeightAverage`: free ({DE}).",
             f"Public weights: --pretrained ({DE}).",
         ),
     ),
@@ -118,7 +118,7 @@ STARTS: dict[tuple[Task, bool], Start] = {
             Reason("trains", "their configuration trains every layer and resets the head", DE),
         ),
         next_steps=(
-            f"16 augmented views of an image as one unit: `PrivacyEngine(rows_per_unit=16)` ({DE}).",
+            f"16 views of an image as one unit: `dpshard.augment(dataset, transform, 16)`, `rows_per_unit=16` ({DE}).",
             "Only the head, or LoRA: fewer trained parameters, less memory.",
         ),
     ),

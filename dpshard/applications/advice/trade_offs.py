@@ -24,7 +24,7 @@ class TradeOff:
 
     batch_size: int
     noise_multiplier: float
-    """Sigma of the budget, up to 0.2% above the engine's."""
+    """Sigma of the budget, estimated."""
     epochs: float
     """Expected passes over the samples: the compute."""
     excess: float
