@@ -454,7 +454,7 @@ def test_own_loops_are_refused():
     model = network()
     engine = engine_on(model)
     F.cross_entropy(model(X[:20]), Y[:20]).backward()
-    with pytest.raises(LogicalBatchError, match=r"iterate over engine\.batches"):
+    with pytest.raises(LogicalBatchError, match=r"Iterate over engine\.batches"):
         torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert engine.step == 0
 
