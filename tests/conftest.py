@@ -2,6 +2,7 @@ import gc
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked child hangs where torch had threads
@@ -11,6 +12,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import dpshard.engine
 from tests import seeds
+
+# The same examples in every run; a slow machine is no fault.
+hypothesis.settings.register_profile("dpshard", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("dpshard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
