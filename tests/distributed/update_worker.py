@@ -188,7 +188,7 @@ def train(
     dataset = texts("lengths" in options)
     engine = PrivacyEngine(
         model,
-        batch_size=12,
+        batch_size=20,
         sample_size=SAMPLES,
         steps=STEPS,
         noise_multiplier=1.0,
