@@ -108,9 +108,9 @@ def test_taps_and_anchors_run_in_one_thread():
         threads["arrive"].add(threading.get_ident())
         return arrive(tape, *arguments)
 
-    def closing(clipper, anchor):
+    def closing(clipper, *arguments):
         threads["close"].add(threading.get_ident())
-        return close(clipper, anchor)
+        return close(clipper, *arguments)
 
     with mock.patch.object(Tape, "arrive", arriving), mock.patch.object(Clipper, "close", closing):
         step(words(), ids(), clipping_style="layer-wise")
