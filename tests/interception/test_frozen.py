@@ -136,9 +136,9 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     arrived, kept = [], []
     arrive, measure = Tape.arrive, GroupTape.measure
 
-    def arriving(self, use, tensors):
+    def arriving(self, use, anchors, tensors):
         arrived.append([use.sources[0].label, len(tensors)])
-        arrive(self, use, tensors)
+        arrive(self, use, anchors, tensors)
 
     def measuring(self, name, *, keep, closing):
         measure(self, name, keep=keep, closing=closing)
