@@ -303,6 +303,5 @@ def engine_draw(engine, step):
 
 
 def _at_start(engine):
-    return checkpoint.pack(
-        engine.mechanism, engine._secret, Budget(engine.mechanism, allow_overspend=False).state_dict()
-    )
+    budget = Budget(engine.mechanism, allow_overspend=False, run=engine._budget.ledger.run)
+    return checkpoint.pack(engine.mechanism, engine._secret, budget.state_dict())
