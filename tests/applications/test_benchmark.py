@@ -172,7 +172,7 @@ def test_a_loss_that_mixes_samples_is_noticed(module):
         ("measured:frozen", "no trainable parameter"),
         ("measured:rows", r"\[7, 8\] rows"),
         ("measured:scalar", "not tensors with samples first"),
-        ("measured:no_loss", "of type str, no function"),
+        ("measured:no_loss", "of type str, not a function"),
         ("measured:argument", "without arguments"),
     ],
 )
