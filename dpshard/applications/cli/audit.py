@@ -44,6 +44,7 @@ Kind = Annotated[
 
 @with_options
 def command(
+    context: typer.Context,
     run: Annotated[
         Path | None,
         typer.Argument(
@@ -91,8 +92,7 @@ def command(
     _check(plan)
     if target is not None and not target.parent.is_dir():
         raise RunFolderError(f"The folder of --json {target} does not exist: make it first.")
-    options = [text for name, value in plan.items() for text in (f"--{name}", str(value))]
-    in_other_processes(settings, ["audit", *options, *(["--json", str(target)] if target else [])])
+    in_other_processes(settings, context)
     with on_all_ranks(settings) as (settings, ranks):
         figures = _attack(settings, plan, ranks)
         _print(figures)

@@ -35,6 +35,11 @@ INTERRUPTED = 130
 class OneLineErrors(TyperGroup):
     """A command group that prints each error and warning on one line."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the arguments as `ctx.obj`: ranks that a command starts get the same."""
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; print a refusal on stderr and exit with code 2; let bugs pass."""
         # absl logs a warning for each Renyi order that dp-accounting skips.

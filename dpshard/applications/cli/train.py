@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 @with_options
 def command(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with settings, named like the options below (which override it).")
     ] = None,
@@ -50,8 +50,7 @@ def command(
     if folder is not None and folder.report.exists():
         console.out.print(f"The run has finished already: its report is {folder.report}.")
         return
-    target = ["--out", str(out)] if out else []
-    in_other_processes(settings, ["train", *(target if folder is None else ["--resume", str(folder.path)])])
+    in_other_processes(settings, context)
     with on_all_ranks(settings) as (settings, ranks):
         if ranks.size > 1 and settings.shard == "none":
             raise ConfigurationError(
@@ -82,11 +81,8 @@ def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> t
     return replace(folder.settings(), **given), folder
 
 
-def in_other_processes(settings: TrainSettings, command: Sequence[str]) -> None:
-    """Run `command` in the processes that the settings ask for, and exit; return if they ask for none.
-
-    Ranks get the settings as a file, except with --resume.
-    """
+def in_other_processes(settings: TrainSettings, context: typer.Context) -> None:
+    """Run the same command in the processes that the settings ask for, and exit; return if they ask for none."""
     if settings.shard.startswith("deepspeed"):
         from dpshard.applications.cli import zero
 
@@ -94,12 +90,7 @@ def in_other_processes(settings: TrainSettings, command: Sequence[str]) -> None:
     if settings.shard == "none" or launch.joined():
         return
     count = processes(settings)
-    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
-        config = Path(scratch) / "settings.yaml"
-        config.write_text(replace(settings, nproc=count).to_yaml(), "utf-8")
-        resumed = ["--shard", settings.shard, "--nproc", str(count)]
-        given = resumed if "--resume" in command else ["--config", str(config)]
-        raise typer.Exit(launch.start(count, [*command, *given]))
+    raise typer.Exit(launch.start(count, [*context.obj, "--nproc", str(count)]))
 
 
 def processes(settings: TrainSettings) -> int:
