@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dpshard import __version__
-from dpshard.applications.cli import account, advise, audit, bench, doctor, plan, plot, privacy_report, train
+from dpshard.applications.cli import account, advise, audit, bench, doctor, plan, plots, privacy_report, train
 from dpshard.applications.cli.console import OneLineErrors
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ app.command("account")(account.command)
 app.command("audit")(audit.command)
 app.command("plan")(plan.command)
 app.command("bench")(bench.command)
-app.command("plot")(plot.command)
+app.command("plot")(plots.command)
 app.command("doctor")(doctor.command)
 app.command("report")(privacy_report.command)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from dpshard.applications.audit import (
 )
 from dpshard.applications.audit.canary import norm_of, sample_gradient
 from dpshard.applications.audit.releases import SIGMA
-from dpshard.applications.cli import fitting, models, own_model, sharding
+from dpshard.applications.cli import fitting
 from dpshard.applications.cli.data import BYTES, Data, Kind, size
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.applications.cli.training import draw_seed, make_optimizer, make_scheduler, own_device
+from dpshard.applications.cli.sharding import shard
+from dpshard.applications.cli.training import Run, build_model, draw_seed, own_device
 from dpshard.backends.ranks import Ranks
 from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
@@ -85,7 +86,7 @@ def audit_game(
     Calls `on_step` after each of the 2 * trials * game.steps steps.
     """
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
-    model = _awake(_model(settings, data, device, ranks))
+    model = _awake(build_model(settings, data, device, ranks))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
@@ -111,7 +112,7 @@ def audit_all_releases(
 ) -> dict[str, Any]:
     """Test that releases are clipped sums plus noise; return the figures of audit.json."""
     settings, device = fitting.fit(settings, data), own_device(settings, ranks)
-    model = _awake(_model(settings, data, device, ranks))
+    model = _awake(build_model(settings, data, device, ranks))
     x, y = odd_samples(data, CANDIDATES // 2)
     if x.is_floating_point():
         # Biases have most of the gradient of a small input, weights of a large one.
@@ -140,12 +141,8 @@ def audit_all_releases(
 
 def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
     """Return the settings of an audit's engine, with `prepare`, which shards its model."""
-
-    def prepare(model: nn.Module) -> nn.Module:
-        return sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings)).model
-
     kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
-    return {"prepare": prepare} | kept
+    return {"prepare": lambda model: shard(model, settings, device).model} | kept
 
 
 def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
@@ -183,30 +180,27 @@ def audit_run(
     Noise is calibrated for the data set with the canaries, and epsilon is that of this run. Calls `on_step` with the
     steps of the run after each step.
     """
-    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    settings = fitting.fit(settings, data)
     included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
     canaries: Canaries
     if kind == "gradient":
         canaries = GradientCanaries(included)
     else:
         canaries = InputCanaries(included, *odd_samples(data, count), sample_losses)
-    model = canaries.wrap(_model(settings, data, device, ranks))
-    sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
-    dataset = canaries.among(data.train)
-    engine = PrivacyEngine(sharded.model, sample_size=size(dataset), **settings.mechanism())
-    scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
-    for logical_batch in engine.batches(dataset, settings.micro_batch_size):
+    run = Run.prepare(settings, replace(data, train=canaries.among(data.train)), ranks, canaries.wrap)
+    engine, sharded = run.engine, run.sharded
+    for logical_batch in engine.batches(run.data.train, settings.micro_batch_size):
         sharded.model.train()
         if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
             canaries.below_threshold(engine)  # global clipping drops longer gradients
         for x, y, canary_B, weight_B in logical_batch:
             torch.manual_seed(draw_seed(settings.seed, logical_batch.step, logical_batch.position, ranks.rank))
-            x, y, canary_B, weight_B = (part.to(device) for part in (x, y, canary_B, weight_B))
+            x, y, canary_B, weight_B = (part.to(run.device) for part in (x, y, canary_B, weight_B))
             canaries.losses(sharded.model, x, y, canary_B, weight_B, sample_losses).mean().backward()
         engine.privatize()
         canaries.observe(engine, logical_batch.step)
         sharded.step()
-        scheduler.step()
+        run.scheduler.step()
         on_step(engine.steps)
     return _run_figures(canaries, engine, kind, confidence)
 
@@ -257,11 +251,4 @@ def _awake(model: nn.Module) -> nn.Module:
         for p in model.parameters():
             if not p.any():
                 p.normal_(std=0.05)
-    return model
-
-
-def _model(settings: TrainSettings, data: Data, device: torch.device, ranks: Ranks) -> nn.Module:
-    torch.manual_seed(settings.seed)
-    model = models.build(settings.model, data, settings).to(device)
-    own_model.require_equal(model, settings.model, ranks)
     return model

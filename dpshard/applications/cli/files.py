@@ -7,7 +7,7 @@ import json
 import logging
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,59 +52,55 @@ def load(settings: TrainSettings) -> Data:
 # --- images ---------------------------------------------------------------------------------------------------------
 
 
-class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Image files with class numbers, decoded at access."""
+class Images(Dataset[tuple[Tensor, int]]):
+    """Image files, or the images of a `column` of rows, with class numbers; decoded at access."""
 
-    def __init__(self, items: Sequence[tuple[Path, int]], size: int) -> None:
-        self.items = items
+    def __init__(self, images: Any, labels: Tensor, size: int, column: str | None = None) -> None:
+        self.images = images
+        self.labels = labels.tolist()
         self.size = size
+        self.column = column
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return an image [3, size, size] in [0, 1], and its class."""
-        from PIL import Image
-
-        path, label = self.items[index]
-        with _readable(path), Image.open(path) as image:
-            return image_tensor(image, self.size), label
-
-
-def image_tensor(image: Any, size: int) -> Tensor:
-    """Convert a PIL image to float [3, size, size] in [0, 1]."""
-    pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.float32) / 255
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        found = self.images[index]
+        with nullcontext(found[self.column]) if self.column else _opened(found) as image:
+            pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32) / 255
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), self.labels[index]
 
 
 def _image_folder(folder: Path, settings: TrainSettings) -> Data:
     classes = sorted(child for child in folder.iterdir() if child.is_dir())
-    items = [
+    found = [
         (path, label)
         for label, child in enumerate(classes)
         for path in sorted(child.rglob("*"))
         if path.suffix.lower() in IMAGE_SUFFIXES
     ]
-    if not items:
+    if not found:
         raise DataError(f"The data set is empty: {folder} has no sub-folder (one per class) with images in it.")
-    _check_images([path for path, _ in items])
-    labels = torch.tensor([label for _, label in items])
-    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one image", "classes": len(classes)}
-    return splits(ImageFiles(items, settings.image_size), settings, labels=labels, **facts)
-
-
-def _check_images(paths: Sequence[Path]) -> None:
-    from PIL import Image
-
-    for path in paths:
-        with _readable(path), Image.open(path) as image:
+    for path, _ in found:
+        with _opened(path) as image:
             image.verify()
+    labels = torch.tensor([label for _, label in found])
+    return _images([path for path, _ in found], labels, len(classes), settings)
+
+
+def _images(images: Any, labels: Tensor, classes: int, settings: TrainSettings, column: str | None = None) -> Data:
+    dataset = Images(images, labels, settings.image_size, column)
+    return splits(dataset, settings, labels=labels, kind=Kind.IMAGE, sample="one image", classes=classes)
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[Any]:
+    from PIL import Image
+
     try:
-        yield
+        with Image.open(path) as image:
+            yield image
     except (OSError, SyntaxError, ValueError) as error:  # PIL calls a broken file a syntax error
         raise DataError(f"The image {path} cannot be read: {error}. Repair or remove it.") from error
 
@@ -251,23 +247,6 @@ def _npz(path: Path, settings: TrainSettings) -> Data:
 # --- the Hugging Face hub -------------------------------------------------------------------------------------------
 
 
-class HubImages(Dataset[tuple[Tensor, int]]):
-    """Images of a Hugging Face data set, decoded at access."""
-
-    def __init__(self, rows: Any, column: str, labels: Tensor, size: int) -> None:
-        self.rows = rows
-        self.column = column
-        self.labels = labels.tolist()
-        self.size = size
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image [3, size, size] in [0, 1], and its class."""
-        return image_tensor(self.rows[index][self.column], self.size), self.labels[index]
-
-
 def _hugging_face(name: str, settings: TrainSettings) -> Data:
     require("datasets", "hf", f"data='hf:{name}'")
     import datasets
@@ -287,5 +266,4 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     if settings.label_column not in rows.features:
         raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label with --label-column.")
     labels, classes = _classes(rows[settings.label_column])
-    dataset = HubImages(rows, image, labels, settings.image_size)
-    return splits(dataset, settings, labels=labels, kind=Kind.IMAGE, sample="one image", classes=classes)
+    return _images(rows, labels, classes, settings, column=image)

@@ -1,4 +1,4 @@
-"""Plots of metrics."""
+"""`dpshard plot`, and the style of all plots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from dpshard.applications.cli import console
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.extras import require
 from dpshard.errors import RunFolderError
@@ -57,6 +60,14 @@ PANELS = (
 )
 
 
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `dpshard train`, finished or not.")],
+) -> None:
+    """Draw loss, accuracy, epsilon, clip fraction and gradient-SNR of a run as PNG in RUN/plots."""
+    for path in draw(RunFolder.open(run)):
+        console.out.print(str(path))
+
+
 def new_figure(**arguments: Any) -> Any:
     """Return a matplotlib figure, without pyplot's global state."""
     from matplotlib.figure import Figure
@@ -72,7 +83,7 @@ def draw(folder: RunFolder) -> list[Path]:
     rows = folder.read_metrics()
     if not rows:
         raise RunFolderError(f"{folder.metrics} is empty: the run has not finished a step yet.")
-    panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
+    panels = _with_points(rows)
     pictures = {"overview": panels} | {panel.name: [panel] for panel in panels}
     paths = {name: folder.plots / f"{name}.png" for name in pictures}
     for name, path in paths.items():
@@ -85,8 +96,11 @@ def draw(folder: RunFolder) -> list[Path]:
 
 def svgs(rows: Sequence[Mapping[str, Any]], target_epsilon: float | None) -> dict[str, str]:
     """Return an <svg> element for each panel with points."""
-    panels = [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
-    return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in panels}
+    return {panel.name: _svg(_figure([panel], rows, target_epsilon), panel.name) for panel in _with_points(rows)}
+
+
+def _with_points(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    return [panel for panel in PANELS if any(_points(rows, metric)[0] for metric in panel.series)]
 
 
 def _svg(figure: Any, name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -14,7 +13,7 @@ from dpshard import PrivacyEngine
 from dpshard.accounting import epsilon_of, rounded_up
 
 
-class TrainingProgress:
+class TrainingProgress(Progress):
     """A bar with step, loss, epsilon and its target, samples per second and remaining time.
 
     Without a terminal, it is one line per evaluation. Computing epsilon takes a tenth of a second or more, so the bar
@@ -22,11 +21,7 @@ class TrainingProgress:
     """
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
-        self._console = console
-        self._engine = engine
-        self._evaluate_every = evaluate_every
-        self._samples, self._started = 0.0, time.perf_counter()
-        self._bar = Progress(
+        super().__init__(
             SpinnerColumn(),
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -39,36 +34,29 @@ class TrainingProgress:
             console=console,
             disable=not console.is_terminal,
         )
+        self._engine = engine
+        self._evaluate_every = evaluate_every
+        self._samples, self._started = 0.0, time.perf_counter()
         spent = self._of_target(engine.epsilon())
-        self._task = self._bar.add_task(
-            "step", total=engine.steps, completed=engine.step, loss="–", epsilon=spent, speed="–"
-        )
+        first = {"loss": "–", "epsilon": spent, "speed": "–"}
+        self._step = self.add_task("step", total=engine.steps, completed=engine.step, **first)
 
-    def __enter__(self) -> TrainingProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def update(self, row: Mapping[str, float]) -> None:
+    def show(self, row: Mapping[str, float]) -> None:
         """Show the metrics of a step; `row` has "epsilon" only at evaluations."""
         step = int(row["step"])
         spent = self._of_target(row["epsilon"]) if "epsilon" in row else f"≤ {self._of_target(self._bound(step))}"
         self._samples += row["realised_batch_size"]
-        self._bar.update(
-            self._task,
+        self.update(
+            self._step,
             completed=step,
             loss=f"{row['loss']:.3f}",
             epsilon=spent,
             speed=f"{self._samples / (time.perf_counter() - self._started):,.0f}",
         )
         scores = [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in row if name.startswith("validation_")]
-        if scores and not self._console.is_terminal:
+        if scores and not self.console.is_terminal:
             line = [f"step {step}/{self._engine.steps}", f"loss {row['loss']:.3f}", f"ε {spent}", *scores]
-            self._console.print("  ".join(line))
+            self.console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
         """Return epsilon of the first evaluation at or after `step`."""

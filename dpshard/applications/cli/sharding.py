@@ -1,10 +1,10 @@
-"""Wrapping of model and optimizer for --shard."""
+"""Optimizer, and wrapping of both model and optimizer for --shard."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dpshard.applications.cli import zero
+from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import ConfigurationError
+from dpshard.recipes import DP_BERT
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,14 @@ class Sharded:
     """Trained elements."""
 
 
-def shard(
-    model: nn.Module, how: str, device: torch.device, make_optimizer: Callable[[nn.Module], Optimizer]
-) -> Sharded:
-    """Wrap `model`, which must be equal on all ranks; raise ConfigurationError if their number does not suit `how`."""
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+def shard(model: nn.Module, settings: TrainSettings, device: torch.device) -> Sharded:
+    """Wrap `model`, which must be equal on all ranks; raise ConfigurationError if their number does not suit."""
+    count, how = sum(p.numel() for p in model.parameters() if p.requires_grad), settings.shard
     if how.startswith("deepspeed"):
-        engine = zero.wrap(model, int(how[-1]), device, make_optimizer(model))
+        engine = zero.wrap(model, int(how[-1]), device, make_optimizer(model, settings))
         return Sharded(engine, engine.optimizer.optimizer, engine.step, lambda: zero.weights(model), count)
     model = _wrapped(model, how, device)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, settings)
 
     def step() -> None:
         optimizer.step()
@@ -52,6 +52,19 @@ def shard(
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return Sharded(model, optimizer, step, lambda: get_model_state_dict(model, options=options), count)
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
+    """Return the optimizer of the settings, over trainable parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lr, decay = settings.learning_rate, settings.weight_decay
+    assert lr is not None  # see fitting
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
+    if settings.optimizer == "dp-bert":
+        return replace(DP_BERT, learning_rate=lr, weight_decay=decay).optimizer(parameters)
+    adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return adam(parameters, lr, weight_decay=decay)
 
 
 def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
 
 from dpshard import Checkpointer, PrivacyEngine
-from dpshard.applications.cli import fitting, models, own_model, sharding
+from dpshard.applications.cli import fitting, models, own_model
 from dpshard.applications.cli.data import IGNORED, Data, Kind, size
 from dpshard.applications.cli.launch import STOP_SIGNALS, stop_requests
 from dpshard.applications.cli.progress import TrainingProgress
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
-from dpshard.applications.cli.sharding import Sharded
+from dpshard.applications.cli.sharding import Sharded, shard
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.losses import sample_losses
-from dpshard.recipes import DP_BERT, warmup_quadratic_decay
+from dpshard.recipes import warmup_quadratic_decay
 
 
 @dataclass
@@ -55,13 +55,12 @@ class Run:
     ranks: Ranks
 
     @classmethod
-    def prepare(cls, settings: TrainSettings, data: Data, ranks: Ranks) -> Run:
-        """Return a run before its first step, with settings fitted to the data."""
+    def prepare(
+        cls, settings: TrainSettings, data: Data, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
+    ) -> Run:
+        """Return a run of the wrapped model before its first step, with settings fitted to the data."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
-        torch.manual_seed(settings.seed)
-        model = models.build(settings.model, data, settings).to(device)
-        own_model.require_equal(model, settings.model, ranks)
-        sharded = sharding.shard(model, settings.shard, device, lambda model: make_optimizer(model, settings))
+        sharded = shard(wrap(build_model(settings, data, device, ranks)), settings, device)
         facts = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
         engine = PrivacyEngine(sharded.model, **facts, **settings.mechanism())
         scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
@@ -97,7 +96,7 @@ class Run:
                     row["epsilon"] = engine.epsilon()
                     row |= {f"validation_{name}": score for name, score in self.score(self.data.validation).items()}
                 append(row)
-                progress.update(row)
+                progress.show(row)
                 stop = any(self.ranks.gather(bool(stops)))  # a signal may reach ranks at different steps
                 if engine.step % settings.checkpoint_every == 0 or last or stop:
                     checkpoints.save()
@@ -180,17 +179,12 @@ class _Unchanged:
             )
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
-    """Return the optimizer of the settings, over trainable parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    lr, decay = settings.learning_rate, settings.weight_decay
-    assert lr is not None  # see fitting
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay)
-    if settings.optimizer == "dp-bert":
-        return replace(DP_BERT, learning_rate=lr, weight_decay=decay).optimizer(parameters)
-    adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return adam(parameters, lr, weight_decay=decay)
+def build_model(settings: TrainSettings, data: Data, device: torch.device, ranks: Ranks) -> nn.Module:
+    """Return the model of fitted settings, equal on all ranks."""
+    torch.manual_seed(settings.seed)
+    model = models.build(settings.model, data, settings).to(device)
+    own_model.require_equal(model, settings.model, ranks)
+    return model
 
 
 def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) -> LambdaLR:

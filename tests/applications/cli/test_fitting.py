@@ -7,7 +7,8 @@ from torch.utils.data import TensorDataset
 from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.settings import PRESETS, resolve
-from dpshard.applications.cli.training import make_optimizer, make_scheduler
+from dpshard.applications.cli.sharding import make_optimizer
+from dpshard.applications.cli.training import make_scheduler
 from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT
 

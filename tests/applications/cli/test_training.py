@@ -79,13 +79,13 @@ def test_the_reported_loss_is_the_mean_over_the_samples_with_a_finite_one(run, m
 
 def test_an_epsilon_on_the_screen_is_never_below_what_is_spent(run, tmp_path, monkeypatch):
     shown = []
-    update = TrainingProgress.update
+    show = TrainingProgress.show
 
     def watch(progress, row):
-        update(progress, row)
-        shown.append((progress._bar.tasks[0].fields["epsilon"], run.engine.epsilon(), "epsilon" in row))
+        show(progress, row)
+        shown.append((progress.tasks[0].fields["epsilon"], run.engine.epsilon(), "epsilon" in row))
 
-    monkeypatch.setattr(TrainingProgress, "update", watch)
+    monkeypatch.setattr(TrainingProgress, "show", watch)
     run.settings = replace(run.settings, evaluations=2)
     folder = RunFolder.create(tmp_path / "run", run.settings)
     lines = io.StringIO()
@@ -94,7 +94,7 @@ def test_an_epsilon_on_the_screen_is_never_below_what_is_spent(run, tmp_path, mo
     assert all(float(text.strip("≤ ")) >= spent for text, spent, _ in shown)
     assert shown[0][0] == f"≤ {rounded_up(shown[1][1], 3)}"
     assert f"ε {rounded_up(shown[1][1], 3)}  validation" in lines.getvalue()
-    assert float(TrainingProgress(Console(), run.engine, 2)._bar.tasks[0].fields["epsilon"]) >= run.engine.epsilon()
+    assert float(TrainingProgress(Console(), run.engine, 2).tasks[0].fields["epsilon"]) >= run.engine.epsilon()
 
 
 def test_the_learning_rate_falls_to_zero_along_a_cosine(run):
