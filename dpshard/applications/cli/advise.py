@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console, plots
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
     from dpshard.applications.advice import Advice, TradeOff
@@ -73,7 +72,7 @@ def command(
             samples_per_second=samples_per_second,
         )
     if as_json is not None:
-        write_atomically(as_json, to_json(_figures(advice), 2).encode(), public=True)
+        write_json(as_json, _figures(advice), public=True)
     if plot is not None:
         draw(advice, plot)
     _print(advice)

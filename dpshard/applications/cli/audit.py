@@ -12,8 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpshard.applications.cli import console
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_json
 from dpshard.applications.cli.settings import TrainSettings, with_options
 from dpshard.applications.cli.train import chosen, in_other_processes, on_all_ranks
 from dpshard.errors import ConfigurationError, RunFolderError
@@ -97,8 +96,7 @@ def command(
         figures = _attack(settings, plan, ranks)
         _print(figures)
         if target is not None:
-            content = to_json(figures, 2).encode()
-            ranks.on_first(lambda: write_atomically(target, content))
+            ranks.on_first(lambda: write_json(target, figures))
         if any(attack.refuted for attack in attacks(figures)):
             raise typer.Exit(REFUTED)
 

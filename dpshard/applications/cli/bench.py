@@ -11,9 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console
-from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.plan import Clippings, parse_clipping
-from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import check_positive
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def command(
         )
     advice = advise(comparison)
     if as_json is not None:
-        write_atomically(as_json, to_json(_figures(comparison, advice), 2).encode(), public=True)
+        write_json(as_json, _figures(comparison, advice), public=True)
     _print(comparison, advice)
 
 

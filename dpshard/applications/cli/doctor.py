@@ -18,8 +18,7 @@ from rich.table import Table
 
 from dpshard import __version__
 from dpshard.applications.cli import console
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_json
 
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "plots": ("matplotlib", "plots of runs, accounts and plans"),
@@ -59,7 +58,7 @@ def command(as_json: console.JsonFile = None) -> None:
         findings = [*_versions(), _compiled_code(), _gpu(), _triton(), _threads(), *_extras()]
     _print(findings)
     if as_json is not None:
-        write_atomically(as_json, to_json([asdict(finding) for finding in findings], 2).encode(), public=True)
+        write_json(as_json, [asdict(finding) for finding in findings], public=True)
     if any(finding.state is State.BROKEN for finding in findings):
         raise typer.Exit(1)
 

@@ -13,8 +13,8 @@ from rich.table import Table
 import dpshard
 from dpshard.accounting import relation_of, rounded_up
 from dpshard.applications.cli.data import size
-from dpshard.applications.cli.formats import NEIGHBOURS, to_json
-from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.formats import NEIGHBOURS
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
 from dpshard.applications.cli.training import Run
 
 NOT_COVERED = (
@@ -71,7 +71,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
 
 def write(folder: RunFolder, report: Mapping[str, Any]) -> None:
     """Write report.json and report.md."""
-    write_atomically(folder.report.with_suffix(".json"), to_json(report, indent=2).encode())
+    write_json(folder.report.with_suffix(".json"), report)
     write_atomically(folder.report, _markdown(report).encode())
 
 
@@ -106,25 +106,37 @@ def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
     name = privacy["neighbouring_relation"]
     target = f" (budget {privacy['target_epsilon']:g})" if privacy["target_epsilon"] else ""
-    caution = " (an approximation that may under-state epsilon)" if privacy["accountant"] == "gdp" else ""
-    cap = f", at most {privacy['max_batch_size']} samples" if privacy["max_batch_size"] else ""
-    quantile = privacy["clipping_quantile"]
-    moves = "" if quantile is None else f" at first, which then follows quantile {quantile:g} of the gradient norms"
-    phases = "; ".join(
-        f"{phase['steps']} steps with q = {phase['sampling_probability']:.6g} (expected batch "
-        f"{phase['expected_batch_size']} of {privacy['sample_size']})"
-        for phase in privacy["phases"]
-    )
     return [
         ("epsilon", f"{rounded_up(privacy['epsilon'])}{target} at delta = {privacy['delta']:g}"),
         ("protects", privacy["protected_unit"]),
         ("neighbours", f"{name}: {NEIGHBOURS[name]}"),
+        *mechanism_rows(privacy),
+    ]
+
+
+def mechanism_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return sampling, clipping, noise, releases and accountant as names and values."""
+    sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
+    cap = f", at most {privacy['max_batch_size']:,} samples a step" if privacy["max_batch_size"] else ""
+    phases = "; ".join(
+        f"{phase['steps']:,} steps with q = {phase['sampling_probability']:.6g} (expected batch "
+        f"{phase['expected_batch_size']:,} of {privacy['sample_size']:,})"
+        for phase in privacy["phases"]
+    )
+    discrete = privacy.get("noise") == "discrete-gaussian"
+    noise = "exact discrete Gaussian on a grid of 2^-24 standard deviations" if discrete else "Gaussian"
+    if quantile is None:
+        unit, moves, counts = f"norm: standard deviation {sigma * norm:.6g} on every sum", "", ""
+    else:
+        unit = "sensitivity of a step's sum and counts, which changes with thresholds"
+        moves = f" at first; then thresholds follow quantile {quantile:g} of the norms, by noisy counts"
+        counts = ", and with it noisy counts of the samples that were not clipped"
+    caution = " (an approximation that may under-state epsilon)" if privacy["accountant"] == "gdp" else ""
+    return [
         ("sampling", f"{privacy['sampling']}{cap}: {phases}"),
-        (
-            "noise",
-            f"sigma = {privacy['noise_multiplier']:.6g} times the sensitivity {privacy['max_grad_norm']:g}{moves}",
-        ),
-        ("clipping", f"{privacy['clipping_fn']}, {privacy['clipping_style']}"),
+        ("clipping", f"{privacy['clipping_fn']}, {privacy['clipping_style']}: norm at most {norm:g}{moves}"),
+        ("noise", f"{noise}, sigma = {sigma:.6g} times the {unit}"),
+        ("releases", f"{privacy['steps']:,} noisy sums, each divided by its public expected batch size{counts}"),
         ("accountant", f"{privacy['accountant']}{caution}"),
     ]
 

@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console, plots
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.run_folder import write_atomically
+from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def command(
         seconds = time.monotonic() - begun
         advice = advise(plan)
     if as_json is not None:
-        write_atomically(as_json, to_json(_figures(plan, advice, seconds), 2).encode(), public=True)
+        write_json(as_json, _figures(plan, advice, seconds), public=True)
     if plot is not None:
         draw(plan, plot)
     _print(plan, advice, seconds)

@@ -48,7 +48,7 @@ def command(
 def render(folder: RunFolder, *, public: bool = False) -> str:
     """Return the page; raise RunFolderError if the run has not finished."""
     from dpshard.accounting import rounded_up
-    from dpshard.applications.cli.final_report import result_rows
+    from dpshard.applications.cli.final_report import mechanism_rows, result_rows
 
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
@@ -65,6 +65,7 @@ def render(folder: RunFolder, *, public: bool = False) -> str:
         report = _read(written)
         return _filled(
             report=report,
+            mechanism=mechanism_rows(report["privacy"]),
             results=[] if public else result_rows(report),
             public=public,
             folder=folder.path.resolve().name,

@@ -133,6 +133,11 @@ class RunFolder:
             yield append
 
 
+def write_json(path: Path, figures: Any, *, public: bool = False) -> None:
+    """Write figures as JSON; see `write_atomically`."""
+    write_atomically(path, to_json(figures, 2).encode(), public=public)
+
+
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
     """Replace `path` by `content`; a power cut leaves the old file or the new one.
 

@@ -183,7 +183,7 @@ def test_a_damaged_report_is_written_again(dpshard, run, tmp_path):
 def test_adaptive_thresholds_have_no_fixed_noise_on_the_page(dpshard, tmp_path):
     folder = tmp_path / "run"
     shown = dpshard("train", *QUICK, "--clipping-quantile", 0.5, "--out", folder).stdout
-    assert "follows quantile 0.5" in " ".join(shown.replace("│", "").split())
+    assert "thresholds follow quantile 0.5" in " ".join(shown.replace("│", "").split())
     text = Page(written(dpshard, folder)).text
     assert "norm at most 1 at first; then thresholds follow quantile 0.5 of the norms" in text
     assert "standard deviation" not in text
