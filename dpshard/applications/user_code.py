@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from dpshard.errors import ConfigurationError
+
+
+def is_path(text: str) -> bool:
+    """Return True if `text` is package.module:function."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", text) is not None
 
 
 def load(path: str) -> Callable[..., Any]:

@@ -1,12 +1,22 @@
-"""Reasons of failed writes in words: a full disk, or a missing permission."""
+"""Flushing of folders; reasons of failed writes in words: a full disk, or a missing permission."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def flush(folder: Path) -> None:
+    """Flush the folder's directory entries."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def why(error: BaseException, path: Path) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpshard.checkpoint.disk import flush
 from dpshard.errors import CheckpointError
 
 FORMAT = 2
@@ -60,7 +61,7 @@ class CheckpointFolder:
             json.dump({**body, "digest": _manifest_digest(body)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        _flush(partial)
+        flush(partial)
         if place.exists():  # from an earlier pass through this step, or damaged
             aside = self.path / f".step-{step:08d}.old.partial"
             place.rename(aside)
@@ -68,7 +69,7 @@ class CheckpointFolder:
             shutil.rmtree(aside)
         else:
             partial.rename(place)
-        _flush(self.path)
+        flush(self.path)
         # Later checkpoints must be damaged, else the run would have resumed there; they must not displace sound ones.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
@@ -113,12 +114,3 @@ def digest(path: Path) -> tuple[int, str]:
 
 def _manifest_digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(folder: Path) -> None:
-    """Flush the folder's directory entries."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

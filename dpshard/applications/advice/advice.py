@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from dpshard.applications import user_code
 from dpshard.applications.advice import paste
 from dpshard.applications.advice.starts import (
     ACCOUNTANT,
@@ -26,7 +26,6 @@ from dpshard.applications.advice.trade_offs import Budget, TradeOff, smallest_wi
 from dpshard.config import BatchSchedule, ClippingStyle, check_choice, check_delta, check_positive
 from dpshard.errors import ConfigurationError
 
-OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
 """Fewest steps: below, a limit of compute shrinks the batch instead."""
@@ -147,7 +146,7 @@ def _start(task: Task, pretrained: bool) -> Start:
 
 
 def _model(start: Start, task: Task, model: str | None) -> str:
-    if model is not None and OWN_MODEL.fullmatch(model):
+    if model is not None and user_code.is_path(model):
         return model
     if not start.models:
         raise ConfigurationError(

@@ -28,6 +28,11 @@ NOT_COVERED = (
 )
 
 
+_OF_MECHANISM = (
+    "target_epsilon max_batch_size noise_multiplier noise discretized_elements max_grad_norm sample_size accountant"
+).split()
+
+
 def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Return the report as plain values; `scores` are of the test split, "before" and "after"."""
     data, engine, mechanism = run.data, run.engine, run.engine.mechanism
@@ -40,25 +45,16 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
         "privacy": {
             "epsilon": engine.epsilon(),
             "delta": mechanism.target_delta,
-            "target_epsilon": mechanism.target_epsilon,
             "protected_unit": data.sample,
             "neighbouring_relation": relation_of([mechanism.release(0)]),
             "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
-            "max_batch_size": mechanism.max_batch_size,
-            "noise_multiplier": mechanism.noise_multiplier,
-            "noise": mechanism.noise,
-            "discretized_elements": mechanism.discretized_elements,
-            "max_grad_norm": mechanism.max_grad_norm,
-            "clipping_fn": run.settings.clipping_fn,
-            "clipping_style": run.settings.clipping_style,
-            "clipping_quantile": run.settings.clipping_quantile,
-            "sample_size": mechanism.sample_size,
+            **{name: getattr(mechanism, name) for name in _OF_MECHANISM},
+            **{name: getattr(run.settings, name) for name in ("clipping_fn", "clipping_style", "clipping_quantile")},
             "phases": [
                 {"expected_batch_size": batch, "sampling_probability": batch / mechanism.sample_size, "steps": steps}
                 for batch, steps in mechanism.schedule.phases()
             ],
             "steps": engine.step,
-            "accountant": mechanism.accountant,
             "statement": engine.statement(),
             "not_covered": list(NOT_COVERED),
         },

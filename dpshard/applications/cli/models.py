@@ -1,19 +1,22 @@
-"""Small networks for the embedded data, and for first tries on user data."""
+"""Models: small networks for the embedded data and first tries on user data, and the user's own."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpshard.applications.cli import console, own_model
+from dpshard.applications import user_code
+from dpshard.applications.cli import console
 from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
 from dpshard.applications.transformer import GPT, Block
+from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
 from dpshard.replacements import replace_unsupported
 
@@ -32,8 +35,11 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
 
     Raises ConfigurationError if it does not fit the data, or has layers without per-sample gradients.
     """
-    if own_model.is_own(name):
-        model = own_model.build(name, data)
+    if user_code.is_path(name):
+        model = user_code.load(name)(tuple(data.example().shape), data.classes)
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model={name!r} returned {type(model).__name__}, not a torch.nn.Module.")
+        _check_logits(name, model, data)
         _replace_unsupported(model, told_to=settings.replace_unsupported)
         return model
     check_fits(name, data)
@@ -53,7 +59,7 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
 
 def check_fits(name: str, data: Data) -> None:
     """Raise ConfigurationError if the model `name` does not fit this kind of data."""
-    if name not in FITTING[data.kind] and not own_model.is_own(name):
+    if name not in FITTING[data.kind] and not user_code.is_path(name):
         raise ConfigurationError(
             f"model={name!r} does not fit these data ({data.sample}); choose one of {['auto', *FITTING[data.kind]]}."
         )
@@ -69,6 +75,33 @@ def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
         )
     if replaced:
         console.out.print(f"Replaced {listed}")
+
+
+def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
+    """Raise ConfigurationError on all ranks unless `model` has equal values on all."""
+    digest = hashlib.sha256()
+    for x in model.state_dict().values():
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    if len(set(ranks.gather(digest.hexdigest()))) > 1:
+        raise ConfigurationError(
+            f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which "
+            f"--seed seeds, or read them from one file."
+        )
+
+
+def _check_logits(name: str, model: nn.Module, data: Data) -> None:
+    x = torch.stack([torch.as_tensor(data.example())] * 2)
+    model.eval()
+    with torch.no_grad():
+        logits = model(x)
+    model.train()
+    expected = (2, *x.shape[1:], data.classes) if data.kind in (Kind.LANGUAGE, Kind.MASKED) else (2, data.classes)
+    found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if found != expected:
+        raise ConfigurationError(
+            f"model={name!r}: for two samples, x {tuple(x.shape)}, the model returned {found}; it must return the "
+            f"logits, {expected}. Wrap the model in a module that returns only its logits."
+        )
 
 
 def choose(data: Data, task: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.settings import TrainSettings, read_yaml, resolve
-from dpshard.checkpoint.disk import why
+from dpshard.checkpoint.disk import flush, why
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
@@ -155,11 +155,7 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

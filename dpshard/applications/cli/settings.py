@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from functools import partial
@@ -15,14 +14,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
+from dpshard.applications import user_code
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
 
 MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "bert", "text")
-OWN_MODEL = r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"
-"""Pattern of package.module:function."""
 
 MAY_CHANGE = ("shard", "nproc")
 """Settings that may change at --resume; repeated steps then count again."""
@@ -175,7 +173,7 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS and not re.fullmatch(OWN_MODEL, self.model):
+        if self.model not in MODELS and not user_code.is_path(self.model):
             raise ConfigurationError(
                 f"model={self.model!r} is unknown; choose one of {list(MODELS)}, or name your own function, "
                 f"package.module:function."

@@ -52,14 +52,6 @@ def command(
         return
     in_other_processes(settings, context)
     with on_all_ranks(settings) as (settings, ranks):
-        if ranks.size > 1 and settings.shard == "none":
-            raise ConfigurationError(
-                f"{ranks.size} processes are running. Choose how they share the model, for example by --shard fsdp2."
-            )
-        if settings.nproc not in (None, ranks.size):
-            raise ConfigurationError(
-                f"nproc={settings.nproc}, but {ranks.size} processes are running: leave --nproc out."
-            )
         _train(settings, folder, out, ranks)
 
 
@@ -84,9 +76,9 @@ def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> t
 def in_other_processes(settings: TrainSettings, context: typer.Context) -> None:
     """Run the same command in the processes that the settings ask for, and exit; return if they ask for none."""
     if settings.shard.startswith("deepspeed"):
-        from dpshard.applications.cli import zero
+        from dpshard.applications.cli import sharding
 
-        zero.require_deepspeed()
+        sharding.require_deepspeed()
     if settings.shard == "none" or launch.joined():
         return
     count = processes(settings)
@@ -104,12 +96,20 @@ def processes(settings: TrainSettings) -> int:
 
 @contextmanager
 def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks]]:
-    """Yield the settings with the device, and all ranks of the run."""
+    """Yield the settings with the device, and all ranks of the run; raise ConfigurationError if they disagree."""
     with console.out.status("loading ..."):
         from dpshard.applications.cli import training, world
 
     device = str(training.pick_device(settings.device))
     with world.joined(device) as ranks:
+        if ranks.size > 1 and settings.shard == "none":
+            raise ConfigurationError(
+                f"{ranks.size} processes are running. Choose how they share the model, for example by --shard fsdp2."
+            )
+        if settings.nproc not in (None, ranks.size):
+            raise ConfigurationError(
+                f"nproc={settings.nproc}, but {ranks.size} processes are running: leave --nproc out."
+            )
         yield replace(settings, device=device), ranks
 
 

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
 
 from dpshard import Checkpointer, PrivacyEngine
-from dpshard.applications.cli import fitting, models, own_model
+from dpshard.applications.cli import fitting, models
 from dpshard.applications.cli.data import IGNORED, Data, Kind, size
 from dpshard.applications.cli.launch import STOP_SIGNALS, stop_requests
 from dpshard.applications.cli.progress import TrainingProgress
@@ -183,7 +183,7 @@ def build_model(settings: TrainSettings, data: Data, device: torch.device, ranks
     """Return the model of fitted settings, equal on all ranks."""
     torch.manual_seed(settings.seed)
     model = models.build(settings.model, data, settings).to(device)
-    own_model.require_equal(model, settings.model, ranks)
+    models.require_equal(model, settings.model, ranks)
     return model
 
 

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from dpshard.applications.planner.meter import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts, Meter, UnreadValues
 from dpshard.applications.planner.models import Subject, Transformer, build
 from dpshard.clipping.tape import Tape, Use
+from dpshard.config import CLIPPING_MODES
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.interception.batch_dims import Layout
@@ -70,7 +71,7 @@ class Clipping:
     @property
     def passes(self) -> int:
         """Backward passes."""
-        return 2 if self.mode in ("mixed-ghost", "ghost", "fast-gradient") else 1
+        return CLIPPING_MODES[self.mode].backward_passes
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpshard.applications.cli import own_model
+from dpshard.applications.cli import models
 from dpshard.errors import ConfigurationError
 from tests.applications.cli.conftest import QUICK
 
@@ -110,9 +110,9 @@ def test_what_is_no_model_is_refused(tmp_path, dpshard, name, message):
 def test_ranks_must_begin_with_the_same_weights():
     model = nn.Linear(2, 2)
     alike, apart = (SimpleNamespace(gather=lambda own, other=other: [own, other or own]) for other in ("", "0"))
-    own_model.require_equal(model, "nets.mine:plain", alike)  # type: ignore[arg-type]
+    models.require_equal(model, "nets.mine:plain", alike)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="other weights on other ranks"):
-        own_model.require_equal(model, "nets.mine:plain", apart)  # type: ignore[arg-type]
+        models.require_equal(model, "nets.mine:plain", apart)  # type: ignore[arg-type]
 
 
 def test_a_start_that_is_refused_leaves_no_run_folder(dpshard, tmp_path):

@@ -271,7 +271,8 @@ def test_ranks_that_somebody_else_has_started_are_counted(tmp_path, monkeypatch,
 
     monkeypatch.setattr(world, "joined", lambda device: _two_ranks(Ranks()))
     assert "leave --nproc out" in dpshard("train", "--shard", "ddp", "--nproc", 3, exit_code=2).stderr
-    assert "--shard fsdp2" in dpshard("train", exit_code=2).stderr
+    for command in ("train", "audit"):
+        assert "--shard fsdp2" in dpshard(command, exit_code=2).stderr
 
 
 def _two_ranks(ranks):
