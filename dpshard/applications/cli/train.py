@@ -68,7 +68,7 @@ def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> t
             f"A run folder has all settings except {' and '.join(MAY_CHANGE)}: leave the other options out."
         )
     folder = RunFolder.open(run)
-    if given.get("shard") == "none":
+    if given.get("shard") == "none" or launch.joined():  # torchrun and srun decide the number of ranks
         given = {"nproc": None} | given
     return replace(folder.settings(), **given), folder
 

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpshard.applications.cli import launch
+from dpshard.applications.cli import launch, train
+from dpshard.applications.cli.run_folder import RunFolder
+from dpshard.applications.cli.settings import resolve
 from tests.applications.cli.test_train import metrics, report, wait_for_steps, weights
 from tests.extras import needs_deepspeed
 from tests.forks import Forked
@@ -273,6 +275,15 @@ def test_ranks_that_somebody_else_has_started_are_counted(tmp_path, monkeypatch,
     assert "leave --nproc out" in dpshard("train", "--shard", "ddp", "--nproc", 3, exit_code=2).stderr
     for command in ("train", "audit"):
         assert "--shard fsdp2" in dpshard(command, exit_code=2).stderr
+
+
+def test_a_run_of_two_processes_may_resume_on_as_many_as_torchrun_starts(tmp_path, monkeypatch):
+    run = RunFolder.create(tmp_path / "run", resolve({"shard": "ddp", "nproc": 2})).path
+    assert train.chosen(None, {}, run)[0].nproc == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.chosen(None, {}, run)[0].nproc is None
+    assert train.chosen(None, {"nproc": 3}, run)[0].nproc == 3
 
 
 def _two_ranks(ranks):
