@@ -38,8 +38,9 @@ class TrainingProgress(Progress):
         self._evaluate_every = evaluate_every
         self._samples, self._started = 0.0, time.perf_counter()
         spent = self._of_target(engine.epsilon())
-        first = {"loss": "–", "epsilon": spent, "speed": "–"}
-        self._step = self.add_task("step", total=engine.steps, completed=engine.step, **first)
+        self._step = self.add_task(
+            "step", total=engine.steps, completed=engine.step, loss="–", epsilon=spent, speed="–"
+        )
 
     def show(self, row: Mapping[str, float]) -> None:
         """Show the metrics of a step; `row` has "epsilon" only at evaluations."""
