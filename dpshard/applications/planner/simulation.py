@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from dpshard.applications.planner.meter import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts, Meter, UnreadValues
 from dpshard.applications.planner.models import Subject, Transformer, build
 from dpshard.clipping.tape import Tape, Use
-from dpshard.config import CLIPPING_MODES
+from dpshard.config import parse_clipping_mode
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.interception.batch_dims import Layout
@@ -71,7 +71,7 @@ class Clipping:
     @property
     def passes(self) -> int:
         """Backward passes."""
-        return CLIPPING_MODES[self.mode].backward_passes
+        return parse_clipping_mode(self.mode).backward_passes
 
 
 @contextmanager
