@@ -22,6 +22,7 @@ from dpshard.records import (
     is_small,
     measure,
     offloaded,
+    pays_to_join,
 )
 from dpshard.records.host import elementwise, total
 from dpshard.rules.call import Build, Source
@@ -62,10 +63,6 @@ class Roots:
 
 def _is_same(source: Source, other: Source) -> bool:
     return other is source or (other.exact and other.label == source.label)
-
-
-_FEW = 2
-"""Most small records that are not worth joining."""
 
 
 class GroupTape:
@@ -122,14 +119,14 @@ class GroupTape:
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         first, *others = [record for _, record in entries]
-        joins = is_small(first) and (keep or isinstance(first, PerSampleGrad))  # a dropped product need not wait
-        if joins and not others and source.label == name:
+        waits = keep or isinstance(first, PerSampleGrad)  # a dropped product need not
+        if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
             return
         records = self._measured([first, *others], closing=closing)
         if keep:
-            waits = self.execution.offload_records and not closing
-            self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
+            offloads = self.execution.offload_records and not closing
+            self.entries[name] = [(source, offloaded(record) if offloads else record) for record in records]
 
     def _measured(self, records: Sequence[Record], *, closing: bool) -> list[Record]:
         execution = self.execution
@@ -141,16 +138,17 @@ class GroupTape:
         """Measure the rest, and return the norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
-        few = self.small if len(self.small) <= _FEW else {}
-        for small, record in few.items():
-            kept = self._measured([record], closing=True)
-            if keep:
-                self.entries[small] = [(self.sources[small], kept[0])]
-        for bundle in bundles(self.small) if not few else ():
+        small, self.small = self.small, {}
+        if not pays_to_join(small):
+            for alone, record in small.items():
+                kept = self._measured([record], closing=True)
+                if keep:
+                    self.entries[alone] = [(self.sources[alone], kept[0])]
+            small.clear()
+        for bundle in bundles(small):
             kept = self._measured([bundle.record], closing=True)
             if keep:
                 self._bundles.append(replace(bundle, record=kept[0]))
-        self.small.clear()
         if not self._norm_sq:
             return None
         self._norm_sq = [total(self._norm_sq)]
@@ -204,6 +202,9 @@ class GroupTape:
 
     def _sum_bundles(self) -> None:
         some, self._bundles = self._bundles, []
-        for bundle in some if self.clip_coef_B is not None else []:
-            finite = bundle if self._nonfinite_B is None else bundle.without(self._nonfinite_B)
-            self._sums.update(finite.clipped_sums(self.clip_coef_B))
+        clip_coef_B, nonfinite_B = self.clip_coef_B, self._nonfinite_B
+        if clip_coef_B is None:
+            return
+        for bundle in some:
+            finite = bundle if nonfinite_B is None else bundle.without(nonfinite_B)
+            self._sums.update(finite.clipped_sums(clip_coef_B))

@@ -5,7 +5,7 @@ One file per kind of record. `measure.py`: norms of several records. `numerics.p
 May import `kernels` and below. Not for users. Begin with `record.py`.
 """
 
-from dpshard.records.bundle import Bundle, Small, bundles, is_small
+from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
@@ -36,5 +36,6 @@ __all__ = [
     "measure",
     "of_samples",
     "offloaded",
+    "pays_to_join",
     "wide",
 ]

@@ -9,6 +9,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from dpshard.records.host import is_at_hand
 from dpshard.records.numerics import flat
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
@@ -22,12 +23,21 @@ _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**23}
 _TOGETHER = 2**5
 """Bytes of a bundle of products, over those of the largest small one; bounds the memory of the copies."""
 
+_FEW = 2
+"""Small records on a CPU that are not worth joining."""
+
 
 def is_small(record: Record) -> TypeGuard[Small]:
     """Return True if calls for `record` cost more than its arithmetic."""
     if isinstance(record, OuterProduct):
         return _nbytes(record) <= _small_product(record.rows.device)
     return isinstance(record, PerSampleGrad) and record.is_small
+
+
+def pays_to_join(records: Mapping[str, Small]) -> bool:
+    """Return False for so few small records on a CPU that joining them takes longer."""
+    tensors = [record.rows if isinstance(record, OuterProduct) else record.gradient for record in records.values()]
+    return len(tensors) > _FEW or not all(map(is_at_hand, tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,7 @@ def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
     return Bundle(OuterProduct(rows, cols, torch.Size((rows.shape[1], rows.shape[3], cols.shape[3]))), shapes)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
