@@ -119,13 +119,13 @@ class GroupTape:
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         first, *others = [record for _, record in entries]
-        waits = keep or isinstance(first, PerSampleGrad)  # a dropped product need not
+        offloads = self.execution.offload_records and not closing
+        waits = isinstance(first, PerSampleGrad) or (keep and not offloads)
         if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
             return
         records = self._measured([first, *others], closing=closing)
         if keep:
-            offloads = self.execution.offload_records and not closing
             self.entries[name] = [(source, offloaded(record) if offloads else record) for record in records]
 
     def _measured(self, records: Sequence[Record], *, closing: bool) -> list[Record]:
