@@ -44,7 +44,8 @@ def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
     radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
     quotient_B = radius_B / xp.maximum(norm_B, constant(xp, tiny, norm_B))
     # Division rounds by at most half a step, so one step towards zero gives a lower bound (0 for an infinite norm).
-    return xp.nextafter(quotient_B, constant(xp, 0, norm_B))
+    # zeros_like: nextafter takes no scalar of the CPU on another device.
+    return xp.nextafter(quotient_B, xp.zeros_like(quotient_B))
 
 
 @functools.lru_cache(maxsize=1024)  # adaptive thresholds change at every step

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.records import FusedGrads, PerSampleGrad, Record, accum_dtype, as_complex, fetched, measure, offloaded
-from dpshard.records.host import elementwise, is_at_hand, total
+from dpshard.records import (
+    Bundle,
+    PerSampleGrad,
+    Record,
+    Small,
+    accum_dtype,
+    as_complex,
+    bundles,
+    fetched,
+    is_small,
+    measure,
+    offloaded,
+    pays_to_join,
+)
+from dpshard.records.host import elementwise, total
 from dpshard.rules.call import Build, Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -52,10 +65,6 @@ def _is_same(source: Source, other: Source) -> bool:
     return other is source or (other.exact and other.label == source.label)
 
 
-_FEW = 2
-"""Most small gradients on a CPU that are not worth joining."""
-
-
 class GroupTape:
     """The records of one clipping group for one tape; `loss_scale`: see Tape."""
 
@@ -63,7 +72,7 @@ class GroupTape:
         self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
-        self.small: dict[str, PerSampleGrad] = {}
+        self.small: dict[str, Small] = {}
         """Small single records of parameters; measured and summed together at the end."""
         self.clip_coef_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
@@ -71,7 +80,7 @@ class GroupTape:
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
-        self._bundle: FusedGrads | None = None
+        self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
 
     # --- uses --------------------------------------------------------------------------------------------------------
@@ -110,30 +119,36 @@ class GroupTape:
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         first, *others = [record for _, record in entries]
-        if not others and isinstance(first, PerSampleGrad) and first.is_small and source.label == name:
+        offloads = self.execution.offload_records and not closing
+        waits = isinstance(first, PerSampleGrad) or (keep and not offloads)
+        if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
             return
-        execution = self.execution
-        norm_sq_B, records = measure([first, *others], execution.norm, keep=execution.keep_per_sample, closing=closing)
-        self._norm_sq.append(norm_sq_B)
+        records = self._measured([first, *others], closing=closing)
         if keep:
-            waits = execution.offload_records and not closing
-            self.entries[name] = [(source, offloaded(record) if waits else record) for record in records]
+            self.entries[name] = [(source, offloaded(record) if offloads else record) for record in records]
+
+    def _measured(self, records: Sequence[Record], *, closing: bool) -> list[Record]:
+        execution = self.execution
+        norm_sq_B, kept = measure(records, execution.norm, keep=execution.keep_per_sample, closing=closing)
+        self._norm_sq.append(norm_sq_B)
+        return kept
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
         """Measure the rest, and return the norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
-        if len(self.small) <= _FEW and all(is_at_hand(record.gradient) for record in self.small.values()):
-            for small, record in self.small.items():
-                self._norm_sq.append(record.norm_sq(self.execution.norm))
+        small, self.small = self.small, {}
+        if not pays_to_join(small):
+            for alone, record in small.items():
+                kept = self._measured([record], closing=True)
                 if keep:
-                    self.entries[small] = [(self.sources[small], record)]
-            self.small.clear()
-        if self.small:
-            self._bundle = FusedGrads.of(self.small)
-            self.small.clear()
-            self._norm_sq.append(self._bundle.norm_sq())
+                    self.entries[alone] = [(self.sources[alone], kept[0])]
+            small.clear()
+        for bundle in bundles(small):
+            kept = self._measured([bundle.record], closing=True)
+            if keep:
+                self._bundles.append(replace(bundle, record=kept[0]))
         if not self._norm_sq:
             return None
         self._norm_sq = [total(self._norm_sq)]
@@ -145,7 +160,7 @@ class GroupTape:
 
     def begin_sums(self) -> None:
         """Begin the second pass, in which all records arrive again."""
-        self._bundle = None
+        self._bundles.clear()
         self._arrived.clear()
 
     def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
@@ -180,13 +195,16 @@ class GroupTape:
         """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
         if name in self.entries:
             self.sum(name)
-        if self._bundle is not None:
-            self._sum_bundle()
+        if self._bundles:
+            self._sum_bundles()
         clipped = self._sums.pop(name, None)
         return None if clipped is None else as_complex(clipped, self.roots.anchored[name].dtype)
 
-    def _sum_bundle(self) -> None:
-        bundle, self._bundle = self._bundle, None
-        if bundle is not None and self.clip_coef_B is not None:
-            bundle = bundle if self._nonfinite_B is None else bundle.without(self._nonfinite_B)
-            self._sums.update(bundle.clipped_sums(self.clip_coef_B))
+    def _sum_bundles(self) -> None:
+        some, self._bundles = self._bundles, []
+        clip_coef_B, nonfinite_B = self.clip_coef_B, self._nonfinite_B
+        if clip_coef_B is None:
+            return
+        for bundle in some:
+            finite = bundle if nonfinite_B is None else bundle.without(nonfinite_B)
+            self._sums.update(finite.clipped_sums(clip_coef_B))

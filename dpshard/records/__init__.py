@@ -1,10 +1,11 @@
 """Records: per-sample facts about the gradient of one parameter after one use of it.
 
 One file per kind of record. `measure.py`: norms of several records. `numerics.py`: dtypes and rounding floors.
-`cost.py`: which way to a norm is cheaper. `offload.py`: records in host memory.
+`cost.py`: which way to a norm is cheaper. `bundle.py`: small records, joined. `offload.py`: records in host memory.
 May import `kernels` and below. Not for users. Begin with `record.py`.
 """
 
+from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
@@ -12,25 +13,29 @@ from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, wid
 from dpshard.records.of_samples import of_samples
 from dpshard.records.offload import fetched, offloaded
 from dpshard.records.outer_product import OuterProduct
-from dpshard.records.per_sample import FusedGrads, PerSampleGrad
+from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 
 __all__ = [
     "WIDE",
+    "Bundle",
     "Convolution",
     "EmbeddingRecord",
-    "FusedGrads",
     "OuterProduct",
     "PerSampleGrad",
     "Record",
     "RoutedProduct",
+    "Small",
     "accum_dtype",
     "as_complex",
     "as_real",
+    "bundles",
     "fetched",
+    "is_small",
     "measure",
     "of_samples",
     "offloaded",
+    "pays_to_join",
     "wide",
 ]

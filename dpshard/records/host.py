@@ -44,9 +44,10 @@ def elementwise(function: Callable[..., Any], *operands: Tensor | float) -> Tens
 def constant(xp: Any, value: float, like: Any) -> Any:
     """Return `value` in the dtype of the array `like`.
 
-    torch computes number / tensor as a product with the reciprocal, which rounds twice and may overflow.
+    torch computes number / tensor as a product with the reciprocal, which rounds twice and may overflow. It hands a
+    scalar of the CPU to a kernel on any device, without a launch.
     """
-    return torch.full_like(like, value) if xp is torch else like.dtype.type(value)
+    return torch.tensor(value, dtype=like.dtype, device="cpu") if xp is torch else like.dtype.type(value)
 
 
 def total(vectors: Sequence[Tensor]) -> Tensor:

@@ -51,13 +51,13 @@ class OuterProduct:
             return floored(self.instantiated()[1], self.rows, self.cols)
         B, G, T, _ = self.rows.shape
         if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
-            return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols))
+            return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols)).sum(1)
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
             return (norms(rows, 2) * norms(cols, 2)).square().sum(1) + hidden(G, rows.dtype)
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
-        return gram_bound(*_ghost_norm_sq(rows, cols))
+        return gram_bound(*_ghost_norm_sq(rows, cols)).sum(1)
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must use these gradients."""
@@ -114,10 +114,10 @@ def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t| [B].
+    """Squared norms [B, G] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|.
 
-    Rounding is relative to the second. By symmetry each block of positions meets only itself and, counted twice, the
-    blocks before it: about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
+    Rounding is relative to the second [B, G]. By symmetry each block of positions meets only itself and, counted twice,
+    the blocks before it: about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
     arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
@@ -132,4 +132,4 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
             product[..., :start].mul_(2)
         terms.append(product.sum((1, 2)))
     norm_sq, scale = functools.reduce(torch.add, terms), torch.cat(scales, 1).sum(1)
-    return norm_sq.view(B, G).sum(1) + hidden(G * T * T, rows.dtype), scale.view(B, G).sum(1)
+    return norm_sq.view(B, G) + hidden(T * T, rows.dtype), scale.view(B, G)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
@@ -45,39 +43,6 @@ class PerSampleGrad:
     def is_small(self) -> bool:
         """True if calls cost more than arithmetic."""
         return self.gradient.shape[1:].numel() <= _SMALL
-
-
-@dataclass(frozen=True, slots=True)
-class FusedGrads:
-    """Small per-sample gradients of several parameters, measured and summed together."""
-
-    rows: Tensor
-    """[B, elements of all parameters]"""
-    shapes: Mapping[str, torch.Size]
-    """Shapes of the parameters, by name, in order."""
-
-    @classmethod
-    def of(cls, records: Mapping[str, PerSampleGrad]) -> FusedGrads:
-        """Join the gradients of parameters, by name."""
-        rows = [flat(record.gradient) for record in records.values()]
-        shapes = {name: record.gradient.shape[1:] for name, record in records.items()}
-        return cls(rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes)
-
-    def norm_sq(self) -> Tensor:
-        """Squared norms [B] over all parameters."""
-        return _norm_sq(self.rows)
-
-    def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
-        """sum_i clip_coef_i * gradient_i of every parameter, by name."""
-        total = clip_coef_B.to(self.rows.dtype) @ self.rows
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        # Not views: each becomes a gradient of its own.
-        parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-    def without(self, nonfinite_B: Tensor) -> FusedGrads:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
-        return FusedGrads(zero_rows(self.rows, nonfinite_B), self.shapes)
 
 
 def _norm_sq(rows: Tensor) -> Tensor:

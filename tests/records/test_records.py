@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
-from dpshard.records import Convolution, EmbeddingRecord, FusedGrads, OuterProduct, PerSampleGrad, RoutedProduct
+from dpshard.records import Convolution, EmbeddingRecord, OuterProduct, PerSampleGrad, RoutedProduct, bundles
 from dpshard.records.cost import ProductSize, ghost_flops
 from dpshard.records.measure import inner, join, measure
 from dpshard.records.of_samples import of_samples
@@ -382,15 +382,47 @@ def test_norms_of_long_samples_are_not_inflated():
     assert_close(gather.norm_sq(NormMethod.CHEAPEST).double(), values.double().square().sum((1, 2)), rtol=1e-3, atol=0)
 
 
-def test_a_bundle_is_as_good_as_its_parts():
-    records = {name: PerSampleGrad(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}
-    bundle, clip_coef_B, nonfinite_B = FusedGrads.of(records), randn(4), torch.tensor([False, True, False, False])
-    assert_close(bundle.norm_sq(), sum(norms_sq(r.gradient) for r in records.values()))
-    sums, survivors = bundle.clipped_sums(clip_coef_B), bundle.without(nonfinite_B).clipped_sums(clip_coef_B)
-    for name, record in records.items():
-        assert_close(sums[name], record.clipped_sum(clip_coef_B))
-        assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
-        assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
+def of_products(*sizes):
+    """Small products of rows [4, G, T, R] and columns [4, G, T, C] by name, from their sizes G, T, R, C."""
+    return {
+        str(i): OuterProduct(randn(4, G, T, R), randn(4, G, T, C), torch.Size((G * R, C)))
+        for i, (G, T, R, C) in enumerate(sizes)
+    }
+
+
+@pytest.mark.parametrize("method", list(NormMethod))
+@pytest.mark.parametrize(
+    ("records", "count"),
+    [
+        ({name: PerSampleGrad(randn(4, *shape)) for name, shape in (("a", (3,)), ("b", ()), ("c", (2, 5)))}, 1),
+        (of_products((1, 5, 3, 4), (2, 5, 3, 4), (1, 5, 3, 4), (1, 6, 3, 4), (2, 5, 3, 4)), 3),
+        (of_products(*[(1, 30, 9, 40)] * 100), 2),  # more bytes than one bundle may have
+        (of_products((1, 1, 3, 4), (1, 1, 3, 4)) | {"bias": PerSampleGrad(randn(4, 3))}, 2),
+    ],
+    ids=["gradients", "products", "many products", "both"],
+)
+def test_bundles_are_as_good_as_their_parts(records, count, method):
+    joined, clip_coef_B, nonfinite_B = [*bundles(records)], randn(4), torch.tensor([False, True, False, False])
+    assert len(joined) == count
+    assert {name for bundle in joined for name in bundle.shapes} == set(records)
+    for bundle in joined:
+        parts = {name: records[name] for name in bundle.shapes}
+        exact = sum(norms_sq(record.per_sample()) for record in parts.values())
+        assert_close(bundle.record.norm_sq(method), exact)
+        sums, survivors = bundle.clipped_sums(clip_coef_B), bundle.without(nonfinite_B).clipped_sums(clip_coef_B)
+        for name, record in parts.items():
+            assert_close(sums[name], record.clipped_sum(clip_coef_B))
+            assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
+            assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
+
+
+def test_products_of_a_bundle_round_alone():
+    """The floor on rounding grows with the square of the positions, not of the products."""
+    records = of_products(*[(1, 200, 3, 4)] * 60)
+    records = {n: replace(r, rows=r.rows.float(), cols=r.cols.float()) for n, r in records.items()}
+    (bundle,) = bundles(records)
+    alone = sum(r.norm_sq(NormMethod.GHOST) for r in records.values())
+    assert_close(bundle.record.norm_sq(NormMethod.GHOST), alone, rtol=1e-5, atol=0.0)
 
 
 def test_sums_by_row_are_the_same_where_they_must_repeat(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, parse_clipping_fn
 from dpshard.config import NormMethod
 from dpshard.kernels import native
-from dpshard.records import Convolution, EmbeddingRecord, FusedGrads, OuterProduct, PerSampleGrad
+from dpshard.records import Convolution, EmbeddingRecord, OuterProduct, PerSampleGrad, bundles
 from dpshard.records.measure import measure
 from dpshard.records.numerics import gram, norms
 from tests.oracle import randn
@@ -78,8 +78,8 @@ def exact(records):
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_of_small_gradients_count_no_more_than_the_threshold(seed):
     gradients = {str(i): Adversary(100 * seed + i).gradient(1, n) for i, n in enumerate((1, 7, 3000))}
-    bundle = FusedGrads.of(gradients)
-    norm = bundle.norm_sq().sqrt()
+    (bundle,) = bundles(gradients)
+    norm = bundle.record.norm_sq(NormMethod.CHEAPEST).sqrt()
     if norm.isfinite():
         sums = bundle.clipped_sums(NORMALISE.factor(norm, 1.0))
         assert torch.stack([x.double().norm() for x in sums.values()]).norm() <= 1 + ROUNDING

@@ -174,8 +174,8 @@ static double hidden(double terms)
     return 8 * terms * FLT_MIN;
 }
 
-/* Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups, at least `relative_floor` times
-(sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] have strides; `sizes` are B, G, T, R, C, all
+/* Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups; a group adds at least
+`relative_floor` times (sum_t |rows_t| |cols_t|)^2. Rows [B, G, T, R] and cols [B, G, T, C] have strides; `sizes` are B, G, T, R, C, all
 positive. False if there is no memory. For processors that have tiles. */
 int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const ptrdiff_t strides_of_rows[4],
                         const float *cols, const ptrdiff_t strides_of_cols[4], const ptrdiff_t sizes[5],
@@ -196,15 +196,20 @@ int dpshard_ghost_norms(Team team, unsigned threads, const float *rows, const pt
         return 0;
     share(team, threads, take_norms, &ghost, ghost.pieces);
     for (ptrdiff_t b = 0; b < B; b++) {
-        double product = 0, roots = 0, least;
+        double total = hidden((double)G * T * T);
 
-        for (ptrdiff_t piece = b * G * pairs; piece < (b + 1) * G * pairs; piece++) {
-            product += ghost.sums[piece].product;
-            roots += ghost.sums[piece].roots;
+        for (ptrdiff_t group = b * G; group < (b + 1) * G; group++) {
+            double product = 0, roots = 0, least;
+
+            for (ptrdiff_t piece = group * pairs; piece < (group + 1) * pairs; piece++) {
+                product += ghost.sums[piece].product;
+                roots += ghost.sums[piece].roots;
+            }
+            /* A product of sums may be infinite and negative, where sums of squares are finite. NaN stays NaN. */
+            product = fabs(product), least = relative_floor * roots * roots;
+            total += product < least ? least : product;
         }
-        /* A product of sums may be infinite and negative, where sums of squares are finite. NaN stays NaN. */
-        product = fabs(product), least = relative_floor * roots * roots;
-        norms[b] = (float)((product < least ? least : product) + hidden((double)G * T * T));
+        norms[b] = (float)total;
     }
     free(ghost.sums);
     return 1;

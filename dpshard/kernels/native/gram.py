@@ -27,7 +27,7 @@ def ghost_flops(T: int, R: int, C: int) -> int:
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     """Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    They include what underflow may hide, and are at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows
+    They include what underflow may hide; a group adds at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows
     [B, G, T, R] and cols [B, G, T, C] are float32 with any strides. Raises ValueError otherwise; call
     `supports_ghost_norm` first.
     """

@@ -53,8 +53,8 @@ def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor
     """See gram.floored_ghost_norm_sq; float64, with what float32's underflow may hide."""
     of_rows, of_cols = (_gram(x) for x in (rows, cols))
     product = of_rows * of_cols
-    scale = np.sqrt(product.diagonal(axis1=2, axis2=3)).sum((1, 2))
-    return np.maximum(product.sum((1, 2, 3)), relative_floor * np.square(scale))
+    scale = np.sqrt(product.diagonal(axis1=2, axis2=3)).sum(2)
+    return np.maximum(product.sum((2, 3)), relative_floor * np.square(scale)).sum(1)
 
 
 def _gram(x: NDArray[Any]) -> NDArray[np.float64]:

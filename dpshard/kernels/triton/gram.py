@@ -117,4 +117,4 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=8 if TILE == 128 else 4,
         num_stages=3,
     )
-    return products.view(B, -1).sum(1) + hidden(G * T * T, products.dtype), scales.view(B, -1).sum(1)
+    return products.view(B, G, -1).sum(2) + hidden(T * T, products.dtype), scales.view(B, G, -1).sum(2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B] of sum_t rows_t (x) cols_t over all groups, and sum_t |rows_t| |cols_t| [B], float32.
+    """Squared norms of sum_t rows_t (x) cols_t, and sum_t |rows_t| |cols_t|, by group [B, G], float32.
 
     Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow. Rows [B, G, T, R]
     and cols [B, G, T, C] have any strides and one half-precision dtype; see `supports_product`.
@@ -60,15 +60,15 @@ def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, div
         return gaussian.release_(x, streams, block, start, std, divisor)
 
 
-def _norms(rows: Tensor) -> Tensor:
-    return rows.new_empty(len(rows), dtype=torch.float32)
+def _norms(rows: Tensor, dims: int = 1) -> Tensor:
+    return rows.new_empty(rows.shape[:dims], dtype=torch.float32)
 
 
 def _gradients(rows: Tensor, cols: Tensor, *samples: int) -> Tensor:
     return rows.new_empty(*samples, rows.shape[1], rows.shape[3], cols.shape[3], dtype=torch.float32)
 
 
-ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows), _norms(rows)))
+ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows, 2), _norms(rows, 2)))
 gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
 per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
 release_.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float64))

@@ -10,7 +10,7 @@ import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.noise.keyed import KeyedGaussian
-from dpshard.records import FusedGrads, PerSampleGrad
+from dpshard.records import PerSampleGrad
 from dpshard.sampling import PoissonSampler
 
 RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
@@ -199,9 +199,8 @@ def draw_by_a_public_seed(monkeypatch):
 
 def leave_small_parameters_out_of_norms(monkeypatch):
     """Norms omit biases, whether their gradients are joined or few."""
-    joined, single = FusedGrads.norm_sq, PerSampleGrad.norm_sq
-    monkeypatch.setattr(FusedGrads, "norm_sq", lambda self: 0 * joined(self))
-    monkeypatch.setattr(PerSampleGrad, "norm_sq", lambda self, method: (not self.is_small) * single(self, method))
+    norm_sq = PerSampleGrad.norm_sq
+    monkeypatch.setattr(PerSampleGrad, "norm_sq", lambda self, method: 0 * norm_sq(self, method))
 
 
 def double_a_threshold(monkeypatch):

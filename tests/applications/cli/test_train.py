@@ -276,7 +276,8 @@ def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypa
 @pytest.mark.filterwarnings("default")
 def test_a_budget_that_repeated_steps_have_spent_ends_the_run_with_its_report(tmp_path, monkeypatch, dpshard):
     """Another loss stands for other ranks: the steps since the checkpoint are second releases."""
-    flags = "--steps 6 --batch-size 1000 --accountant rdp --evaluations 2 --checkpoint-every 4 --model mlp".split()
+    schedule = "--steps 6 --batch-size 1000 --evaluations 2 --checkpoint-every 4".split()
+    flags = [*schedule, *"--target-epsilon 3 --accountant rdp --model mlp".split()]
     folder, step = tmp_path / "run", training.Run.take_step
 
     def killed(self, logical_batch):
@@ -307,7 +308,7 @@ def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):
 
 
 def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatch, dpshard):
-    monkeypatch.setattr("dpshard.applications.cli.sharding.find_spec", lambda name: None)
+    monkeypatch.setattr("dpshard.applications.cli.zero.find_spec", lambda name: None)
     error = dpshard("train", "--shard", "deepspeed-2", "--out", tmp_path / "run", exit_code=2).stderr
     assert 'pip install --no-build-isolation "dpshard[deepspeed]"' in error
     assert list(tmp_path.iterdir()) == []

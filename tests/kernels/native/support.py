@@ -35,7 +35,7 @@ def narrow_library(path):
 
 
 def by_hand(rows, cols):
-    """Return squared norms, and the squared sums that rounding is relative to, in float64."""
+    """Return squared norms by group [B, G], and the squared sums that rounding is relative to, in float64."""
     rows, cols = rows.double(), cols.double()
     gradients = torch.einsum("bgtr,bgtc->bgrc", rows, cols)
-    return gradients.square().sum((1, 2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum((1, 2)).square()
+    return gradients.square().sum((2, 3)), (rows.norm(dim=3) * cols.norm(dim=3)).sum(2).square()

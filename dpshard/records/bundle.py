@@ -1,0 +1,107 @@
+"""Small records of several parameters as one record, because calls would cost more than their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from dpshard.records.host import is_at_hand
+from dpshard.records.numerics import flat
+from dpshard.records.outer_product import OuterProduct
+from dpshard.records.per_sample import PerSampleGrad
+from dpshard.records.record import Record
+
+Small = PerSampleGrad | OuterProduct
+"""Records that join."""
+
+_SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**23}
+"""Bytes of a small product, by device: copying it takes less time than the calls, or launches, that it saves."""
+_TOGETHER = 2**5
+"""Bytes of a bundle of products, over those of the largest small one; bounds the memory of the copies."""
+
+_FEW = 2
+"""Small records on a CPU that are not worth joining."""
+
+
+def is_small(record: Record) -> TypeGuard[Small]:
+    """Return True if calls for `record` cost more than its arithmetic."""
+    if isinstance(record, OuterProduct):
+        return _nbytes(record) <= _small_product(record.rows.device)
+    return isinstance(record, PerSampleGrad) and record.is_small
+
+
+def pays_to_join(records: Mapping[str, Small]) -> bool:
+    """Return False for so few small records on a CPU that joining them takes longer."""
+    tensors = [record.rows if isinstance(record, OuterProduct) else record.gradient for record in records.values()]
+    return len(tensors) > _FEW or not all(map(is_at_hand, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The concatenated gradients of several parameters."""
+
+    record: Record
+    """Gradients joined along their elements, or products of equal sizes joined as groups of one product."""
+    shapes: Mapping[str, torch.Size]
+    """Shapes of the parameters, by name, in order."""
+
+    def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
+        """sum_i clip_coef_i * gradient_i of every parameter, by name."""
+        total = self.record.clipped_sum(clip_coef_B).view(-1)
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        # Not views: each becomes a gradient of its own.
+        parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def without(self, nonfinite_B: Tensor) -> Bundle:
+        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        return replace(self, record=self.record.without(nonfinite_B))
+
+
+def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
+    """Join small records of parameters, by name: all gradients, and the products of equal sizes."""
+    gradients = {name: record for name, record in records.items() if isinstance(record, PerSampleGrad)}
+    if gradients:
+        shapes = {name: record.gradient.shape[1:] for name, record in gradients.items()}
+        rows = [flat(record.gradient) for record in gradients.values()]
+        yield Bundle(PerSampleGrad(_joined(rows)), shapes)
+    alike: dict[object, dict[str, OuterProduct]] = {}
+    for name, record in records.items():
+        if isinstance(record, OuterProduct):
+            sizes = record.rows.shape, record.cols.shape, record.rows.dtype, record.cols.dtype, record.rows.device
+            alike.setdefault(sizes, {})[name] = record
+    for products in alike.values():
+        for some in _batches(products):
+            yield _of_products(some)
+
+
+def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
+    """Join products of equal sizes: a weight [G, R, C] of each of n parameters is one of [n * G, R, C]."""
+    shapes = {name: record.shape for name, record in products.items()}
+    rows = _joined([record.rows for record in products.values()])
+    cols = _joined([record.cols for record in products.values()])
+    return Bundle(OuterProduct(rows, cols, torch.Size((rows.shape[1], rows.shape[3], cols.shape[3]))), shapes)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _batches(products: Mapping[str, OuterProduct]) -> Iterable[dict[str, OuterProduct]]:
+    """Cut products of equal sizes into batches of so few bytes that their copies take little memory."""
+    first = next(iter(products.values()))
+    most = _TOGETHER * _small_product(first.rows.device) // max(1, _nbytes(first))
+    items = [*products.items()]
+    return (dict(items[i : i + most]) for i in range(0, len(items), most))
+
+
+def _nbytes(product: OuterProduct) -> int:
+    return product.rows.nbytes + product.cols.nbytes
+
+
+def _small_product(device: torch.device) -> int:
+    return _SMALL_PRODUCT.get(device.type, 0)
