@@ -97,7 +97,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("way", "options"), covering(product(WAYS, OPTIONS), lambda *case: set(case)))
+@pytest.mark.parametrize(("way", "options"), covering(product(WAYS, OPTIONS), lambda *case: set(case) - {"cap"}))
 def test_a_resumed_run_continues_bit_for_bit(way, options):
     way, options = WAYS[way], OPTIONS[options]
     whole, part = Run(**options), Run(**options)
