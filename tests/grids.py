@@ -12,6 +12,16 @@ def quick(*values: Any, rest: Iterable[Any]) -> list[Any]:
     return [*values, *(pytest.param(value, marks=pytest.mark.exhaustive) for value in rest)]
 
 
+def chosen(values: Iterable[Any], *quickly: Any) -> list[Any]:
+    """The values in their order; those that are not among `quickly` are exhaustive."""
+    return covering(((value,) for value in values), lambda value: {value} & set(quickly))
+
+
+def each(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes; every value meets in a case that is not exhaustive."""
+    return covering(product(*axes), lambda *case: set(enumerate(case)))
+
+
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """The product of the axes; every pair of values of two axes meets in a case that is not exhaustive."""
     positions = [range(len(axis)) for axis in axes]

@@ -17,6 +17,7 @@ import dpshard.applications.cli.training
 import dpshard.backends.ddp
 import dpshard.backends.fsdp2
 import tests.oracle
+from dpshard.kernels.native.library import library
 
 with contextlib.suppress(ImportError):
     import tests.distributed.deepspeed_checks
@@ -27,6 +28,8 @@ with contextlib.suppress(ImportError):
 
 with contextlib.suppress(ImportError):
     import transformers.models.gpt2.modeling_gpt2
+
+library()  # which it tries out for a quarter of a second, in one thread
 
 gc.collect()
 gc.freeze()  # a fork that collects garbage need not look at what it has inherited, nor copy its pages

@@ -235,7 +235,7 @@ def test_what_an_engine_has_released_outlives_a_state_of_another_run():
 
 
 def test_a_repeated_release_needs_budget():
-    run = Training(noise_multiplier=None, target_epsilon=3.0)
+    run = Training(noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
     start = run.save()
     run.take(6)
     with pytest.warns(UserWarning, match=WENT_BACK):

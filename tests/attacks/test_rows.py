@@ -17,6 +17,7 @@ from dpshard.integrations.opacus import PrivacyEngine as OpacusEngine
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpshard.interception import Doubts
 from tests.attacks.oracle import ALLOWED, R, assert_exact_or_refused, influence, is_refused
+from tests.grids import each
 
 N, D, C, LENGTH, WORDS = 9, 3, 3, 6, 12
 MICRO = 6  # 9 samples leave 3 for the second micro-batch, 8 leave 2
@@ -239,9 +240,10 @@ def dropout():
     return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, C))
 
 
-@pytest.mark.parametrize("build", [mlp, dropout])
-@pytest.mark.parametrize("body", [mean_of_samples, weighted_by_samples])
-@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+@pytest.mark.parametrize(
+    ("style", "body", "build"),
+    each(["all-layer", "layer-wise"], [mean_of_samples, weighted_by_samples], [mlp, dropout]),
+)
 def test_a_mean_over_the_samples_is_refused(build, body, style):
     message = refused(body, rows(scale=1.0), build, clipping_style=style, clipping_fn="automatic")
     assert "loss.mean()" in message
@@ -340,9 +342,7 @@ class Pairs(Dataset):
         return {"x": x.bfloat16(), "bucket": torch.tensor([i % 2]), "y": y}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("build", [mlp, dropout])
-@pytest.mark.parametrize("micro", [2, 4, 16])
+@pytest.mark.parametrize(("micro", "build", "reduction"), each([2, 4, 16], [mlp, dropout], ["mean", "sum"]))
 def test_honest_loops_run(reduction, build, micro):
     def body(model, batch, _):
         return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)

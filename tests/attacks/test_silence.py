@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine
 from dpshard.errors import LogicalBatchError
 from dpshard.interception import Doubts
+from tests.grids import each
 
 N, D, B, STEPS, ODD = 32, 3, 8, 4, 9
 
@@ -75,8 +76,7 @@ def cross_entropy(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
-@pytest.mark.parametrize("where", ["loop", "model"])
-@pytest.mark.parametrize("repair", REPAIRS)
+@pytest.mark.parametrize(("repair", "where"), each(REPAIRS, ["loop", "model"]))
 def test_a_loss_that_is_repaired_for_a_whole_micro_batch_is_refused(repair, where):
     of = REPAIRS[repair]
     odd = data(torch.nan if repair == "nan_to_num" else 1e5)
@@ -125,8 +125,7 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("micro", [1, 2, B])
-@pytest.mark.parametrize("honest", HONEST)
+@pytest.mark.parametrize(("honest", "micro"), each(HONEST, [1, 2, B]))
 def test_samples_without_a_gradient_train(honest, micro):
     assert train(HONEST[honest], data(), micro=micro, steps=12, verify=False) == 12
 

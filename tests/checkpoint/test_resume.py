@@ -87,12 +87,17 @@ OPTIONS = {
     "cap": {"max_batch_size": 9},
     "secure": {"secure_mode": True},
     "discrete": {"noise": "discrete-gaussian", "accountant": "rdp"},
-    "layer-wise": {"clipping_style": "layer-wise", "target_epsilon": 8.0, "noise_multiplier": None},
+    "layer-wise": {
+        "clipping_style": "layer-wise",
+        "target_epsilon": 8.0,
+        "noise_multiplier": None,
+        "accountant": "rdp",
+    },
     "tracked": {"clipping_style": "layer-wise", "adaptive_clipping": QuantileTracking()},
 }
 
 
-@pytest.mark.parametrize(("way", "options"), covering(product(WAYS, OPTIONS), lambda *case: set(case)))
+@pytest.mark.parametrize(("way", "options"), covering(product(WAYS, OPTIONS), lambda *case: set(case) - {"cap"}))
 def test_a_resumed_run_continues_bit_for_bit(way, options):
     way, options = WAYS[way], OPTIONS[options]
     whole, part = Run(**options), Run(**options)
@@ -349,6 +354,9 @@ def test_epsilon_stays_below_the_target():
     assert 2.97 < run.engine.epsilon() <= 3.0
 
 
+BUDGET = {"target_epsilon": 3.0, "noise_multiplier": None, "accountant": "rdp"}
+
+
 def step_on(run):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This loop feeds its own batches")
@@ -358,7 +366,7 @@ def step_on(run):
 
 
 def test_a_run_stops_before_it_passes_its_budget():
-    run = Run(target_epsilon=3.0, noise_multiplier=None)
+    run = Run(**BUDGET)
     run.train(9)
     weights, spent = run.weights, run.engine.epsilon()
     with pytest.raises(BudgetExceededError, match=r"Step 10 .*target_epsilon=3 .*planned: 9"):
@@ -371,16 +379,16 @@ def test_a_run_stops_before_it_passes_its_budget():
 
 
 def test_a_resumed_run_keeps_its_budget():
-    run = Run(target_epsilon=3.0, noise_multiplier=None)
+    run = Run(**BUDGET)
     run.train(9)
-    resumed = Run(target_epsilon=3.0, noise_multiplier=None)
+    resumed = Run(**BUDGET)
     resumed.load(run.save())
     with pytest.raises(BudgetExceededError):
         step_on(resumed)
 
 
 def test_a_run_may_pass_its_budget_with_a_warning():
-    run = Run(target_epsilon=3.0, noise_multiplier=None, on_budget="continue")
+    run = Run(**BUDGET, on_budget="continue")
     run.train(9)
     with pytest.warns(UserWarning, match="Step 10 would spend more than target_epsilon=3"):
         step_on(run)

@@ -1,8 +1,8 @@
 """One rank of a two-distribution audit, of the engine as it is and with noise divided by the number of ranks.
 
-Usage: torchrun --nproc_per_node=W audit_worker.py TRIALS ddp|fsdp2|deepspeed-1|deepspeed-2|deepspeed-3 [...]
+Usage: torchrun --nproc_per_node=W audit_worker.py TRIALS:BACKEND [...], one of ddp, fsdp2, deepspeed-1, -2, -3.
 
-A rank reports, for each back-end and each of the two engines, whether it was refuted, and mu; before them, the largest
+A rank reports, for each case and each of the two engines, whether it was refuted, and mu; before them, the largest
 error of the gradients and parameters that an audit is shown, against those of one process.
 """
 
@@ -56,7 +56,9 @@ def shown(how: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return found
 
 
-def audit(trials: int, how: str) -> tuple[float, list[tuple[bool, float]]]:
+def audit(case: str) -> tuple[float, list[tuple[bool, float]]]:
+    count, how = case.split(":")
+    trials = int(count)
     with taken_for_equal():  # which the sums are, but for rounding
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr("dpshard.engine.choose", lambda model, group: local_backend(model))
@@ -76,7 +78,7 @@ def audit(trials: int, how: str) -> tuple[float, list[tuple[bool, float]]]:
 
 def audits() -> list[Any]:
     dpshard.engine.new_run_secret = lambda: bytes(range(32))
-    return [audit(int(sys.argv[1]), how) for how in sys.argv[2:]]
+    return [audit(case) for case in sys.argv[1:]]
 
 
 if __name__ == "__main__":

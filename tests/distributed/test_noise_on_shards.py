@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.distributed.launch import launch
 from tests.distributed.noise_worker import BATCH_SIZE, SIGMA, STEPS, THRESHOLD, Model
+from tests.grids import covering
 
 FALSE_ALARM = 1e-7
 CHUNK = 1024
@@ -31,7 +32,10 @@ def noise_of(tmp_path: Path, backend: str, world_size: int) -> list[dict[str, tu
 
 @pytest.mark.parametrize(
     ("backend", "world_size"),
-    [("ddp", 2), ("zero1", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)],
+    covering(
+        [("ddp", 2), ("zero1", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)],
+        lambda backend, world_size: {backend} & {"ddp", "fsdp2", "hsdp"},
+    ),
 )
 def test_noise_of_a_sharded_update(tmp_path: Path, backend: str, world_size: int) -> None:
     ranks = noise_of(tmp_path, backend, world_size)

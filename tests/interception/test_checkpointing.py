@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.grids import covering
 from tests.networks import PRODUCTS, Network, every_second_product, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -183,12 +184,15 @@ def fresh_compiler():
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("way", "selective", "style"),
-    [
-        (around_each_block, False, "all-layer"),
-        (around_each_block, True, "layer-wise"),
-        (within_each_checkpoint, True, "all-layer"),
-        (around_the_model, True, "all-layer"),
-    ],
+    covering(
+        [
+            (around_each_block, False, "all-layer"),
+            (around_each_block, True, "layer-wise"),
+            (within_each_checkpoint, True, "all-layer"),
+            (around_the_model, True, "all-layer"),
+        ],
+        lambda way, selective, style: {way} & {around_each_block, within_each_checkpoint},
+    ),
 )
 def test_compiled_and_checkpointed(way, selective, style):
     """In either order; the compiler's setting for this is restored."""

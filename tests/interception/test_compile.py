@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from dpshard import PrivacyEngine
 from dpshard.errors import UnsupportedParameterError
-from tests.grids import covering
+from tests.grids import chosen, covering, quick
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -78,7 +78,13 @@ def assert_exact(model, way, backend, **options):
     assert counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize(("way", "backend"), [*((way, "aot_eager") for way in WAYS), (whole, "eager")])
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    covering(
+        [*((way, "aot_eager") for way in WAYS), (whole, "eager")],
+        lambda way, backend: {backend} | {way} & {blocks},
+    ),
+)
 def test_exact(way, backend):
     """Also with verification: compiled blocks, and the whole model, with the cheapest compiler."""
     verify = (way, backend) in [(blocks, "aot_eager"), (whole, "eager")]
@@ -89,17 +95,19 @@ def test_exact(way, backend):
     ("way", "mode"),
     covering(
         [(blocks, "ghost"), (blocks, "bk"), (whole, "per-example"), (whole, "ghost")],
-        lambda way, mode: {way, mode == "bk"},
+        lambda way, mode: {(way, mode)} & {(blocks, "ghost")},
     ),
 )
 def test_modes(way, mode):
     assert_exact(Network(blocks=1), way, "aot_eager", clipping_mode=mode, verify=False)
 
 
+@pytest.mark.exhaustive
 def test_compiled_blocks_that_are_checkpointed():
     assert_exact(Network(blocks=1, reentrant=False), blocks, "aot_eager", verify=False)
 
 
+@pytest.mark.exhaustive
 def test_styles():
     groups = [[name for name in EXPECTED if name.startswith("blocks")], [n for n in EXPECTED if n[:6] != "blocks"]]
     per_sample = per_sample_gradients(Network(blocks=1), DATA, F.cross_entropy)
@@ -166,7 +174,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", chosen(FAMILIES, "products", "derived"))
 def test_every_family_of_rules(family):
     torch.manual_seed(0)
     build, shape = FAMILIES[family]
@@ -176,6 +184,7 @@ def test_every_family_of_rules(family):
     assert relative_error(update, expected) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_tables():
     torch.manual_seed(0)
     ids = torch.randint(0, 7, (B, 4))
@@ -190,7 +199,7 @@ def test_tables():
     assert relative_error(private_step(whole(model, "aot_eager"), (ids,), max_grad_norm=R), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", [whole, in_place, blocks])
+@pytest.mark.parametrize("way", chosen([whole, in_place, blocks], blocks))
 def test_compiled_once(way):
     """Logical batches of 0 to 9 samples, in micro-batches of 3, have one shape for the compiler."""
     model, data = way(Network(blocks=1), "aot_eager"), sentences(9)
@@ -218,7 +227,7 @@ def graph_breaks():
 
 @pytest.mark.usefixtures("graph_breaks")
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("mode", quick("auto", rest=["ghost"]))
 def test_a_compiled_function_of_forward_and_backward(mode):
     """Parts that run by themselves, taps and anchors, are left out of it."""
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double(), randn(B, 4)
@@ -327,7 +336,7 @@ class Layer(nn.Module):
         return x + self.linear(self.norm(x)).tanh() * (1 + self.scale)
 
 
-@pytest.mark.parametrize("style", ["all-layer", "block-wise", "layer-wise"])
+@pytest.mark.parametrize("style", quick("layer-wise", rest=["all-layer", "block-wise"]))
 def test_equal_blocks_have_one_graph(style):
     """Dynamo falls back to eager mode after eight compilations, so twelve blocks must share a graph."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from dpshard import PrivacyEngine
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.records import PerSampleGrad
-from tests.grids import pairwise
+from tests.grids import each
 from tests.oracle import assert_exact, randn
 
 pytestmark = [
@@ -101,8 +101,7 @@ def saved_bytes(model, forward):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "trained"), each(NETWORKS, TRAINED))
 def test_the_graph_keeps_what_that_of_the_plain_model_keeps(network, trained):
     """Both nodes of a layer, autograd's and the engine's, keep the same input; frozen layers keep none."""
     model, x = build(network, trained)
@@ -126,8 +125,7 @@ def test_biases_of_linear_layers_keep_no_activation_at_all():
     assert saved_bytes(model, lambda: model(x)) >= 2 * B * T * D * 4  # the count includes what it must
 
 
-@pytest.mark.parametrize("mode", ["auto", "bk", "ghost", "per-example"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "mode"), each(NETWORKS, ["auto", "bk", "ghost", "per-example"]))
 def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     """Only the output gradient reaches a slot, which keeps one row of the bias' size per sample."""
     model, x = build(network, "biases")
@@ -162,7 +160,7 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trained", "mode", "style"),
-    pairwise(list(TRAINED), ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
+    each(TRAINED, ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
 )
 def test_nothing_outlives_the_backward_pass(trained, mode, style):
     """After backward, the only live tensor with a row per position is the output."""
@@ -188,8 +186,7 @@ def test_nothing_outlives_the_backward_pass(trained, mode, style):
         handle.remove()
 
 
-@pytest.mark.parametrize("network", ["linears", "convolutions"])
-@pytest.mark.parametrize("trained", ["biases", "last", "one weight"])
+@pytest.mark.parametrize(("trained", "network"), each(["biases", "last", "one weight"], ["linears", "convolutions"]))
 def test_what_is_trained_is_that_of_the_oracle(network, trained):
     model, _ = build(network, trained)
     assert_exact(model, randn(B, *NETWORKS[network][1]().shape[1:]))

@@ -109,12 +109,13 @@ class Writer:
     """Collects the rows of all tests of a run."""
 
     def __init__(self) -> None:
-        self.sections: dict[str, list[tuple[str, list[str]]]] = {title: [] for title in SECTIONS.values()}
+        self.sections: dict[str, list[tuple[int, str, list[str]]]] = {title: [] for title in SECTIONS.values()}
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         if item.path.name in SECTIONS and seen.model:
-            self.sections[SECTIONS[item.path.name]].append((name_of(item), cells()))
+            place = item.config.stash[COLLECTED].index(item)
+            self.sections[SECTIONS[item.path.name]].append((place, name_of(item), cells()))
 
     def text(self) -> str:
         parts = [HEAD.format(versions=", ".join(versions()))]
@@ -124,7 +125,9 @@ class Writer:
                 "| test | model | trained parameters | functions | error |",
                 "|---|---|---:|---|---:|",
             ]
-            parts += [" | ".join(("|", f"`{name}`", *row, "|")).strip().replace("| |", "|") for name, row in found]
+            parts += [
+                " | ".join(("|", f"`{name}`", *row, "|")).strip().replace("| |", "|") for _, name, row in sorted(found)
+            ]
         return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dpshard.errors import VerificationError
+from tests.grids import chosen, each
 from tests.oracle import noise_free_engine
 from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, Wide, assert_model_exact, tokens
 
@@ -44,7 +45,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", chosen(DECODERS, "GPT2", "Llama", "Rwkv"))
 def test_decoders(name):
     configuration = getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
@@ -90,8 +91,7 @@ def mixture(name, **options):
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(("name", "implementation"), each(EXPERTS, ["eager", "grouped_mm", "batched_mm"]))
 def test_mixtures_of_experts(name, implementation):
     model = mixture(name)
     model.set_experts_implementation(implementation)
@@ -110,6 +110,7 @@ def test_a_balancing_loss_is_refused():
             model(input_ids=ids, labels=ids)
 
 
+@pytest.mark.exhaustive
 def test_switch_transformers():
     """Experts are separate modules; each sequence has its capacity."""
     configuration = transformers.SwitchTransformersConfig(
@@ -159,7 +160,7 @@ ENCODERS = {
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", chosen(ENCODERS, "Bert", "DebertaV2"))
 def test_encoders(name, head):
     configuration = getattr(transformers, f"{name}Config")(**{**TEXT, **NO_DROPOUT, **ENCODERS[name]})
     mask = torch.ones(3, 5, dtype=torch.long)
@@ -169,7 +170,7 @@ def test_encoders(name, head):
     )
 
 
-@pytest.mark.parametrize("name", ["T5", "T5-gated", "Bart"])
+@pytest.mark.parametrize("name", chosen(["T5", "T5-gated", "Bart"], "T5"))
 def test_encoder_decoders(name):
     sizes = {**TOKENS, "vocab_size": VOCABULARY, "d_model": 8, "decoder_start_token_id": 2}
     if name == "Bart":
@@ -193,7 +194,7 @@ def test_encoder_decoders(name):
     assert_model_exact(model, {"input_ids": tokens(), "decoder_input_ids": tokens(4)})
 
 
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+@pytest.mark.parametrize("name", chosen(["Mamba", "Mamba2"], "Mamba"))
 def test_state_space_models(name):
     sizes = {**TOKENS, "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
     more = {"time_step_rank": 2} if name == "Mamba" else {"head_dim": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4}

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from tests.grids import each
 from tests.oracle import Use
 from tests.zoo.zoo import B, assert_model_exact
 
@@ -23,8 +24,7 @@ def assert_exact(use, before=D, inputs=None, **parts):
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("length", [T, B])
+@pytest.mark.parametrize(("length", "batch_first"), each([T, B], [True, False]))
 def test_attention(batch_first, length):
     """Also with as many positions as samples, where shapes cannot distinguish them."""
 
@@ -38,8 +38,7 @@ def test_attention(batch_first, length):
     )
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(("norm_first", "batch_first"), each([True, False], [True, False]))
 def test_transformer(batch_first, norm_first):
     options = {"dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first}
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, **options), 2, enable_nested_tensor=False)
@@ -63,18 +62,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False, "batch_first": False},
-        {"num_layers": 2, "bidirectional": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_layers(kind, options):
-    options = {"batch_first": True, **options}
+LAYERS = {
+    "plain": {"batch_first": True},
+    "time first, without bias": {"batch_first": False, "bias": False},
+    "two layers, both directions": {"batch_first": True, "num_layers": 2, "bidirectional": True},
+}
+
+
+@pytest.mark.parametrize(("kind", "layers"), each(KINDS, LAYERS))
+def test_recurrent_layers(kind, layers):
+    options = LAYERS[layers]
 
     def use(m, x):
         y, state = m.rnn(x if options["batch_first"] else x.transpose(0, 1))
@@ -134,8 +131,7 @@ def last(state):
     return torch.cat([x.transpose(0, 1).flatten(1) for x in (state if isinstance(state, tuple) else (state,))], 1)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lengths"), each(KINDS, LENGTHS))
 def test_packed_sequences(kind, lengths):
     def use(m, x):
         x, sizes = apart(x)
@@ -149,9 +145,12 @@ def test_packed_sequences(kind, lengths):
     assert_exact(use, 0, with_lengths(LENGTHS[lengths]), rnn=rnn, map=nn.Linear(D, D), after=after)
 
 
-@pytest.mark.parametrize("used", ["outputs", "last states", "both"])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("order", ["found by torch", "sorted already", "sorted by the model"])
+ORDERS = ["found by torch", "sorted already", "sorted by the model"]
+
+
+@pytest.mark.parametrize(
+    ("order", "batch_first", "used"), each(ORDERS, [True, False], ["outputs", "last states", "both"])
+)
 def test_packed_sequences_in_any_order(order, batch_first, used):
     """Raw inputs (no map before), and heads other than linear maps, after rows and columns are in order again."""
 
@@ -185,8 +184,7 @@ def test_packed_sequences_in_any_order(order, batch_first, used):
     assert_exact(use, 0, with_lengths(lengths), **parts)
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize(("enforce_sorted", "kind"), each([True, False], ["LSTM", "GRU"]))
 def test_packed_sequences_from_learned_states(kind, enforce_sorted):
     def use(m, x):
         x, sizes = apart(x)

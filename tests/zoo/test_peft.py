@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dpshard.kernels.flops  # noqa: F401
 from dpshard.errors import UnsupportedParameterError, VerificationError
+from tests.grids import chosen
 from tests.interception.test_frozen import saved_bytes
 from tests.oracle import noise_free_engine
 from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, Wide, assert_model_exact, images, tokens
@@ -58,7 +59,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", chosen(ADAPTERS, "LoRA", "DoRA", "IA3", "prompt tuning"))
 def test_adapters(name):
     kind, options = ADAPTERS[name]
     model = adapted(kind, **CAUSAL, **options)
@@ -67,6 +68,7 @@ def test_adapters(name):
     assert_model_exact(model, {"input_ids": tokens()})
 
 
+@pytest.mark.exhaustive
 def test_lora_of_experts():
     """Adapters of router and attention; the frozen experts between them are followed."""
     model = transformers.MixtralForCausalLM(

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.grids import chosen
 from tests.zoo.beside import import_timm
 from tests.zoo.zoo import assert_model_exact, images
 
@@ -54,7 +55,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", chosen(MODELS, "ViT", "ConvNeXt", "NFNet"))
 def test_timm(name):
     build, size = MODELS[name]
     assert_model_exact(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.grids import chosen
 from tests.zoo.zoo import NO_DROPOUT, SIZES, TOKENS, VOCABULARY, B, assert_model_exact, images, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +58,7 @@ IMAGE_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", IMAGE_MODELS)
+@pytest.mark.parametrize("name", chosen(IMAGE_MODELS, "ViT", "BEiT, biases per layer"))
 def test_images(name):
     build, size = IMAGE_MODELS[name]
     assert_model_exact(build(), {"pixel_values": images(size)})
@@ -79,7 +80,7 @@ def test_clip_reads():
     assert_model_exact(model, {"input_ids": ids}, lambda output: output.text_embeds)
 
 
-@pytest.mark.parametrize("norm", ["layer", "group"])
+@pytest.mark.parametrize("norm", chosen(["layer", "group"], "layer"))
 def test_wav2vec2(norm):
     names = ("hidden", "attention", "activation", "feat_proj", "final")
     configuration = transformers.Wav2Vec2Config(
@@ -96,6 +97,7 @@ def test_wav2vec2(norm):
     assert_model_exact(transformers.Wav2Vec2ForCTC(configuration), {"input_values": torch.randn(B, 60)})
 
 
+@pytest.mark.exhaustive
 def test_whisper():
     sides = {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("layers", "attention_heads")}
     configuration = transformers.WhisperConfig(

@@ -54,6 +54,7 @@ class UnitReduction:
 
     def __init__(self, sharding: FSDP2Sharding, store: GradStore) -> None:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
+        self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._pass: _Pass | None = None
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
@@ -115,11 +116,11 @@ class UnitReduction:
             dist.all_reduce(shards, group=group)
         self._store.require_untouched(unit.names)  # layers that did not run here are not checked yet
         with torch.no_grad():
-            for name, columns in self._columns(unit):
+            for name, columns in self._columns[unit].items():
                 local = as_real(self._sharding.local(self._parameters[name]))
                 self._store.add_shard(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
 
-    def _columns(self, unit: Unit) -> Iterator[tuple[str, slice]]:
+    def _lay_out(self, unit: Unit) -> Iterator[tuple[str, slice]]:
         """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""
         start = 0
         for name in unit.names:
@@ -131,7 +132,7 @@ class UnitReduction:
     def _bucket(self, reduction: _Pass) -> Tensor:
         if reduction.bucket is None:
             unit = reduction.waiting[0]
-            width = max(columns.stop for _, columns in self._columns(unit))
+            width = max(columns.stop for columns in self._columns[unit].values())
             dtypes = (self._parameters[name].dtype.to_real() for name in unit.names)
             dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
             ranks, device = self._sharding.shard_mesh.size(), self._sharding.compute_device
@@ -139,13 +140,13 @@ class UnitReduction:
         return reduction.bucket
 
     def _fill(self, reduction: _Pass, name: str, total: Tensor) -> None:
-        columns = dict(self._columns(reduction.waiting[0]))[name]
+        columns = self._columns[reduction.waiting[0]][name]
         _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._sharding.rows(name))
 
     def _reduce_scatter(self, reduction: _Pass) -> tuple[Unit, Tensor, Tensor, dist.Work]:
         unit, bucket = reduction.waiting[0], self._bucket(reduction)
         reduction.bucket = None
-        for name, columns in self._columns(unit):
+        for name, columns in self._columns[unit].items():
             held = self._store.unreduced.pop(name, None)
             if held is not None:
                 _add_chunks(bucket[:, columns], as_real(held), self._sharding.rows(name))

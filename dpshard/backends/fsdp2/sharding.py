@@ -35,6 +35,7 @@ class FSDP2Sharding(Sharding):
         except ConfigurationError:
             self.detach()
             raise
+        self._parts = self._split()
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """Unsharded parameters, as last seen in forward; before, the sharded ones."""
@@ -114,18 +115,21 @@ class FSDP2Sharding(Sharding):
     @property
     def shard_mesh(self) -> DeviceMesh:
         """Mesh of the ranks with different shards."""
-        return self.mesh if self.mesh.ndim == 1 else self._part(self.shard_dim)
+        return self._parts[self.shard_dim]
 
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
         """Yield the groups with equal shards (HSDP)."""
-        for dim in range(self.mesh.ndim):
+        for dim, part in enumerate(self._parts):
             if dim != self.shard_dim:
-                yield self._part(dim).get_group()
+                yield part.get_group()
 
-    def _part(self, dim: int) -> DeviceMesh:
+    def _split(self) -> list[DeviceMesh]:
+        """Return the mesh of each dimension, made once: a slice of a mesh takes milliseconds."""
+        if self.mesh.ndim == 1:
+            return [self.mesh]
         names = self.mesh.mesh_dim_names
         assert names is not None
-        return self.mesh[names[dim]]
+        return [self.mesh[name] for name in names]
 
     def rows(self, name: str) -> int:
         """Return the rows of a padded shard; the last ranks hold fewer, or none."""

@@ -1,6 +1,8 @@
 """Libraries built from changed sources, and norms by hand."""
 
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,28 @@ SOURCES = Path(native.__file__).parent
 
 def build(path, **changed):
     """Build a library at `path` from the sources, some of them changed."""
-    for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
-        (path / source.name).write_text(source.read_text())
+    texts = {source.name: source.read_text() for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))}
     for name, (right, wrong) in changed.items():
-        (source,) = path.glob(f"{name}.[ch]")
-        text = source.read_text()
-        assert right in text
-        source.write_text(text.replace(right, wrong))
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", path / "built.so", *path.glob("*.c"), "-lm"]
-    subprocess.run(command, check=True)
+        (source,) = (source for source in texts if source.startswith(f"{name}."))
+        assert right in texts[source]
+        texts[source] = texts[source].replace(right, wrong)
+    headers = tuple(sorted((name, text) for name, text in texts.items() if name.endswith(".h")))
+    objects = []
+    for name in sorted(texts.keys() - dict(headers)):
+        objects.append(path / f"{name}.o")
+        objects[-1].write_bytes(_compiled(name, texts[name], headers))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path / "built.so", *objects, "-lm"], check=True)
     return str(path / "built.so")
+
+
+@cache
+def _compiled(name, text, headers):
+    """Return the object code of a source; most builds change one of several sources."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in (*headers, (name, text)):
+            Path(folder, file).write_text(content)
+        subprocess.run(["cc", "-O1", "-fPIC", "-c", "-o", "object", name], cwd=folder, check=True)
+        return Path(folder, "object").read_bytes()
 
 
 def narrow_library(path):
