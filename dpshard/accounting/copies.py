@@ -118,7 +118,7 @@ def total_cost(spans: Iterable[Span]) -> Counter[Release]:
     return total
 
 
-def first_gap(spans: Iterable[Span], run: str, steps: int) -> int | None:
+def first_missing(spans: Iterable[Span], run: str, steps: int) -> int | None:
     """Return the number (from 1) of the first of `steps` steps of `run` without a release, or None."""
     reached = 0
     for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.copies import Span, append, cost, first_gap, total_cost
+from dpshard.accounting.copies import Span, append, cost, first_missing, total_cost
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
 from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
@@ -158,8 +158,8 @@ class PrivacyLedger:
             run, steps, spans = state["run"], state["steps"], [Span.parse(span) for span in state["spans"]]
             if type(run) is not str or type(steps) is not int or steps < 0:
                 raise ValueError(f"run {run!r}, {steps!r} steps")
-            if gap := first_gap(spans, run, steps):
-                raise ValueError(f"{steps} steps, but no release of step {gap}")
+            if missing := first_missing(spans, run, steps):
+                raise ValueError(f"{steps} steps, but no release of step {missing}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. Resume "

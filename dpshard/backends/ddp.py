@@ -32,7 +32,7 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside the training.
-    sharding = Unsharded(model.module, model, beside=model.no_sync)
+    sharding = Unsharded(model.module, model, isolated=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = GradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
@@ -110,7 +110,7 @@ class DDPReduction:
         flat = torch.cat([x.flatten() for x in sums])
         dist.all_reduce(flat, group=self._communicator.group)
         for name, shape, x in zip(half, shapes, flat.split([x.numel() for x in sums]), strict=True):
-            add(self._store.beside, name, x.view(shape))
+            add(self._store.wide_sums, name, x.view(shape))
             unreduced.pop(name, None)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:

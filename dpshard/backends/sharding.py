@@ -136,7 +136,7 @@ class Sharding(ABC):
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
         """Accept plain gradients in a block outside the training; they reach no `.grad`."""
-        with self.guard.guard_disabled(), self._beside():
+        with self.guard.guard_disabled(), self._isolated():
             yield
 
     @contextmanager
@@ -146,7 +146,7 @@ class Sharding(ABC):
             yield
 
     @abstractmethod
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _isolated(self) -> AbstractContextManager[Any]:
         """Return a block for forwards and backwards outside the training; it restores the framework."""
 
     @abstractmethod
@@ -186,16 +186,16 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Whole parameters in every process; `beside` makes the block of `guard_disabled`."""
+    """Whole parameters in every process; `isolated` makes the block of `guard_disabled`."""
 
     def __init__(
         self,
         core: nn.Module,
         outermost: nn.Module | None = None,
-        beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        isolated: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(core, core if outermost is None else outermost)
-        self._make_beside = beside
+        self._make_isolated = isolated
 
     def unshards(self, module: nn.Module) -> bool:
         """Return False: no parameter is sharded."""
@@ -208,8 +208,8 @@ class Unsharded(Sharding):
         """Return nothing: all parameters exist always."""
         return ()
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        return self._make_beside()
+    def _isolated(self) -> AbstractContextManager[Any]:
+        return self._make_isolated()
 
     def _together(self) -> AbstractContextManager[Any]:
         return nullcontext()

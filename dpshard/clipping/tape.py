@@ -71,9 +71,9 @@ class Tape:
         self._tokens: dict[int, Tensor] = {}
 
     @property
-    def gap(self) -> str | None:
+    def unfinished(self) -> str | None:
         """Reason why the samples do not count whole; None if every forward had a complete backward."""
-        return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
+        return HALFWAY if self.aborted else self.forwards.unfinished(inputs_suffice=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; in backward `keep` and its gradient arrive here as the records of `use`."""

@@ -71,9 +71,9 @@ def _row_numbers(index: Any) -> Tensor | None:
         return None
     if first.dtype in (torch.bool, torch.uint8):
         return None if tensors else first.nonzero()[:, 0]
-    beside = all(i.dim() == 0 or (i.dim() == 1 and len(i) in (1, len(first))) for i in tensors)
+    broadcasts = all(i.dim() == 0 or (i.dim() == 1 and len(i) in (1, len(first))) for i in tensors)
     masks = any(i.dtype in (torch.bool, torch.uint8) for i in tensors)
-    return first if first.dim() == 1 and beside and not masks else None
+    return first if first.dim() == 1 and broadcasts and not masks else None
 
 
 def _numbers_in(index: Any) -> Any:

@@ -139,7 +139,7 @@ def plan_run(
             f"fetch the next one after its backward: num_workers= of engine.batches reads ahead."
         )
     m = B // rows_per_unit
-    rows = max(1, m if plan is None else plan.samples_everywhere)
+    rows = max(1, m if plan is None else plan.min_samples_per_rank)
     given = tuple(leaves)
     run = Run(module, original, given, given, tree, m, dims, rows, rows_per_unit)
     return run if rows_per_unit == 1 else run.reading(dims)

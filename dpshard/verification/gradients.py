@@ -83,10 +83,10 @@ def check_gradients(
     plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
     for objective in objectives:
         found = _Found()
-        beside = clipper.twin(found)
-        tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
+        twin = clipper.twin(found)
+        tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
         output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
-        _differentiate(size * objective(output, chosen), beside.differentiated())
+        _differentiate(size * objective(output, chosen), twin.differentiated())
         del output
         singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]

@@ -76,8 +76,8 @@ class ZeroSharding(Sharding):
         """Return nothing: DeepSpeed unshards parameters in place."""
         return ()
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._zero3 is None else self._zero3.beside()
+    def _isolated(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._zero3 is None else self._zero3.isolated()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -101,7 +101,7 @@ class FSDP2Sharding(Sharding):
         self.communicator.meet()  # in the forwards of a probe all ranks unshard together
         return nullcontext()
 
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _isolated(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
         for unit in self.units:
             if unit.is_sharded():
