@@ -16,8 +16,8 @@ from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose
 from dpshard.checkpoint.facts import Facts
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup, parse_clipping_fn
-from dpshard.clipping.groups import partition
+from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.clipping.groups import ClippingGroup, partition
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, check_tracking
 from dpshard.config import (

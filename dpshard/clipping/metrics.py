@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 
 FIGURES = (
     "samples",

@@ -22,8 +22,9 @@ from torch import Tensor
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
 from dpshard.clipping.forwards import HALFWAY, Forwards
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots, Use
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import Record

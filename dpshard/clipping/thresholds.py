@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dpshard.clipping.functions import sensitivity
+from dpshard.clipping.groups import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
 from dpshard.config import NoiseName, check_positive, is_number

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.clipping.functions import ClippingFunction
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution

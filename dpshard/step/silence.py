@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception import Doubt, Doubts
 from dpshard.records.host import arrays_of, is_at_hand, total
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.tape import ClippedSums, Clipper, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
 from dpshard.verification.bench import Bench
