@@ -304,7 +304,7 @@ def test_rows_per_unit_is_a_count(rows):
 
 
 def test_rows_that_are_no_whole_units_are_refused():
-    with pytest.raises(BatchLayoutError, match=r"10 rows, which are no whole units of rows_per_unit=3"):
+    with pytest.raises(BatchLayoutError, match=r"10 rows, which is not a multiple of rows_per_unit=3"):
         private_step(Network(), sentences(10), F.cross_entropy, rows_per_unit=3, batch_size=3)
 
 

@@ -83,7 +83,7 @@ def leave_nodes_out_of_graphs() -> None:
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
 
-    It is told whether the caller would get any of them (torch.autograd.grad), instead of `.grad`.
+    `close` gets True if torch.autograd.grad would return one of them instead of `.grad`.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close, as every slot of these parameters has its gradients."""
+        """Close the anchor, because every slot of these parameters has its gradients."""
         return (None, *ctx.close(_hands_out(ctx.next_functions)))
 
 

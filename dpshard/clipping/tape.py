@@ -276,7 +276,7 @@ class Clipper:
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper of the same groups, in one pass, for a comparison beside the training."""
+        """Return a clipper of the same groups, in one pass, for a comparison outside training."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 

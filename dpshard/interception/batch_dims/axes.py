@@ -75,8 +75,8 @@ def merge(into: Layout, found: Layout) -> None:
             known.inputs[0] = None  # two kinds of tensors share this shape, so it proves nothing
         elif known != layout:
             raise BatchLayoutError(
-                f"{describe(key)} is called with the samples of the micro-batch along different dimensions; use a "
-                f"module of its own for each of the two."
+                f"{describe(key)} is called with the samples of the micro-batch along different dimensions; call two "
+                f"modules, one for each dimension."
             )
 
 

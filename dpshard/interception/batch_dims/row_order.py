@@ -72,8 +72,8 @@ def settle(
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
                 raise BatchLayoutError(
-                    f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
-                    f"module of its own for each of the two."
+                    f"{describe(doubt.key)} is called with the rows of the samples in different orders; call two "
+                    f"modules, one for each order."
                 )
     as_given = set(settled.values()) <= {0, rows_per_unit}  # the rows of a unit are adjacent wherever values tell
     for doubt in undecided:
@@ -81,7 +81,7 @@ def settle(
             layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Of equal rows (positions) verification can tell, unless they have no gradient until others come.
+        # Verification can tell the order of equal rows (positions), unless no row has a gradient yet.
         if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
@@ -140,9 +140,9 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "
-            f"{tuple(doubt.value.shape)} for {second} samples, so it cannot be told whether its dimension "
+            f"{tuple(doubt.value.shape)} for {second} samples, so dpshard cannot tell whether dimension "
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
             f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros. "
-            f"With rows_per_unit=, verify=True tells by gradients, and data whose rows differ tell as well."
+            f"With rows_per_unit=, verify=True compares gradients, and data with different rows also help."
         )
     return max(orders, default=0)
