@@ -392,7 +392,7 @@ def rolled(n):
 @pytest.mark.parametrize("units", [2, 3])
 def test_rows_of_a_unit_that_are_no_neighbours_are_refused(units, order):
     """On full micro-batches of 2 units, too."""
-    with pytest.raises(LogicalBatchError, match=r"side by side|copies"):
+    with pytest.raises(LogicalBatchError, match=r"rows of a unit adjacent|copies"):
         clipped_sum(Network, in_order(order), units_of(units, 2), rows_per_unit=2, verify=False)
 
 

@@ -32,9 +32,9 @@ def _check_bounds(accountant: str) -> None:
     """Raise AccountingError for an accountant that is not an upper bound."""
     if accountant == "gdp":
         raise AccountingError(
-            "accountant='gdp' may under-state epsilon (0.85 where 'pld' finds 3.24, for example), so it plans no "
-            "budget: the noise would be too weak. Take accountant='pld'. With noise_multiplier= 'gdp' can be "
-            "reported."
+            "accountant='gdp' may under-state epsilon (for example 0.85 where 'pld' finds 3.24), so it cannot plan a "
+            "budget: the noise would be too weak. Take accountant='pld'. With noise_multiplier= you may report the "
+            "figure of 'gdp'."
         )
 
 

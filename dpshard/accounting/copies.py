@@ -81,8 +81,8 @@ def cost(copies: Iterable[Span]) -> Counter[Release]:
         return Counter()
     if any(span.release != copies[0].release for span in copies):
         raise AccountingError(
-            f"A step was released as {copies[0].release}, and as another release: no bound is known for both on one "
-            f"batch. Repeat steps with the noise, batch size and sample size of the first time."
+            f"A step was released as {copies[0].release}, and as another release: no bound covers both on one "
+            f"batch. Repeat steps with the original noise, batch size and sample size."
         )
     release, k = copies[0].release, len(copies)
     fed = any(span.unverified_sampling for span in copies)

@@ -49,8 +49,8 @@ class CorrelatedMechanism:
         check_choice("sampling", self.sampling, get_args(CorrelatedSampling))
         if len(set(self.schedule.sizes)) != 1:
             raise ConfigurationError(
-                f"sampling={self.sampling!r} needs one batch size in all steps: the number of steps between two "
-                f"participations of a sample follows from it. Give batch_size as an int."
+                f"sampling={self.sampling!r} needs one batch size in all steps: it determines the number of steps "
+                f"between two participations of a sample. Give batch_size as an int."
             )
         if self.schedule[0] > self.sample_size:
             raise ConfigurationError(
@@ -62,7 +62,7 @@ class CorrelatedMechanism:
     def _check_groups(self) -> None:
         if not isinstance(self.correlation, BandMF):
             raise ConfigurationError(
-                f"sampling='cyclic-poisson' needs BandMF(bands=...), whose columns end after their bands; those of "
+                f"sampling='cyclic-poisson' needs BandMF(bands=...): its columns end after their bands. Those of "
                 f"{type(self.correlation).__name__} never end. Take BandMF, or sampling='fixed-order'."
             )
         if self.correlation.bands * self.schedule[0] > self.sample_size:

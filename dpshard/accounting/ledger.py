@@ -92,9 +92,9 @@ class PrivacyLedger:
     ) -> bool:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
-        If a multiset of releases fits the budget, any part of it fits too: until more is needed, calls compare
-        counters. All of `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon.
-        Otherwise bisection finds how many such releases fit, in about log2(steps) evaluations.
+        If a multiset of releases fits the budget, any part of it fits too, so most calls only compare counters. The
+        first call tries all of `plan`, the releases of the whole run, with one evaluation of epsilon. Otherwise bisection
+        finds how many such releases fit, in about log2(steps) evaluations.
         """
         budget = (target_epsilon, target_delta)
         total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)

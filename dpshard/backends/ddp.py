@@ -31,7 +31,7 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
     """Return the back-end of a model in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
-    # Within no_sync() the reducer ignores forwards and backwards outside the training.
+    # Within no_sync() the reducer ignores forwards and backwards outside training.
     sharding = Unsharded(model.module, model, isolated=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = GradStore(sharding)
@@ -117,10 +117,10 @@ class DDPReduction:
         """Return the digest of the first rank; LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
-                "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
-                "ranks. Call the wrapped model itself, not its .module; call backward() within the micro-batch that it "
-                "belongs to; and leave no_sync() to engine.batches(...), or, in a loop of your own, out of the last "
-                "micro-batch. zero_grad() then makes a fresh start."
+                "DistributedDataParallel did not reduce the clipped sums of this logical batch: they differ between "
+                "ranks. Call the wrapped model, not its .module; call backward() within its own micro-batch; and leave "
+                "no_sync() to engine.batches(...), or, in a loop of your own, out of the last micro-batch. Call "
+                "zero_grad() to start afresh."
             )
         return ranks_WL[0]
 
@@ -133,8 +133,8 @@ def refuse_other_reductions(model: DistributedDataParallel) -> None:
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(
-            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise "
-            f"is in: compression changes what was accounted, and an optimizer that overlaps with backward "
+            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise: "
+            f"compression changes the accounted sum, and an optimizer that overlaps with backward "
             f"(ZeroRedundancyOptimizer(overlap_with_ddp=True)) steps without noise. Make DistributedDataParallel "
             f"without register_comm_hook and mixed_precision; for mixed precision use torch.autocast."
         )

@@ -44,7 +44,7 @@ class GradShards(Protocol):
 
 
 class GradStore:
-    """Keeps clipped sums in `.grad`, and for half-precision parameters in float32 beside it.
+    """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
     Micro-batches must not accumulate in half precision. There `.grad` holds zeros, so that the guard notices dropped or
     changed gradients.
@@ -138,7 +138,7 @@ class GradStore:
         try:
             yield
         except LogicalBatchError:
-            self.forget()  # the sums are lost; zero_grad() then makes a fresh start
+            self.forget()  # the sums are lost; zero_grad() lets the script start afresh
             raise
 
     def refuse_stale(self) -> None:
@@ -211,7 +211,7 @@ class GradStore:
         self._reset()
 
     def forget(self) -> None:
-        """Forget the sums beside `.grad`, and the guard's records."""
+        """Forget the sums outside `.grad`, and the guard's records."""
         self.wide_sums.clear()
         self.unreduced.clear()
         self._guard.forget()

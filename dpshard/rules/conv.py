@@ -88,7 +88,7 @@ def _record(
         raise call.refuse("its input has no batch dimension; pass [B, C, ...]")
     axis, B = batch_axis(call, input), call.batch_size
     if axis.dim != 0:
-        raise call.refuse("it slides over the samples of the micro-batch")
+        raise call.refuse("its windows slide over the samples of the micro-batch")
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         tensors = tuple(_images(axis.split(x, B), x.dim()) for x in tensors)

@@ -66,7 +66,7 @@ def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
                 size = x.shape[axis.dim]
                 found.add((x.dim() - axis.dim, size, axis.adjacent if size > call.batch_size else 0))
     if len(found) != 1:
-        raise call.refuse("its data inputs carry the samples of the micro-batch at different places")
+        raise call.refuse("its data inputs carry the samples of the micro-batch in different dimensions")
     return found.pop()
 
 
@@ -101,7 +101,7 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     k, rest = divmod(times[axis.dim], B)
     # Values of the parameter cannot tell in which order rows lie. Those of a unit lie as in the inputs of the model.
     if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
-        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {B}")
+        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, but there are {B}")
     copies = call.per_sample(x).reshape(B, *shape)
     if k > 1:
         copies = torch.cat([copies] * k, axis.dim + 1)

@@ -135,7 +135,7 @@ class Zero3:
     # --- start-up ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the outermost module's own parameters until `beside` ends."""
+        """Gather the outermost module's own parameters until `isolated` ends."""
         with Passthrough.set(True):
             for parameter in self.core.parameters(recurse=False):
                 if not is_gathered(parameter):
