@@ -93,8 +93,8 @@ class PrivacyLedger:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
         If a multiset of releases fits the budget, any part of it fits too, so most calls only compare counters. The
-        first call tries all of `plan`, the releases of the whole run, with one evaluation of epsilon. Otherwise bisection
-        finds how many such releases fit, in about log2(steps) evaluations.
+        first call tries all of `plan`, the releases of the whole run, with one evaluation of epsilon. If that is too
+        much, bisection finds how many such releases fit, in about log2(steps) evaluations.
         """
         budget = (target_epsilon, target_delta)
         total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)

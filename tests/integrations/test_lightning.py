@@ -133,7 +133,7 @@ def test_a_fit_is_the_engines_own_loop(tmp_path):
         assert float(plain.net[0].weight.grad.norm()) == norm
         optimizer.zero_grad()
     assert same(module, plain)
-    with pytest.raises(EngineInUseError, match="has seen a fit before"):
+    with pytest.raises(EngineInUseError, match="has already fitted a model"):
         fit(private, module, tmp_path)
 
 

@@ -189,7 +189,7 @@ def needs_two(m, x):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (needs_two, r"fails on 1 sample\(s\) of the micro-batch taken alone \(I need two\)"),
+        (needs_two, r"fails on only 1 sample\(s\) of the micro-batch \(I need two\)"),
         (
             lambda m, x: F.linear(x, m.w).sum((1, 2))[:, None] - x.sum((1, 2)),
             r"An output has shape \(3, 3\) for 3 samples",

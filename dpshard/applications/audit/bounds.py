@@ -22,7 +22,7 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
 ATTACKS = 4
-"""Attacks of an audit, at most: releases, two games of steps, one run."""
+"""Maximum number of attacks in an audit: releases, two games of steps, one run."""
 FALSE_ALARM = 1e-6 / ATTACKS
 """Maximum probability that one attack refutes a sound engine; 1e-6 for all attacks."""
 REFUTED_BEYOND = 1 - FALSE_ALARM
@@ -81,7 +81,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
     delta, with beta = P[X >= v], alpha = max_i (2 / i) P[v > X >= v - i], and X ~ Binomial(r, e^eps / (1 + e^eps)).
     """
     if not 0 <= right <= guesses <= canaries:
-        raise ConfigurationError(f"{right} right ones of {guesses} guesses about {canaries} canaries: impossible.")
+        raise ConfigurationError(f"{right} right guesses of {guesses} about {canaries} canaries: impossible.")
     chance = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(right - 1, guesses, chance))
     below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v > X >= v - i], i = 1, ...
