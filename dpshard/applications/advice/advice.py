@@ -29,7 +29,7 @@ from dpshard.errors import ConfigurationError
 OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
-"""Fewest steps: below, a limit of compute shrinks the batch instead."""
+"""Fewest steps; if the compute does not allow them, the batch shrinks instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Advice:
     """Speed of training, if the user gave it."""
     reasons: tuple[Reason, ...]
     next_steps: tuple[str, ...]
-    """What to try next."""
+    """Suggestions for later runs."""
 
     @property
     def epochs(self) -> float:
@@ -140,7 +140,7 @@ def advise(
 def _start(task: Task, pretrained: bool) -> Start:
     if (task, pretrained) not in STARTS:
         raise ConfigurationError(
-            f"pretrained=True: no source tells where a pre-trained {task} model starts. Leave it out, or take "
+            f"pretrained=True: no source says where a pre-trained {task} model starts. Leave it out, or take "
             f"task='vision' or task='language'."
         )
     return STARTS[task, pretrained]
@@ -173,8 +173,8 @@ def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
         return None
     if samples_per_second is None:
         raise ConfigurationError(
-            f"hours={hours!r} says nothing without samples_per_second, the speed of private training: divide the "
-            f"samples of a step by its seconds, which `dpshard bench` measures."
+            f"hours={hours!r} needs samples_per_second, the speed of private training: divide the samples of a step by "
+            f"its seconds, which `dpshard bench` measures."
         )
     check_positive("samples_per_second", samples_per_second)
     if hours is None:

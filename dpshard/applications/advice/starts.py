@@ -20,7 +20,7 @@ ACCOUNTANT = "the accountant pld"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A choice, why, and who says so."""
+    """A choice, its reason, and the source."""
 
     what: str
     why: str
@@ -35,7 +35,7 @@ class Start:
     """Names of `dpshard train --model`, the first by default; empty if the user brings the model."""
     steps: int
     relative_noise: float
-    """Limit of the noise per batch, over that of a batch of all samples: the smallest batch within it is advised."""
+    """Largest noise per batch, relative to a batch of all samples; the advice is the smallest batch within it."""
     optimizer: OptimizerName
     learning_rate: float
     momentum: float = 0.0
@@ -48,13 +48,13 @@ class Start:
 
 _NOISE_OF_DE = Reason(
     "noise",
-    "their runs have at most 1.05 times the noise per batch that a batch of all samples has, by our accountant "
+    "their noise per batch is at most 1.05 times that of a batch of all samples, by our accountant "
     "(CIFAR-10 1.01, ImageNet 1.05)",
     DE,
 )
 _NOISE_OF_LI = Reason(
     "noise",
-    "their runs have 1.4 (MNLI) to 2.6 (SST-2) times the noise per batch that a batch of all samples has, by our "
+    "their noise per batch is 1.4 (MNLI) to 2.6 (SST-2) times that of a batch of all samples, by our "
     "accountant; 2 lies between",
     LI,
 )
@@ -160,5 +160,5 @@ STARTS: dict[tuple[Task, bool], Start] = {
         ),
     ),
 }
-"""Starts by task, and by True if the model has public weights. Those of De et al. stand in the configurations of
-jax-privacy, those of Li et al. in the scripts of private-transformers."""
+"""Starts by task, and by True if the model has public weights. De et al. give theirs in the configurations of
+jax-privacy, Li et al. in the scripts of private-transformers."""

@@ -1,4 +1,4 @@
-"""Noise over the expected batch, against compute: what the accountant says before any training."""
+"""Noise over the expected batch, against compute, by the accountant, before any training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpshard.config import BatchSchedule
 
 SMALLEST_BATCH = 16
 FARTHEST = 4.0
-"""The table ends where the noise per batch is so many times that of a batch of all samples."""
+"""Largest noise per batch in the table, relative to a batch of all samples."""
 TOLERANCE = 2e-3
 """Relative tolerance of epsilon at a sigma of the table; sigma is never too small."""
 DRAFT = "pld-draft"
@@ -20,7 +20,7 @@ _TRIES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TradeOff:
-    """A run of the length of the advice with another expected batch."""
+    """A run with another expected batch, and as many steps as the advice."""
 
     batch_size: int
     noise_multiplier: float
@@ -69,7 +69,7 @@ class Budget:
 
 
 def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
-    """Return runs of `steps` steps, from half of the samples a batch down to noisy ones; with the batch `also`."""
+    """Return runs of `steps` steps, from batches of half of the samples down to noisy ones; `also` adds a batch."""
     samples = budget.sample_size
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
     sigma = budget.noise_multiplier(samples, 1, 1.0) * math.sqrt(steps)

@@ -105,4 +105,4 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your rights to it.") from error
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your permissions.") from error

@@ -103,7 +103,7 @@ def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
         ("--trials 30 --steps-per-trial 2", "at least 40"),
         ("--steps-per-trial 0", "greater than or equal to 1"),
         ("--canaries 3", "at least 10"),
-        (".", "Name a folder that dpshard train has made"),
+        (".", "Name a folder that dpshard train made"),
     ],
 )
 def test_what_proves_nothing_is_refused_in_one_line(dpshard, options, said):
