@@ -190,7 +190,7 @@ def mlp_named():
         ((), "without a tensor argument.*Pass tensors"),
         ((3,), "without a tensor argument"),
         ((torch.tensor(1.0),), "without a tensor argument"),
-        ((torch.zeros(0, 4),), r"no rows.*engine\.batches"),
+        ((torch.zeros(0, 4),), r"empty batch.*engine\.batches"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")

@@ -21,7 +21,7 @@ REFUSED = {
     "tp:fsdp2": APART,
     "tp:denied": f"{TALKS} c10d.allreduce_",
     "tp:world": "which hold parts of one model",
-    "tp:number": "is no group of several processes",
+    "tp:number": "must be a torch.distributed.ProcessGroup",
     "parallelized:norms": PLACED,
     "parallelized:biases": PLACED,
     "parallelized:all": PLACED,

@@ -10,9 +10,9 @@ import pytest
 from tests.distributed.launch import together
 
 REFUSED = {
-    "ddp:no-sync": ("LogicalBatchError", "has not reduced"),
-    "ddp:past-ddp": ("LogicalBatchError", "has not reduced"),
-    "ddp:late": ("LogicalBatchError", "has not reduced"),
+    "ddp:no-sync": ("LogicalBatchError", "did not reduce"),
+    "ddp:past-ddp": ("LogicalBatchError", "did not reduce"),
+    "ddp:late": ("LogicalBatchError", "did not reduce"),
     "ddp:compressed": ("ConfigurationError", "communication hook (fp16_compress_hook)"),
     "ddp:fused-optimizer": ("ConfigurationError", "communication hook"),
     "ddp:join": ("ConfigurationError", "join()"),

@@ -54,7 +54,7 @@ UNSUPPORTED = {
     "repeated twice": (
         lambda m, x: rows(x.new_zeros(len(x), 2, 1) + x[:, :1]) * m.w.repeat(2 * len(x), 1),
         (1, D),
-        r"repeat: it is repeated 6 times along the samples, which are 3",
+        r"repeat: it is repeated 6 times along the samples, but there are 3",
     ),
     "masked": (
         lambda m, x: x + torch.masked_fill(m.w, x > 0, 0.0),
