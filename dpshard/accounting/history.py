@@ -24,7 +24,7 @@ class History:
 
     def __init__(self) -> None:
         self.end = 0
-        """The first step without any release, as far as the loaded state and later releases tell."""
+        """The first step without a release in the loaded state or since."""
         self._loaded: dict[int, set[bytes]] = {}
         self._own: dict[int, set[bytes]] = {}
         self._own_place = b""  # digest of all releases of this process, in order

@@ -22,7 +22,7 @@ class PrivacyLedger:
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
         self.run = run
-        """Identity of the run whose steps are taken; see Span."""
+        """Identity of the current run; see Span."""
         self.steps = 0
         """Index of the next step; `releases` is larger after repeated steps."""
         self._spans: list[Span] = []

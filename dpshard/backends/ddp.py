@@ -1,10 +1,10 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged over ranks as they arrive.
 
 [Note: Reduced or not]
-DDP decides in its own forward whether the next backward reduces. A forward that bypasses it (`model.module(x)`), a
-`no_sync()` around the last micro-batch, or a backward one micro-batch late leave one rank's sums in `.grad`, W times
-too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or replicas
-would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
+DDP decides in its own forward whether the next backward reduces. A script may bypass it (`model.module(x)`), call
+`no_sync()` around the last micro-batch, or run backward one micro-batch late. Then `.grad` holds one rank's sums, W
+times too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or
+replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DDPReduction:
         self._parameters, self._guard = sharding.parameters, sharding.guard
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Return gradients whose mean over ranks is the sum of the clipped sums."""
+        """Return gradients such that their mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
         # A pass ends by recording all gradients as the reducer's results, so check all before the first sum.

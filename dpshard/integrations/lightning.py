@@ -108,7 +108,7 @@ class PrivateTraining(L.Callback):
         """
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
-                "fit() got a loader whose batches are not Poisson samples: call fit(module, private.loader)."
+                "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
             )
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()

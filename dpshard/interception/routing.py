@@ -1,11 +1,11 @@
 """Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
 
 [Note: Routed rows]
-The data decides the number and order of the rows of `x[token_ids]`, so its shape tells nothing; the values of the index
-do. A route starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions
-that make row n of the output from row n of the input only. It ends where each row is added to a row of its own sample,
-or where rows are in the order of the samples again. Any other function loses rows that are out of order; the next
-parameter that meets lost rows is refused.
+The data decides the number and order of the rows of `x[token_ids]`, so only the values of the index show them. A route
+starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions that make
+row n of the output from row n of the input only. It ends where each row is added to a row of its own sample, or where
+rows return to the order of the samples. Any other function loses rows that are out of order; the next parameter that
+meets lost rows is refused.
 
 [Note: Packed sequences]
 Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all samples that are as long.
@@ -28,7 +28,7 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions whose number of output rows depends on the data."""
+"""Functions with a number of output rows that depends on the data."""
 
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
 """Functions that write rows into their first argument at given numbers."""
@@ -222,7 +222,7 @@ class Routing:
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Move the samples of `x` to `output`, whose dimension i was order[i]; return False if there are none."""
+        """Move the samples of `x` to `output`; dimension i was order[i]. Return False if there are none."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False

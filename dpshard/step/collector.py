@@ -361,7 +361,7 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Begin anew after another state was loaded."""
+        """Restart after another state was loaded."""
         self._begin_anew()
 
     def close(self) -> None:

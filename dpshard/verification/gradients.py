@@ -69,7 +69,7 @@ def check_gradients(
     outlier: int | None = None,
     magnified: bool = False,
 ) -> None:
-    """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one by itself.
+    """Raise VerificationError unless norms and clipped sums of the chosen samples equal those of each sample alone.
 
     `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient rounds more.
     `magnified`: gradients are larger than in training, to trigger code that clips gradients of activations.

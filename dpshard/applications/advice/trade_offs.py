@@ -45,7 +45,7 @@ class Budget:
     target_delta: float
 
     def noise_multiplier(self, batch_size: int, steps: int, guess: float) -> float:
-        """Return a sigma within the budget whose epsilon is at most TOLERANCE below it; `guess` saves time."""
+        """Return a sigma with an epsilon at most TOLERANCE below the budget, never above; `guess` saves time."""
         log_sigma, slope = math.log(guess), -1.5
         overspend = self._log_overspend(batch_size, steps, guess)
         for _ in range(_TRIES):

@@ -1,11 +1,11 @@
 """Lower bounds on epsilon from the success of an attack, each with its confidence; no torch.
 
 [Note: A bound from an attack]
-An attacker tells releases with a sample from releases without it, at false positive rate a and false negative rate b.
-(epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds on a and b
-that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute the
-accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu >=
-Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
+An attacker distinguishes releases with a sample from releases without it. a is the false positive rate, b the false
+negative rate. (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds
+on a and b that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute
+the accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu
+>= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _filled(**context: Any) -> str:
 def _attacks(folder: RunFolder) -> list[Attack] | None:
     if not folder.audit.exists():
         return None
-    with intact(folder.audit, f"dpshard audit {folder.path} writes it anew"):
+    with intact(folder.audit, f"dpshard audit {folder.path} writes it again"):
         found = attacks(_read(folder.audit))
         if not found:
             raise ValueError("it holds no attack")

@@ -36,8 +36,8 @@ def refuse_unsupported(model_engine: Any) -> int:
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(
-            f"DeepSpeed {version} is older than {'.'.join(map(str, _TESTED))}, whose partitions and hooks are known. "
-            f"Install a newer one."
+            f"DeepSpeed {version} is older than {'.'.join(map(str, _TESTED))}, the oldest version with known "
+            f"partitions and hooks. Install a newer one."
         )
     stage = int(model_engine.zero_optimization_stage())
     for reason in _reasons(model_engine, stage):

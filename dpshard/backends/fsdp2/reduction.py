@@ -165,7 +165,7 @@ class UnitReduction:
         return True
 
     def fault(self) -> DpshardError | None:
-        """Return an error if FSDP was told not to reduce, else the store's error."""
+        """Return an error if the script switched FSDP's reduction off, else the store's error."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "

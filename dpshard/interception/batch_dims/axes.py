@@ -62,7 +62,7 @@ Layout = dict[CallKey, CallLayout]
 
 
 def rows_key(x: Tensor, dim: int) -> CallKey:
-    """Return the key that tells if `dim` of tensors like `x` carries the samples; for routes."""
+    """Return the key for whether `dim` of tensors like `x` carries the samples; for routes."""
     features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # the last size of ids is a length
     return ("rows", dim, x.dim(), features)
 

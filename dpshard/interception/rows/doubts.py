@@ -1,7 +1,7 @@
 """Findings against a logical batch, noted when seen, and raised before the noise at the latest.
 
 [Note: When a doubt raises]
-To read a flag, the host waits for its accelerator, and a rank that raises by itself leaves the others in a collective.
+To read a flag, the host waits for its accelerator. A rank that raises by itself leaves the others in a collective.
 So only a single process on a CPU raises at once, with a traceback to the cause. Otherwise flags stay on their device
 until the release, which waits anyway; all ranks then learn the findings of each.
 """
