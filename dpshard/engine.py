@@ -163,7 +163,6 @@ class PrivacyEngine:
             undo.pop_all()
 
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
-        """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}

@@ -101,7 +101,6 @@ class Budget:
         return self.ledger.releases - before
 
     def _affordable(self, step: int, *, unverified_sampling: bool) -> Release:
-        """Return the release of `step`; over budget, raise or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(

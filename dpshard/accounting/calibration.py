@@ -29,7 +29,6 @@ MAX_STEPS = 2**24
 
 
 def _check_bounds(accountant: str) -> None:
-    """Raise AccountingError for an accountant that is not an upper bound."""
     if accountant == "gdp":
         raise AccountingError(
             "accountant='gdp' may under-state epsilon (for example 0.85 where 'pld' finds 3.24), so it cannot plan a "

@@ -71,7 +71,6 @@ class PrivacyLedger:
         self._cost = total
 
     def _cost_with(self, step: int, release: Release, *, unverified_sampling: bool) -> Counter[Release]:
-        """Return the cost of all releases and one more of `step`."""
         check_supported(release, self.accountant)
         copies = [span for span in self._spans if span.covers(self.run, step)]
         more = Span(self.run, step, step + 1, release, unverified_sampling)

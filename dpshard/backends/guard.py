@@ -119,7 +119,6 @@ class Guard:
             torch.autograd.Variable._execution_engine.queue_callback(self._seal)
 
     def _seal(self) -> None:
-        """Take checksums of the newly noted gradients."""
         self._sealing = -1
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()

@@ -139,7 +139,6 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Raise ConfigurationError for an operator that mixes ranks."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -152,7 +151,6 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _is_of_a_framework() -> bool:
-    """Return True if a framework's hook around a forward calls."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

@@ -116,7 +116,6 @@ def _manifest_digest(body: dict[str, Any]) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush the folder's directory entries."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

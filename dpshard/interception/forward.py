@@ -165,7 +165,6 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        """Probe inputs of a new kind; verify the model if due."""
         run = self.layouts.as_read(run)
         contents = kind_of_contents(run)  # before a probe can change them
         run = self.layouts.probed(run)

@@ -215,7 +215,6 @@ class InterceptionMode(TorchFunctionMode):
         return known is not None and known.inputs[0] is not None
 
     def _run_routed(self, call: InterceptedCall) -> Any:
-        """Run a call on routed rows; route its outputs."""
         func, args, kwargs = call.func, call.args, call.kwargs
         rule = ROUTED_RULES.get(func) or self._rule(func, call)
         if call.batch_size:

@@ -44,7 +44,6 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def _home(hook: Callable[..., Any]) -> str:
-    """Return the package of a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]

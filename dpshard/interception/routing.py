@@ -56,7 +56,6 @@ STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
 
 
 def _starts(func: Function, args: Any) -> bool:
-    """Return True if a call may pick rows."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(not isinstance(i, (int, slice, type(None), type(...))) for i in index)
@@ -103,7 +102,6 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
-    """Return the input dimension of each output dimension of a transpose."""
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
     dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]

@@ -94,7 +94,6 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
 
 
 def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
-    """Raise VerificationError if outputs of the rows `kept` moved."""
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
@@ -133,7 +132,6 @@ _MIXES = (
 
 
 def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError if a loss is not a sum over single samples."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):

@@ -189,7 +189,6 @@ class ZeroState:
             self.zero._hp_optimizer_states_linked = False  # for safe_get_full_optimizer_state()
 
     def _refresh(self, model: Mapping[str, Any]) -> None:
-        """Make the forward's parameters from the fp32 partitions."""
         others = {name: value for name, value in model.items() if not isinstance(value, Piece)}
         self.core.load_state_dict(others, strict=False)  # tensors were read in place; this loads modules' extra state
         if hasattr(self.zero, "update_lp_params"):

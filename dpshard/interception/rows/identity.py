@@ -142,7 +142,6 @@ class RowIdentity:
 
 
 def _inputs_of(run: Run) -> list[Rows]:
-    """Return the inputs that carry samples."""
     return [Rows.of(x, d) for x, d in run.carrying() if _is_plain(x)]
 
 
