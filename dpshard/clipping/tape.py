@@ -286,7 +286,7 @@ class Clipper:
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set the thresholds, one a group; only between logical batches, so that a sum has one sensitivity."""
+        """Set the thresholds, one per group; only between logical batches, so that a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 

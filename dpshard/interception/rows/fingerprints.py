@@ -112,7 +112,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors that were seen before, with one row a sample, or `rows_per_unit`."""
+    """Tensors that were seen before, with one row per sample, or `rows_per_unit`."""
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
