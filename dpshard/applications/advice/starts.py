@@ -58,7 +58,7 @@ _NOISE_OF_LI = Reason(
     "accountant; 2 lies between",
     LI,
 )
-_SMALLER = f"A smaller model: private training wants fewer parameters and more samples a step ({MCKENNA})."
+_SMALLER = f"A smaller model: private training suits fewer parameters and more samples per step ({MCKENNA})."
 
 STARTS: dict[tuple[Task, bool], Start] = {
     ("tabular", False): Start(
