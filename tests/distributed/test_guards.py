@@ -18,7 +18,7 @@ REFUSED = {
     "ddp:join": ("ConfigurationError", "join()"),
     "ddp:static": ("ConfigurationError", "static_graph"),
     "ddp:idle-scaled": ("LogicalBatchError", "head.weight was changed"),
-    "fsdp1:": ("ConfigurationError", "Take FSDP2"),
+    "fsdp1:": ("ConfigurationError", "Use FSDP2"),
     "fsdp2:clipped": ("LogicalBatchError", "weight was changed"),
     "fsdp2:scaled": ("LogicalBatchError", "weight was changed"),
     "fsdp2:scaled-data": ("LogicalBatchError", "weight was changed"),

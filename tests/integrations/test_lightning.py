@@ -167,7 +167,7 @@ def test_a_checkpoint_without_a_ledger_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"accumulate_grad_batches": 2}, "leave it at 1"),
-        ({"max_epochs": -1}, "a private run has a length"),
+        ({"max_epochs": -1}, "a private run has a fixed length"),
         ({"strategy": "ddp", "devices": 1}, "DDPStrategy on 1 devices"),
     ],
 )
