@@ -1,7 +1,7 @@
-"""What one GPU is measured for, in parts that run one by one: each has a process, a time limit and a folder.
+"""Measures one GPU in parts: each part has its own process, time limit and folder.
 
-A part whose results are there is not run again, so a session that ended early resumes. A part that fails, or takes too
-long, is reported, and the others run.
+A part that has results is skipped, so a measurement that was cut off resumes. A part that fails or exceeds its time
+limit is reported, and the others run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Part:
 _FSDP2 = ("--ranks", "1", "--stage", "fsdp2", "--precision", "bf16", "--rounds", "10")
 _STYLES = ("--clipping", "all-layer", "--clipping", "layer-wise")
 _PEERS = ("-c", "dpshard:all-layer", "-c", "dpshard:layer-wise", "-c", "opacus:ghost", "-c", "vmap", "--rounds", "10")
+KINDS = ("zero", "workload")
+"""Kinds of results that parts write."""
 MODELS = ("G2", "G1", "G3", "G4")
 
 PARTS = tuple(
@@ -46,7 +48,7 @@ PARTS = tuple(
         Part(f"{model}-compiled", ("zero", model, *_FSDP2, *_STYLES, "--compiled"), 6),
     )
 ) + tuple(Part(f"{model}-peers", ("run", model, *_PEERS, "--no-memory"), 5) for model in MODELS[:2])
-"""In the order of their worth: peers, in float32 without FSDP2, come last."""
+"""The most important parts come first; peers, in float32 without FSDP2, come last."""
 
 
 def find(names: Sequence[str]) -> list[Part]:
@@ -58,12 +60,12 @@ def find(names: Sequence[str]) -> list[Part]:
 
 
 def run(parts: Sequence[Part], out: Path, *, device: str, tiny: bool, say: Callable[[str], None]) -> dict[str, str]:
-    """Run the parts without results; return the failures by part."""
+    """Run the parts that have no results; return the failures by part."""
     failures = {}
     for part in parts:
         folder = out / part.name
-        if any(folder.glob("*.json")):
-            say(f"{part.name}: results are there")
+        if any(results_files.read(folder, kind) for kind in KINDS):
+            say(f"{part.name}: has results, skipped")
             continue
         say(f"{part.name}: at most {part.minutes:g} minutes")
         where = ["--device", device, "--out", str(folder), *(["--tiny"] if tiny else [])]
@@ -75,30 +77,38 @@ def run(parts: Sequence[Part], out: Path, *, device: str, tiny: bool, say: Calla
 
 
 def _run(command: Sequence[str], seconds: float) -> str | None:
-    """Run a command of the benchmarks; return what went wrong."""
+    """Run a command of the benchmarks; return the failure with the end of the output, or None."""
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks", *command],
         cwd=results_files.ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # with its ranks, it can be killed as a whole
+        start_new_session=True,  # one group with its ranks, for _kill
     ) as process:
         try:
             printed, _ = process.communicate(timeout=seconds)
+            failure = f"exit code {process.returncode}" if process.returncode else None
         except subprocess.TimeoutExpired:
-            return f"it took longer than {seconds:g} s"
+            _kill(process)
+            printed, _ = process.communicate()
+            failure = f"it took longer than {seconds:g} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return None if process.returncode == 0 else f"exit code {process.returncode}: {printed[-1000:].strip()}"
+            _kill(process)
+    return failure and f"{failure}: {printed[-1000:].strip() or 'no output'}"
 
 
-HEAD = ("part", "private step", "throughput over ordinary", "quartiles", "ms", "memory over ordinary")
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process with its ranks, which may outlive it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+HEAD = ("part", "variant", "throughput / non-private", "quartiles", "ms per step", "memory / non-private")
 
 
 def rows(out: Path) -> list[list[str]]:
-    """Return the cells of the table, a row for every measured variant."""
+    """Return the rows of the table: one for each measured variant."""
     return [[part.name, *cells] for part in PARTS for cells in _rows_of(out / part.name)]
 
 

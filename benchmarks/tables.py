@@ -57,7 +57,7 @@ def refusals(result: Figures) -> list[str]:
 
 def rich_table(result: Figures) -> Table:
     """Return a workload's table for the terminal."""
-    title = f"{result['workload']['name']}, {result['workload']['title']}: {result['rows']} samples a step"
+    title = f"{result['workload']['name']}, {result['workload']['title']}: {result['rows']} samples per step"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False)
     for name in HEAD:
         table.add_column(name, justify="left" if name == HEAD[0] else "right", no_wrap=True)
@@ -111,7 +111,7 @@ def _setting(result: Figures) -> str:
     settings, where = result["settings"], result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     return (
-        f"{result['parameters']:,} parameters, {result['rows']} samples a step, {settings['dtype']}, "
+        f"{result['parameters']:,} parameters, {result['rows']} samples per step, {settings['dtype']}, "
         f"{settings['rounds']} rounds, {settings['threads']} threads on {where['gpu'] or where['cpu']} with "
         f"{where['cores']} cores, load {where['load']}; {where['date']}, commit {where['commit']}, {versions}."
     )

@@ -76,7 +76,9 @@ class BatchSchedule:
             sizes = tuple(size for size, count in batch_size for _ in range(count))
         else:
             if (epochs is None) == (steps is None):
-                raise ConfigurationError("Give exactly one of epochs= and steps=: the length of the run is accounted.")
+                raise ConfigurationError(
+                    "Give exactly one of epochs= and steps=: accounting needs the length of the run."
+                )
             if isinstance(batch_size, int) and epochs is not None:
                 check_positive("batch_size", batch_size)
                 check_positive("epochs", epochs)

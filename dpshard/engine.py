@@ -16,8 +16,8 @@ from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends import choose
 from dpshard.checkpoint.facts import Facts
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup, parse_clipping_fn
-from dpshard.clipping.groups import partition
+from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
+from dpshard.clipping.groups import ClippingGroup, partition
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, check_tracking
 from dpshard.config import (
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class PrivacyEngine:
-    """Makes the training of `model` differentially private: clips every sample's gradient, adds noise, keeps account.
+    """Makes the training of `model` differentially private: clips each sample's gradient, adds noise, counts epsilon.
 
     Any optimizer gets the gradient (sum_i C_i g_i + noise) / batch_size of one logical batch per step: g_i is the
     gradient of sample i's own loss, C_i its clipping factor, noise_multiplier * max_grad_norm the noise's std.
@@ -77,9 +77,9 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: How the loss reduces the rows of the micro-batch: "mean" or "sum".
-        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), side by side in the model's input.
-            All sizes count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of
-            one unit, never of two.
+        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), adjacent in the model's input. All
+            sizes count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of one
+            unit, never of two.
         adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
             norms, starting at `max_grad_norm`. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
@@ -163,7 +163,6 @@ class PrivacyEngine:
             undo.pop_all()
 
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
-        """Start a run: its budget, and a secret shared by all ranks."""
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
@@ -252,7 +251,7 @@ class PrivacyEngine:
     def record_loss(self, loss: Tensor) -> None:
         """Record the loss of a micro-batch for `metrics()`.
 
-        `loss` is [B], one value per row or unit, without padding's influence; or [], a mean over all rows.
+        `loss` is [B], one value per row or unit that does not depend on padding, or [], the mean over all rows.
         """
         plan = self._collector.plan
         is_padding_B = None
@@ -277,8 +276,8 @@ class PrivacyEngine:
         """Yield the remaining logical batches of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of `micro_batch_size` samples; padding contributes exactly 0. With None,
-        each is one micro-batch. `pad=False` returns smaller last micro-batches instead (one padding row if none was
-        drawn): for loops that sort, shuffle or augment rows, which are refused beside padding. Call `optimizer.step()`
+        each is one micro-batch. `pad=False` yields smaller last micro-batches instead (one padding row if none was
+        drawn). Loops that sort, shuffle or augment rows need it. Call `optimizer.step()`
         after each logical batch, also after an empty one.
         `steps` requests another number of logical batches: part of the run, or steps beyond the plan, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
@@ -410,7 +409,7 @@ class PrivacyEngine:
         Args:
             state: A `state_dict()`, the same on all ranks.
             released: Total number of steps released before the crash, if larger than in the state. These steps count,
-                and each of them that is repeated counts again. (A Checkpointer passes its journal instead.)
+                and each repetition of one is charged. (A Checkpointer passes its journal instead.)
 
         Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or differs between
         ranks; LogicalBatchError in the middle of a logical batch.
@@ -442,7 +441,7 @@ class PrivacyEngine:
         elif self.step < before:
             warnings.warn(
                 f"load_state_dict() goes back from step {before} to step {self.step}. Releases stay counted. A "
-                f"repeated step with the same sums costs nothing; with other sums it counts once more.",
+                f"repeated step with the same sums costs nothing; with other sums it is charged.",
                 stacklevel=2,
             )
 

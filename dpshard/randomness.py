@@ -9,7 +9,7 @@ independent, a repeated step draws the same batch on any number of ranks, and `t
 Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source expands its key by
 AES-256 in counter mode, indistinguishable from random bits and faster than memory. (The code uses GCM, NIST SP 800-38D,
 which OpenSSL runs 2.5 times as fast, and never computes the tag. Beyond 2^36 bytes per key the cipher raises.)
-Box-Muller turns the stream into normals, with 62 bits for the radius, so the tails reach 9.3 standard deviations.
+Box-Muller turns the stream into normals. The radius has 62 bits, so the tails reach 9.3 standard deviations.
 [Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too
 weak: an attacker can enumerate the 32-bit seeds of its mt19937.)
 """

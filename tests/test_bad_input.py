@@ -170,7 +170,7 @@ def test_what_is_no_module_is_refused(model):
             lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex32)]),
             r"0 is of torch\.complex32.*requires_grad_\(False\)",
         ),
-        (lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), **mlp_named()}), r"weight: another parameter.*Rename"),
+        (lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), **mlp_named()}), r"weight: another parameter.*rename"),
     ],
     ids=["lazy", "complex", "names"],
 )
@@ -190,7 +190,7 @@ def mlp_named():
         ((), "without a tensor argument.*Pass tensors"),
         ((3,), "without a tensor argument"),
         ((torch.tensor(1.0),), "without a tensor argument"),
-        ((torch.zeros(0, 4),), r"no rows.*engine\.batches"),
+        ((torch.zeros(0, 4),), r"empty batch.*engine\.batches"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")

@@ -315,6 +315,6 @@ def test_without_padding_rows_are_samples_and_ranks_agree_on_k():
         for plans, filled in zip(ranks, padded, strict=True):
             for plan, other in zip(plans, filled, strict=True):
                 assert plan.samples == other.samples
-                assert plan.samples_everywhere == other.samples_everywhere <= len(plan.indices)
+                assert plan.min_samples_per_rank == other.min_samples_per_rank <= len(plan.indices)
                 assert len(plan.indices) == len(plan.is_padding) == max(1, plan.samples)
                 assert plan.indices[: plan.samples] == other.indices[: plan.samples]

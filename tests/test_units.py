@@ -304,7 +304,7 @@ def test_rows_per_unit_is_a_count(rows):
 
 
 def test_rows_that_are_no_whole_units_are_refused():
-    with pytest.raises(BatchLayoutError, match=r"10 rows, which are no whole units of rows_per_unit=3"):
+    with pytest.raises(BatchLayoutError, match=r"10 rows, which is not a multiple of rows_per_unit=3"):
         private_step(Network(), sentences(10), F.cross_entropy, rows_per_unit=3, batch_size=3)
 
 
@@ -392,7 +392,7 @@ def rolled(n):
 @pytest.mark.parametrize("units", [2, 3])
 def test_rows_of_a_unit_that_are_no_neighbours_are_refused(units, order):
     """On full micro-batches of 2 units, too."""
-    with pytest.raises(LogicalBatchError, match=r"side by side|copies"):
+    with pytest.raises(LogicalBatchError, match=r"rows of a unit adjacent|copies"):
         clipped_sum(Network, in_order(order), units_of(units, 2), rows_per_unit=2, verify=False)
 
 

@@ -61,7 +61,7 @@ class Budget:
             return
         self._warned_of_repeats = True
         warnings.warn(
-            f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise and "
+            f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise. It "
             f"costs more than a new step, because it draws the same batch; so does every further repeated step. To "
             f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
             f"docs/privacy-model.md.",
@@ -89,8 +89,8 @@ class Budget:
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
         """Count the releases after the loaded state; return the number of new ones.
 
-        `releases`: the total number of released steps; or step and identity of each release that may be missing. Their
-        batches are taken for the script's own if any other was.
+        `releases`: the total number of released steps; or step and identity of each release that may be missing. If
+        any other batch was the script's own, their batches count as such, too.
         """
         before, unverified = self.ledger.releases, self.ledger.has_unverified_sampling
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
@@ -101,7 +101,6 @@ class Budget:
         return self.ledger.releases - before
 
     def _affordable(self, step: int, *, unverified_sampling: bool) -> Release:
-        """Return the release of `step`; over budget, raise or warn."""
         mechanism, release = self.mechanism, self.mechanism.release(step)
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(
@@ -114,8 +113,8 @@ class Budget:
             return release
         message = (
             f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "
-            f"{rounded_up(self.ledger.epsilon(delta))} is spent by {self.ledger.releases} releases (planned: "
-            f"{mechanism.schedule.steps})."
+            f"{self.ledger.releases} releases have spent {rounded_up(self.ledger.epsilon(delta))} (planned: "
+            f"{mechanism.schedule.steps} steps)."
         )
         if not self.allow_overspend:
             raise BudgetExceededError(f"{message} Stop here, or plan more steps from the start of a run.")

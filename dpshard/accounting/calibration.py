@@ -29,12 +29,11 @@ MAX_STEPS = 2**24
 
 
 def _check_bounds(accountant: str) -> None:
-    """Raise AccountingError for an accountant that is not an upper bound."""
     if accountant == "gdp":
         raise AccountingError(
-            "accountant='gdp' may under-state epsilon (0.85 where 'pld' finds 3.24, for example), so it plans no "
-            "budget: the noise would be too weak. Take accountant='pld'. With noise_multiplier= 'gdp' can be "
-            "reported."
+            "accountant='gdp' may under-state epsilon (for example 0.85 where 'pld' finds 3.24), so it cannot plan a "
+            "budget: the noise would be too weak. Take accountant='pld'. With noise_multiplier= you may report the "
+            "figure of 'gdp'."
         )
 
 
@@ -78,29 +77,29 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
     from scipy import optimize  # late: slow to import
 
     @cache
-    def excess(log_sigma: float) -> float:
+    def overspend(log_sigma: float) -> float:
         # Nearly linear; clamped, because root finders reject infinities.
         return math.log(min(max(epsilon_at(math.exp(log_sigma)) / target_epsilon, 1e-3), 1e3))
 
     least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
     lo = hi = min(max(math.log(guess), least), most)
     stride = 10 * SIGMA_TOLERANCE
-    # Epsilon falls at least like 1 / sigma, so a stride of the excess should cross the root.
-    while excess(hi) > 0:
+    # Epsilon falls at least like 1 / sigma, so a stride of the overspend should cross the root.
+    while overspend(hi) > 0:
         if hi >= most:
             raise AccountingError(
                 f"No noise multiplier up to {MAX_SIGMA:g} has epsilon <= {target_epsilon:g} by this accountant. "
                 f"Allow a larger epsilon or delta, train for fewer steps, or take the accountant 'pld'."
             )
-        stride = max(2 * stride, excess(hi))
+        stride = max(2 * stride, overspend(hi))
         lo, hi = hi, min(hi + stride, most)
-    while excess(lo) <= 0:
+    while overspend(lo) <= 0:
         if lo <= least:
             return MIN_SIGMA
-        stride = max(2 * stride, -excess(lo))
+        stride = max(2 * stride, -overspend(lo))
         lo, hi = max(lo - stride, least), lo
-    root = cast(float, optimize.brentq(excess, lo, hi, xtol=SIGMA_TOLERANCE))
-    while excess(root) > 0:  # brentq may return a root that is slightly too small
+    root = cast(float, optimize.brentq(overspend, lo, hi, xtol=SIGMA_TOLERANCE))
+    while overspend(root) > 0:  # brentq may return a root that is slightly too small
         root = min(root + SIGMA_TOLERANCE, hi)
     return math.exp(root)
 

@@ -81,8 +81,8 @@ def cost(copies: Iterable[Span]) -> Counter[Release]:
         return Counter()
     if any(span.release != copies[0].release for span in copies):
         raise AccountingError(
-            f"A step was released as {copies[0].release}, and as another release: no bound is known for both on one "
-            f"batch. Repeat steps with the noise, batch size and sample size of the first time."
+            f"A step was released as {copies[0].release}, and as another release: no bound covers both on one "
+            f"batch. Repeat steps with the original noise, batch size and sample size."
         )
     release, k = copies[0].release, len(copies)
     fed = any(span.unverified_sampling for span in copies)
@@ -118,7 +118,7 @@ def total_cost(spans: Iterable[Span]) -> Counter[Release]:
     return total
 
 
-def first_gap(spans: Iterable[Span], run: str, steps: int) -> int | None:
+def first_missing(spans: Iterable[Span], run: str, steps: int) -> int | None:
     """Return the number (from 1) of the first of `steps` steps of `run` without a release, or None."""
     reached = 0
     for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):

@@ -4,9 +4,9 @@
 The releases of a run are W (C S + Z), where C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian
 mechanism] in noise/correlation.py). Neighbours are zero-out: a sample that contributes nothing keeps its place in the
 order, else all later samples would move.
-- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps, as in an order repeated every
-  epoch, with or without the last, smaller batch, or a cyclic one. Without amplification by sampling, the run is one
-  Gaussian release with the sensitivity of C under that separation.
+- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. An order that every epoch repeats
+  has this property, with or without the last, smaller batch; so has a cyclic order. Without amplification by sampling,
+  the run is one Gaussian release with the sensitivity of C under that separation.
 - "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
   probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps, one
   for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with probability b B /
@@ -49,8 +49,8 @@ class CorrelatedMechanism:
         check_choice("sampling", self.sampling, get_args(CorrelatedSampling))
         if len(set(self.schedule.sizes)) != 1:
             raise ConfigurationError(
-                f"sampling={self.sampling!r} needs one batch size in all steps: the number of steps between two "
-                f"participations of a sample follows from it. Give batch_size as an int."
+                f"sampling={self.sampling!r} needs one batch size in all steps: it determines the number of steps "
+                f"between two participations of a sample. Give batch_size as an int."
             )
         if self.schedule[0] > self.sample_size:
             raise ConfigurationError(
@@ -62,7 +62,7 @@ class CorrelatedMechanism:
     def _check_groups(self) -> None:
         if not isinstance(self.correlation, BandMF):
             raise ConfigurationError(
-                f"sampling='cyclic-poisson' needs BandMF(bands=...), whose columns end after their bands; those of "
+                f"sampling='cyclic-poisson' needs BandMF(bands=...): its columns end after their bands. Those of "
                 f"{type(self.correlation).__name__} never end. Take BandMF, or sampling='fixed-order'."
             )
         if self.correlation.bands * self.schedule[0] > self.sample_size:

@@ -24,7 +24,7 @@ class History:
 
     def __init__(self) -> None:
         self.end = 0
-        """The first step without any release, as far as the loaded state and later releases tell."""
+        """The first step without a release in the loaded state or since."""
         self._loaded: dict[int, set[bytes]] = {}
         self._own: dict[int, set[bytes]] = {}
         self._own_place = b""  # digest of all releases of this process, in order
@@ -72,17 +72,17 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        That is so where this process has been there, and loaded no other state since that replaced releases of its.
-        Else the releases of the state replace those of the last loaded one. Raises CheckpointError, without any change,
-        for a damaged state.
+        This is so if this process was at this place, and has since loaded no state that replaced some of its releases.
+        Otherwise the releases of the state replace those of the last loaded one. Raises CheckpointError, without any
+        change, for a damaged state.
         """
         try:
             place = bytes.fromhex(state["place"])
             ahead = {int(n): {bytes.fromhex(x) for x in known} for n, known in state["ahead"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"The history of the checkpoint is damaged ({error}): steps might be released twice and be counted "
-                f"once. Resume from an older checkpoint."
+                f"The history of the checkpoint is damaged ({error}): steps might be released twice, but counted once. "
+                f"Resume from an older checkpoint."
             ) from error
         if not (visited := self._visited.get(place) in (b"", self._base)):
             self.end, self._loaded, self._base = 0, {}, place

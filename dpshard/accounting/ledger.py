@@ -9,7 +9,7 @@ from typing import Any
 
 from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.copies import Span, append, cost, first_gap, total_cost
+from dpshard.accounting.copies import Span, append, cost, first_missing, total_cost
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
 from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
@@ -22,7 +22,7 @@ class PrivacyLedger:
         check_accountant(accountant)
         self.accountant: AccountantName = accountant
         self.run = run
-        """Identity of the run whose steps are taken; see Span."""
+        """Identity of the current run; see Span."""
         self.steps = 0
         """Index of the next step; `releases` is larger after repeated steps."""
         self._spans: list[Span] = []
@@ -71,7 +71,6 @@ class PrivacyLedger:
         self._cost = total
 
     def _cost_with(self, step: int, release: Release, *, unverified_sampling: bool) -> Counter[Release]:
-        """Return the cost of all releases and one more of `step`."""
         check_supported(release, self.accountant)
         copies = [span for span in self._spans if span.covers(self.run, step)]
         more = Span(self.run, step, step + 1, release, unverified_sampling)
@@ -92,9 +91,9 @@ class PrivacyLedger:
     ) -> bool:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
-        If a multiset of releases fits the budget, any part of it fits too: until more is needed, calls compare
-        counters. All of `plan`, the releases of the whole run, is tried first, with one evaluation of epsilon.
-        Otherwise bisection finds how many such releases fit, in about log2(steps) evaluations.
+        If a multiset of releases fits the budget, any part of it fits too, so most calls only compare counters. The
+        first call tries all of `plan`, the releases of the whole run, with one evaluation of epsilon. If that is too
+        much, bisection finds how many such releases fit, in about log2(steps) evaluations.
         """
         budget = (target_epsilon, target_delta)
         total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
@@ -158,8 +157,8 @@ class PrivacyLedger:
             run, steps, spans = state["run"], state["steps"], [Span.parse(span) for span in state["spans"]]
             if type(run) is not str or type(steps) is not int or steps < 0:
                 raise ValueError(f"run {run!r}, {steps!r} steps")
-            if gap := first_gap(spans, run, steps):
-                raise ValueError(f"{steps} steps, but no release of step {gap}")
+            if missing := first_missing(spans, run, steps):
+                raise ValueError(f"{steps} steps, but no release of step {missing}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The privacy ledger of the checkpoint is damaged ({error}): spent budget would be forgotten. Resume "

@@ -58,7 +58,7 @@ class SampledMechanism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismOfUnits(SampledMechanism):
-    """Samples are drawn one by one, and a unit of privacy has up to `max_rows_per_unit` of them."""
+    """Samples are drawn one by one; a unit of privacy has up to `max_rows_per_unit` samples."""
 
     max_rows_per_unit: int
     """Samples of one unit, at most; see [Note: Units of several samples] in mixtures.py."""

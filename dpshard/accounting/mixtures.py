@@ -1,14 +1,15 @@
-"""Privacy losses of steps that draw samples one by one, where a unit of privacy has several of them.
+"""Privacy losses of steps that draw single samples, if a unit of privacy has several samples.
 
 [Note: Units of several samples]
-A step draws every sample with probability q on its own, so it draws k of the at most G samples of a unit, and k is at
-most Binomial(G, q) in distribution. Each moves the sum by at most R. So a data set in which all samples of the unit
-contribute zero releases Q = N(0, sigma^2), the other one a mixture of shifts, and both directions are dominated by
-those of P = sum over k of Binomial(G, q)(k) N(k, sigma^2), in units of R:
-- vectors may be replaced by their norms (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7);
-- a k that is larger in distribution gives no smaller divergence (ibid., Lemma 4.5), so units with fewer samples, and
-  mass that is moved to a larger k, are covered.
-This is the accounting of example-level sampling by Charles et al. 2024, arXiv:2407.07737.
+A step draws every sample with probability q, independently. So it draws k of the at most G samples of a unit, and the
+distribution Binomial(G, q) dominates that of k. Each sample moves the sum by at most R. A data set in which the unit's
+samples contribute zero releases Q = N(0, sigma^2), the other one a mixture of shifts. In units of R, the pair of Q and
+P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both directions:
+- norms may replace vectors (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7);
+- a distribution of larger k gives no smaller divergence (ibid., Lemma 4.5). This covers units with fewer samples, and
+  mass that is moved to a larger k.
+
+Charles et al. 2024, arXiv:2407.07737, account for example-level sampling in this way.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from scipy import stats
 from dpshard.accounting.releases import Counts, Release
 
 RARE = 1e-30
-"""Numbers of drawn samples that are rarer count as all G."""
+"""Probability below which a number of drawn samples counts as all G."""
 
 
 def mixture(release: Release) -> tuple[list[float], list[float]]:
-    """Return how many samples of a unit of G are drawn, and how probable each number is."""
+    """Return the numbers of samples that a step draws of a unit of G, and their probabilities."""
     G, q = release.max_rows_per_unit, release.sampling_probability
     most = min(G, int(stats.binom.isf(RARE, G, q)))
     drawn = list(range(most + 1))
@@ -47,9 +48,9 @@ def losses(release: Release, interval: float) -> PrivacyLossDistribution:
 
 
 def interval(counts: Counts, delta: float) -> float:
-    """Return the grid interval of the privacy losses: a fifth of the standard deviation of a step's loss, if it can be.
+    """Return the grid interval of the privacy losses: a fifth of the standard deviation of a step's loss, in limits.
 
-    Any grid gives an upper bound. A finer one takes longer: the loss of a mixture is inverted by search.
+    Any grid gives an upper bound. A finer one takes longer, because a search inverts the loss of a mixture.
     """
     steps = sum(count for _, count in counts)
     deviation = min(_deviation(release, delta / steps) for release, _ in counts)

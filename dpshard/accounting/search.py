@@ -1,8 +1,8 @@
 """Private choice among runs: a secret random number of runs, and only the best is published.
 
-Choosing hyper-parameters by the results of private runs costs privacy. If one of the distributions below gives the
-number of runs, and each run draws its settings at random, the outcome costs a few times one run, for any number of
-runs; Papernot & Steinke 2022, arXiv:2110.03620.
+Choosing hyper-parameters by the results of private runs costs privacy. Draw the number of
+runs from one of the distributions below, and the settings of each run at random. Then the outcome costs a few times
+one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
 
 Settings that change no release (a learning rate) cost nothing more. If noise, batch size or steps vary, one run is a
 mixture over public settings, and its Renyi divergence is at most the largest of theirs, order by order. So a search

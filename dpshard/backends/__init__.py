@@ -52,12 +52,12 @@ def _chosen(model: nn.Module) -> Backend:
         return deepspeed_backend(model)
     if is_managed(model):
         raise ConfigurationError(
-            f"{type(model).__name__} is trained by DeepSpeed, which takes its gradients before they have their noise. "
-            f"Make the engine for what deepspeed.initialize() returns: PrivacyEngine(model_engine, ...)."
+            f"{type(model).__name__} is trained by DeepSpeed, which would use the gradients before the noise is added. "
+            f"Make the engine for the result of deepspeed.initialize(): PrivacyEngine(model_engine, ...)."
         )
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ConfigurationError(
-            "nn.DataParallel runs copies of the modules in threads, into which dpshard cannot see. Start a process for "
+            "nn.DataParallel runs copies of the modules in threads, which dpshard does not see. Start a process for "
             "each GPU, and wrap the model in DistributedDataParallel (see docs/sharding.md)."
         )
     if not dist.is_available() or not dist.is_initialized():
@@ -70,9 +70,8 @@ def _chosen(model: nn.Module) -> Backend:
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigurationError(
-            "FullyShardedDataParallel (FSDP1) flattens several parameters into one, so dpshard cannot tell the "
-            "parts. Take FSDP2: fully_shard(model), or fsdp_version=2 of accelerate; its launcher calls it "
-            "--fsdp_version 2."
+            "FullyShardedDataParallel (FSDP1) flattens several parameters into one, so dpshard cannot separate "
+            "them. Use FSDP2: fully_shard(model), or fsdp_version=2 of accelerate (--fsdp_version 2 of its launcher)."
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return fsdp2_backend(model)

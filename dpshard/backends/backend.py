@@ -34,7 +34,7 @@ class Backend:
         parts = {"parameters": [(name, tuple(shapes[name]), p.dtype) for name, p in parameters.items()]}
         if wrong := self.communicator.mismatches({**facts, **parts}):
             raise ConfigurationError(
-                f"Ranks disagree about {', '.join(wrong)}. Every rank makes the same engine for the same model (no "
+                f"Ranks disagree about {', '.join(wrong)}. Make the same engine for the same model on every rank (no "
                 f"stage of a pipeline, no part under tensor or expert parallelism). sample_size counts the whole data "
                 f"set; engine.batches(...) gives every rank its share."
             )
@@ -78,8 +78,8 @@ class Backend:
         if any(faulty):
             self.gradients.forget()
             raise LogicalBatchError(
-                f"Rank {faulty.index(1)} has refused the clipped sums of this logical batch, and its error says why. "
-                f"zero_grad() then makes a fresh start on all ranks."
+                f"Rank {faulty.index(1)} refused the clipped sums of this logical batch; its error says why. Call "
+                f"zero_grad() on all ranks to start afresh."
             )
         return ranks_WX[:, 1:].amax(0).tolist()
 

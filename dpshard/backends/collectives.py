@@ -24,8 +24,8 @@ _meetings: Counter[str] = Counter()  # of groups, by their ranks
 def meet_for_probe(group: dist.ProcessGroup) -> None:
     """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    Raises BatchLayoutError if they do not come: then only this rank met something new, and would gather parameters in
-    the middle of the others' forwards.
+    If they do not come, raises BatchLayoutError: only this rank met something new, and would gather parameters during
+    the others' forwards.
     """
     if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
         return
@@ -39,8 +39,8 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
         if time.monotonic() > deadline:
             raise BatchLayoutError(
                 f"On rank {dist.get_rank(group)} the model runs a forward of a new kind (other functions on its "
-                f"parameters, or other inputs), and on other ranks it does not. Where parameters are sharded, all "
-                f"ranks must do so together. Remove control flow that depends on the data or on random numbers of a "
-                f"rank (a skipped layer, an input that only some micro-batches have), or train under DDP."
+                f"parameters, or other inputs), but not on other ranks. If parameters are sharded, all ranks must do "
+                f"so together. Remove control flow that depends on the data or on random numbers of a rank (a skipped "
+                f"layer, an input that only some micro-batches have), or train under DDP."
             )
         time.sleep(0.01)

@@ -1,10 +1,10 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged over ranks as they arrive.
 
 [Note: Reduced or not]
-DDP decides in its own forward whether the next backward reduces. A forward that bypasses it (`model.module(x)`), a
-`no_sync()` around the last micro-batch, or a backward one micro-batch late leave one rank's sums in `.grad`, W times
-too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or replicas
-would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
+DDP decides in its own forward whether the next backward reduces. A script may bypass it (`model.module(x)`), call
+`no_sync()` around the last micro-batch, or run backward one micro-batch late. Then `.grad` holds one rank's sums, W
+times too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or
+replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
     """Return the back-end of a model in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
-    # Within no_sync() the reducer ignores forwards and backwards outside the training.
-    sharding = Unsharded(model.module, model, beside=model.no_sync)
+    # Within no_sync() the reducer ignores forwards and backwards outside training.
+    sharding = Unsharded(model.module, model, isolated=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = GradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
@@ -52,7 +52,7 @@ class DDPReduction:
         self._parameters, self._guard = sharding.parameters, sharding.guard
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Return gradients whose mean over ranks is the sum of the clipped sums."""
+        """Return gradients such that their mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
         # A pass ends by recording all gradients as the reducer's results, so check all before the first sum.
@@ -110,17 +110,17 @@ class DDPReduction:
         flat = torch.cat([x.flatten() for x in sums])
         dist.all_reduce(flat, group=self._communicator.group)
         for name, shape, x in zip(half, shapes, flat.split([x.numel() for x in sums]), strict=True):
-            add(self._store.beside, name, x.view(shape))
+            add(self._store.wide_sums, name, x.view(shape))
             unreduced.pop(name, None)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
         """Return the digest of the first rank; LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
-                "DistributedDataParallel has not reduced the clipped sums of this logical batch: they differ between "
-                "ranks. Call the wrapped model itself, not its .module; call backward() within the micro-batch that it "
-                "belongs to; and leave no_sync() to engine.batches(...), or, in a loop of your own, out of the last "
-                "micro-batch. zero_grad() then makes a fresh start."
+                "DistributedDataParallel did not reduce the clipped sums of this logical batch: they differ between "
+                "ranks. Call the wrapped model, not its .module; call backward() within its own micro-batch; and leave "
+                "no_sync() to engine.batches(...), or, in a loop of your own, out of the last micro-batch. Call "
+                "zero_grad() to start afresh."
             )
         return ranks_WL[0]
 
@@ -133,8 +133,8 @@ def refuse_other_reductions(model: DistributedDataParallel) -> None:
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(
-            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise "
-            f"is in: compression changes what was accounted, and an optimizer that overlaps with backward "
+            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise: "
+            f"compression changes the accounted sum, and an optimizer that overlaps with backward "
             f"(ZeroRedundancyOptimizer(overlap_with_ddp=True)) steps without noise. Make DistributedDataParallel "
             f"without register_comm_hook and mixed_precision; for mixed precision use torch.autocast."
         )

@@ -44,7 +44,7 @@ class GradShards(Protocol):
 
 
 class GradStore:
-    """Keeps clipped sums in `.grad`, and for half-precision parameters in float32 beside it.
+    """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
     Micro-batches must not accumulate in half precision. There `.grad` holds zeros, so that the guard notices dropped or
     changed gradients.
@@ -52,7 +52,7 @@ class GradStore:
 
     def __init__(self, sharding: GradShards) -> None:
         self.passes = BackwardPasses()
-        self.beside: dict[str, Tensor] = {}
+        self.wide_sums: dict[str, Tensor] = {}
         """Float32 sums, summed over ranks."""
         self.unreduced: dict[str, Tensor] = {}
         """Sums of this rank's samples only; a Reduction reduces them later."""
@@ -60,14 +60,14 @@ class GradStore:
 
     # --- during backward --------------------------------------------------------------------------------------------
 
-    def through_autograd(self, name: str, clipped_sum: Tensor | None, beside: dict[str, Tensor]) -> Tensor | None:
-        """Return the gradient that adds a sum to `.grad`; half-precision sums go to `beside`."""
+    def through_autograd(self, name: str, clipped_sum: Tensor | None, wide_sums: dict[str, Tensor]) -> Tensor | None:
+        """Return the gradient that adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
         parameter = self._parameters[name]
         if clipped_sum is None or not parameter.requires_grad:  # frozen since
             return None
         if parameter.dtype in WIDE:
             return self._guard.expect(name, clipped_sum.to(parameter.dtype))
-        add(beside, name, clipped_sum)
+        add(wide_sums, name, clipped_sum)
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_shard(self, name: str, shard: Tensor) -> None:
@@ -85,8 +85,8 @@ class GradStore:
             else:
                 as_real(self._sharding.local(parameter.grad)).add_(shard)
         else:
-            kept = self.beside.get(name)
-            self.beside[name] = shard.clone() if kept is None else kept.add_(shard)
+            kept = self.wide_sums.get(name)
+            self.wide_sums[name] = shard.clone() if kept is None else kept.add_(shard)
             self.stand_in(name)
         self._guard.note(name)
 
@@ -138,7 +138,7 @@ class GradStore:
         try:
             yield
         except LogicalBatchError:
-            self.forget()  # the sums are lost; zero_grad() then makes a fresh start
+            self.forget()  # the sums are lost; zero_grad() lets the script start afresh
             raise
 
     def refuse_stale(self) -> None:
@@ -178,7 +178,7 @@ class GradStore:
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
             total = None if gradient is None else self._sharding.local(gradient)
-            total = self.beside.get(name, self.unreduced.get(name, total))
+            total = self.wide_sums.get(name, self.unreduced.get(name, total))
             if total is None and not parameter.requires_grad:
                 continue
             if total is None:
@@ -211,8 +211,8 @@ class GradStore:
         self._reset()
 
     def forget(self) -> None:
-        """Forget the sums beside `.grad`, and the guard's records."""
-        self.beside.clear()
+        """Forget the sums outside `.grad`, and the guard's records."""
+        self.wide_sums.clear()
         self.unreduced.clear()
         self._guard.forget()
 

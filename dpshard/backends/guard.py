@@ -119,7 +119,6 @@ class Guard:
             torch.autograd.Variable._execution_engine.queue_callback(self._seal)
 
     def _seal(self) -> None:
-        """Take checksums of the newly noted gradients."""
         self._sealing = -1
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()
@@ -191,13 +190,13 @@ class Guard:
         if not self.holds_anything(touched):
             raise LogicalBatchError(
                 f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() only after "
-                f"optimizer.step(), not between the micro-batches of one logical batch, and not to skip a step. (An "
-                f"optimizer that is not of torch.optim got a gradient without noise: call engine.privatize() before it "
-                f"steps.)"
+                f"optimizer.step(), not between the micro-batches of one logical batch, and not to skip a step. (If an "
+                f"optimizer outside torch.optim steps, call engine.privatize() before it: it would read gradients "
+                f"without noise.)"
             )
         raise LogicalBatchError(
-            f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity is not the "
-            f"one that was accounted. To clip, scale, log or set gradients, call engine.privatize() first."
+            f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity differs from "
+            f"the accounted one. To clip, scale, log or set gradients, call engine.privatize() first."
         )
 
     def refuse_hooks(self, name: str) -> None:

@@ -57,13 +57,12 @@ def require_known_group(group: Any) -> None:
         return
     if processes() == 1 or not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(
-            f"model_parallel_group={group!r} is no group of several processes with this rank in it. Pass a "
-            f"torch.distributed.ProcessGroup, or None."
+            f"model_parallel_group={group!r} must be a torch.distributed.ProcessGroup that contains this rank, or None."
         )
     if group.size() > 1:
         raise ConfigurationError(
             f"model_parallel_group has {group.size()} ranks, which hold parts of one model: {_KINDS} is not supported "
-            f"yet. {_TODAY}. A group of this rank alone says that other ranks train models of their own."
+            f"yet. {_TODAY}. Pass a group of only this rank if other ranks train other models."
         )
 
 
@@ -71,12 +70,12 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
     """Raise ConfigurationError if only `world_size` ranks share the data, and no group explains the rest."""
     if model_parallel_group is None and world_size < processes():
         raise ConfigurationError(
-            f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, "
-            f"and nothing tells what the others do. If it is not distributed yet, wrap it in DistributedDataParallel, "
-            f"or call fully_shard on it, and make the engine of the result. (A compiled model is wrapped, not the "
-            f"other way round: DistributedDataParallel(torch.compile(model)).) If ranks hold parts of one model or of "
-            f"one sample ({_KINDS}): that is not supported yet. {_TODAY}. If they train models of their own, start "
-            f"each training by a launcher of its own, or pass a group of this rank alone: "
+            f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, and the role of the "
+            f"others is unknown. If the model is not distributed yet, wrap it in DistributedDataParallel, or call "
+            f"fully_shard on it, and make the engine for the result (compile before you wrap: "
+            f"DistributedDataParallel(torch.compile(model))). If ranks hold parts of one model or of "
+            f"one sample ({_KINDS}): that is not supported yet. {_TODAY}. If they train other models, start "
+            f"each training by its own launcher, or pass a group of only this rank: "
             f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."
         )
 
@@ -85,9 +84,9 @@ def require_one_training(world_size: int) -> None:
     """Raise ConfigurationError if other ranks do not train this model."""
     if world_size < processes():
         raise ConfigurationError(
-            f"A Checkpointer is called by all {processes()} ranks together, of which {world_size} train this "
-            f"model. Save engine.state_dict(), and the states of model and optimizer, in a folder for each training; "
-            f"or start each by a launcher of its own."
+            f"All {processes()} ranks call a Checkpointer together, but only {world_size} of them train this model. "
+            f"Save engine.state_dict(), and the states of model and optimizer, in a folder for each training; or start "
+            f"each by its own launcher."
         )
 
 
@@ -126,7 +125,7 @@ def _watched() -> Iterator[None]:
 def _refuse_pipeline(callers: Iterator[str]) -> None:
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
-            f"This forward is that of a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
+            f"This forward belongs to a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
             f"not supported yet. {_TODAY}."
         )
 
@@ -140,20 +139,18 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Raise ConfigurationError for an operator that mixes ranks."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
-        f"The forward of the model {what}, so samples are split over ranks, or meet those of other ranks: {_KINDS} is "
-        f"not supported yet, nor are losses and statistics over all ranks. {_TODAY}. A figure for the log is reduced "
-        f"outside of the forward."
+        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} is not "
+        f"supported yet, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for the log outside "
+        f"of the forward."
     )
 
 
 def _is_of_a_framework() -> bool:
-    """Return True if a framework's hook around a forward calls."""
     for name in _callers():
         if name.startswith(_FRAMEWORKS) and name not in (__name__, "dpshard.backends.collective_mode"):
             return True

@@ -88,5 +88,5 @@ class GradientStore(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget records and sums beside gradients; zero_grad() then makes a fresh start."""
+        """Forget records and sums outside `.grad`, so that zero_grad() lets the script start afresh."""
         ...

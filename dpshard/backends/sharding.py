@@ -80,14 +80,13 @@ class Sharding(ABC):
         """Raise ConfigurationError if no parameter is trainable, or backward cannot run so often."""
         if not self.parameters:
             raise ConfigurationError(
-                f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Set "
-                f"requires_grad_(True) on what is to be trained before making the engine."
+                f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Call "
+                f"requires_grad_(True) on the parameters to train before making the engine."
             )
         if backward_passes == 2 and not self.two_passes:
             raise ConfigurationError(
-                f"clipping_mode={clipping_mode!r} goes through the model twice in backward, but ZeRO-3 frees the "
-                f"parameters after the first time. Choose a mode of one pass: 'auto', 'bk', 'bk-mixed-ghost', "
-                f"'bk-mixed-opt', 'per-example'."
+                f"clipping_mode={clipping_mode!r} runs backward twice, but ZeRO-3 frees the parameters after the first "
+                f"pass. Choose a mode of one pass: 'auto', 'bk', 'bk-mixed-ghost', 'bk-mixed-opt', 'per-example'."
             )
 
     def refuse_changed_parameters(self) -> None:
@@ -135,8 +134,8 @@ class Sharding(ABC):
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Accept plain gradients in a block outside the training; they reach no `.grad`."""
-        with self.guard.guard_disabled(), self._beside():
+        """Accept plain gradients in a block outside training; they reach no `.grad`."""
+        with self.guard.guard_disabled(), self._isolated():
             yield
 
     @contextmanager
@@ -146,8 +145,8 @@ class Sharding(ABC):
             yield
 
     @abstractmethod
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Return a block for forwards and backwards outside the training; it restores the framework."""
+    def _isolated(self) -> AbstractContextManager[Any]:
+        """Return a block for forwards and backwards outside training; it restores the framework."""
 
     @abstractmethod
     def _together(self) -> AbstractContextManager[Any]:
@@ -186,16 +185,16 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Whole parameters in every process; `beside` makes the block of `guard_disabled`."""
+    """Whole parameters in every process; `isolated` makes the block of `guard_disabled`."""
 
     def __init__(
         self,
         core: nn.Module,
         outermost: nn.Module | None = None,
-        beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        isolated: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(core, core if outermost is None else outermost)
-        self._make_beside = beside
+        self._make_isolated = isolated
 
     def unshards(self, module: nn.Module) -> bool:
         """Return False: no parameter is sharded."""
@@ -205,11 +204,11 @@ class Unsharded(Sharding):
         """Do nothing."""
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: all parameters exist always."""
+        """Return nothing: all parameters are always whole."""
         return ()
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        return self._make_beside()
+    def _isolated(self) -> AbstractContextManager[Any]:
+        return self._make_isolated()
 
     def _together(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -237,8 +236,8 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
         canonical = canonical_name(name)
         if canonical in seen:
             raise ConfigurationError(
-                f"{name}: another parameter has the name {canonical!r} too, once the names that wrappers add "
-                f"({WRAPPERS}) are left out; noise is keyed by it. Rename one of the modules."
+                f"{name}: another parameter is also called {canonical!r} without the names that wrappers add "
+                f"({WRAPPERS}). The noise is keyed by this name, so rename one of the modules."
             )
         seen.add(canonical)
         if not parameter.requires_grad:
@@ -250,6 +249,6 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
             )
         if parameter.dtype not in _DTYPES:
             raise ConfigurationError(
-                f"{name} is of {parameter.dtype}; private training knows {', '.join(str(d)[6:] for d in _DTYPES)}. "
+                f"{name} is of {parameter.dtype}; private training supports {', '.join(str(d)[6:] for d in _DTYPES)}. "
                 f"Freeze it with requires_grad_(False), or cast it."
             )

@@ -99,8 +99,8 @@ class NamedState:
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self.names:
             raise ConfigurationError(
-                f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so it has "
-                f"no name to be saved by. Give it an optimizer of its own, and save that among the named objects."
+                f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have, so "
+                f"it cannot be saved by name. Give it another optimizer, and save that as a named object."
             )
         return self.names[parameter]
 

@@ -66,8 +66,8 @@ class Checkpointer:
 
     torch.distributed.checkpoint writes each rank's shards: a state saved by 4 ranks of FSDP2 resumes on 2, in
     DistributedDataParallel, with DeepSpeed, or in one process. Incomplete and damaged checkpoints are skipped. A
-    checkpoint holds the run secret, so only its owner can read the folder: protect it like the data. A journal beside
-    the checkpoints lists all releases, so a resumed run counts those that a crash forgets.
+    checkpoint holds the run secret, so only its owner can read the folder: protect it like the data. The folder also
+    has a journal of all releases, so a resumed run counts those that a crash forgets.
 
     All ranks make a Checkpointer, and call its methods together.
 
@@ -88,7 +88,7 @@ class Checkpointer:
         self, folder: str | Path, engine: _Engine, optimizer: Optimizer, *, keep: int = 2, **others: Stateful
     ) -> None:
         if keep < 1:
-            raise ConfigurationError(f"keep={keep}: at least one checkpoint must stay. Pass keep=1 or more.")
+            raise ConfigurationError(f"keep={keep}: keep at least one checkpoint. Pass keep=1 or more.")
         for name, thing in others.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigurationError(f"{name}={thing!r} has no state_dict() and load_state_dict(): leave it out.")
@@ -133,8 +133,8 @@ class Checkpointer:
     def load(self, *, released: int | None = None) -> bool:
         """Go back to the newest sound checkpoint, with a warning about damaged ones; return False if there is none.
 
-        The journal counts the releases of later steps: repeating a step with the same sums costs nothing more, with
-        other sums it counts again. Without the journal, pass `released`, the total number of released steps. Raises
+        The journal counts the releases of later steps: repeating a step with the same sums costs nothing more, but
+        other sums are charged. Without the journal, pass `released`, the total number of released steps. Raises
         CheckpointError, before anything changes, if all checkpoints are damaged, or the newest sound one belongs to
         another mechanism, model or optimizer; LogicalBatchError in the middle of a logical batch.
         """
@@ -167,7 +167,8 @@ class Checkpointer:
         if releases is None:
             warnings.warn(
                 f"{self._journal.path} is missing or damaged: the releases after {self._folder.of(step).name} are "
-                f"unknown. If there are any, count them by load(released=n), n steps in all; or restore the file.",
+                f"unknown. If there are any, count them by load(released=n), with n steps in total; or restore the "
+                f"file.",
                 stacklevel=3,
             )
         return releases
@@ -186,7 +187,7 @@ class Checkpointer:
                 return step
             complaints.append(complaint)
         if complaints:
-            raise CheckpointError(f"{complaints[0]} There is no other to resume from: start a new run.")
+            raise CheckpointError(f"{complaints[0]} There is no other checkpoint: start a new run.")
         return None
 
     def _complaint(self, step: int) -> str | None:

@@ -25,7 +25,7 @@ def why(error: BaseException, path: Path) -> str:
     cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
     if not cut_short and getattr(error, "errno", None) not in _FULL:
         return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
-    return f"the disk is full, or a quota or a limit on the size of files is reached ({_free(path)})"
+    return f"the disk is full, or a quota or a limit on file sizes is reached ({_free(path)})"
 
 
 def _free(path: Path) -> str:

@@ -62,8 +62,8 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
         ) from error
     if not sound or len(secret) != 32:
         raise CheckpointError(
-            "The state of the privacy engine was damaged or altered: its digest does not match. It would forget "
-            "spent budget or release a step twice. Resume from an older checkpoint."
+            "The state of the privacy engine was damaged or altered: its digest does not match. It could forget spent "
+            "budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
     saved = json.loads(json.dumps(saved))
@@ -71,8 +71,8 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)
         raise CheckpointError(
-            f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the run "
-            f"that is resumed, or start a new run with a budget of its own."
+            f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the resumed "
+            f"run, or start a new run with its own budget."
         )
     return Unpacked(secret, account, facts, state.get("thresholds"))
 

@@ -68,9 +68,9 @@ class Facts:
         self._saved = {}  # warn once
         warnings.warn(
             f"The run that saved this state differs: {'; '.join(changed)}. So the sums of a repeated step may differ, "
-            f"at least by rounding; such a step gets independent noise, and is a second release. The ledger does not "
-            f"know the releases after the state was saved. If there are any, count them by load_state_dict(state, "
-            f"released=n), n of them in all. If there are none, n={step}.",
+            f"at least by rounding. Such a step gets independent noise, and is a second release. The ledger does not "
+            f"contain the releases after the state was saved. If there are any, count them by load_state_dict(state, "
+            f"released=n), with n releases in total. If there are none, n={step}.",
             stacklevel=5,
         )
 

@@ -2,8 +2,8 @@
 
 [Note: What a crash forgets]
 A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
-([Note: What a step that is taken again costs]) are written to the journal before its noise is added, and are on the
-disk before it is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
+([Note: What a step that is taken again costs]) are in the journal before its noise is added, and on the disk before
+it is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
 out; repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 

@@ -121,8 +121,8 @@ class _TableOfContents(pickle.Unpickler):
             if dtype or described or f"{module}.{name}" in self.ALLOWED:
                 return super().find_class(module, name)
         raise CheckpointError(
-            f"The table of contents of the checkpoint names {module}.{name}, which may run code, so it is not read. "
-            f"Resume from a checkpoint that dpshard wrote."
+            f"The table of contents of the checkpoint names {module}.{name}, which may run code, so dpshard does not "
+            f"read it. Resume from a checkpoint that dpshard wrote."
         )
 
 
@@ -143,14 +143,14 @@ class _Planner(DefaultLoadPlanner):
         more = [] if self.partly else sorted(saved.keys() - self.state_dict.keys())
         if more:
             raise CheckpointError(
-                f"{more[0]} is in the checkpoint, but not here: it belongs to another model, optimizer or set of "
-                f"named objects. Resume with those that were saved."
+                f"{more[0]} is in the checkpoint, but not in this training: the checkpoint belongs to another model, "
+                f"optimizer or set of named objects. Resume with the saved ones."
             )
         for name, own in self.state_dict.items():
             if name not in saved:
                 raise CheckpointError(
-                    f"{name} is not in the checkpoint: it belongs to another model, optimizer or set of named "
-                    f"objects. Resume with those that were saved."
+                    f"{name} is not in the checkpoint, which belongs to another model, optimizer or set of named "
+                    f"objects. Resume with the saved ones."
                 )
             described = saved[name]
             if isinstance(own, torch.Tensor) != isinstance(described, TensorStorageMetadata) or (

@@ -1,6 +1,6 @@
 """From per-sample norms to clip coefficients and clipped sums.
 
-`functions.py`: clipping functions. `groups.py`: clipping styles. `thresholds.py`: fixed and adaptive thresholds.
+`functions.py`: clipping functions. `groups.py`: clipping groups and styles. `thresholds.py`: fixed and adaptive ones.
 `autograd_nodes.py`: nodes that collect records in backward. `tape.py`: the records of some samples, their clip
 coefficients, and the refusal of a second backward.
 `group_tape.py`: norms and sums of one group. `forwards.py`: which forwards had a backward. `two_pass.py`: two backward

@@ -12,8 +12,8 @@ Three nodes implement every clipping style; rules do not use them:
 Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
 Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
        Rules see detached parameters, so only anchors give parameters gradients.
-Tokens have gradients on GPUs: autograd makes the stream of an anchor wait for those of its taps only where a gradient
-       flows, and without one some versions of torch run the anchor in another thread than its taps.
+Tokens have gradients on GPUs. Only where a gradient flows does autograd make the stream of an anchor wait for those of
+       its taps. Without one, some versions of torch run the anchor in another thread.
 Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
        the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
 """
@@ -83,7 +83,7 @@ def leave_nodes_out_of_graphs() -> None:
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
 
-    It is told whether the caller would get any of them (torch.autograd.grad), instead of `.grad`.
+    `close` gets True if torch.autograd.grad would return one of them instead of `.grad`.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close, as every slot of these parameters has its gradients."""
+        """Close the anchor, because every slot of these parameters has its gradients."""
         return (None, *ctx.close(_hands_out(ctx.next_functions)))
 
 

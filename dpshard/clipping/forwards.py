@@ -67,14 +67,14 @@ class Forwards:
         """True if forwards used parameters, and no complete backward brought records."""
         return not self._trained and bool(self._owed or self._used)
 
-    def gap(self, *, alone: bool) -> str | None:
-        """Return why the micro-batch is incomplete, or None. `alone`: gradients of inputs only are no gap."""
+    def unfinished(self, *, inputs_suffice: bool) -> str | None:
+        """Return why the micro-batch is incomplete, or None. `inputs_suffice`: allow gradients of inputs only."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:
             return "its forward had no backward"
         if self._owed:
             return f"{len(self._owed)} of its {self.count} forwards had no backward"
-        if self.untrained and not alone:
+        if self.untrained and not inputs_suffice:
             return "only gradients of its inputs were taken"
         return None

@@ -1,10 +1,8 @@
-"""Clipping functions (norm -> factor) and clipping groups (parameters with a common norm)."""
+"""Clipping functions: from the norm of a per-sample gradient to its clip coefficient."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,58 +153,3 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
             f"it. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
         )
     return _Guarded(clipping_fn)
-
-
-@dataclass(frozen=True, slots=True)
-class ClippingGroup:
-    """Parameters that are clipped by a common norm."""
-
-    index: int
-    """Position among the groups."""
-    label: str
-    """Name for readers: a module path, a parameter name, "all-layer"."""
-    names: tuple[str, ...]
-    """Trainable parameters, in the order of `named_parameters()`."""
-    threshold: float
-    """R_m: largest norm of one sample's contribution to the group's sum."""
-
-
-def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """Return sqrt(sum R_m^2), the L2 sensitivity of the concatenated clipped sums to adding or removing one sample."""
-    return math.sqrt(sum(group.threshold**2 for group in groups))
-
-
-def form_groups(
-    partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
-) -> tuple[ClippingGroup, ...]:
-    """Return groups with thresholds max_grad_norm / sqrt(M) from label -> parameter names.
-
-    Raises ConfigurationError unless every trainable parameter is in exactly one group.
-    """
-    seen: dict[str, str] = {}
-    for label, names in partition.items():
-        for name in names:
-            if name not in trainable:
-                raise ConfigurationError(
-                    f"clipping_style: {name!r} is not a trainable parameter of the model. Known: {_some(trainable)}."
-                )
-            if seen.get(name, label) != label:
-                raise ConfigurationError(
-                    f"clipping_style: {name!r} is in two groups ({seen[name]!r} and {label!r}); "
-                    f"a parameter has one clipping group."
-                )
-            seen[name] = label
-    missing = [name for name in trainable if name not in seen]
-    if missing:
-        raise ConfigurationError(
-            f"clipping_style: no group holds {_some(missing)}; every trainable parameter must be clipped. "
-            f"Add it to a list, or freeze it with requires_grad_(False)."
-        )
-    filled = [(label, tuple(dict.fromkeys(names))) for label, names in partition.items() if names]
-    threshold = max_grad_norm / math.sqrt(len(filled))
-    return tuple(ClippingGroup(i, label, names, threshold) for i, (label, names) in enumerate(filled))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

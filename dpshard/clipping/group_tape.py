@@ -36,7 +36,7 @@ class Use:
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """True if the slot's template holds copies of its source, one a sample, not zeros."""
+    """True if the slot's template holds copies of its source, one per sample, not zeros."""
 
 
 @dataclass(frozen=True)

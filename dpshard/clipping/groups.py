@@ -1,18 +1,38 @@
-"""Clipping styles: which parameters of a model form a clipping group."""
+"""Clipping groups: parameters with a common norm, and the clipping styles that form them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor, nn
 
-from dpshard.clipping.functions import ClippingGroup, form_groups
 from dpshard.config import ClippingStyle, check_choice
 from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
 STYLES: tuple[str, ...] = get_args(ClippingStyle)
+
+
+@dataclass(frozen=True, slots=True)
+class ClippingGroup:
+    """Parameters that are clipped by a common norm."""
+
+    index: int
+    """Position among the groups."""
+    label: str
+    """Name for readers: a module path, a parameter name, "all-layer"."""
+    names: tuple[str, ...]
+    """Trainable parameters, in the order of `named_parameters()`."""
+    threshold: float
+    """R_m: largest norm of one sample's contribution to the group's sum."""
+
+
+def sensitivity(groups: Iterable[ClippingGroup]) -> float:
+    """Return sqrt(sum R_m^2), the L2 sensitivity of the concatenated clipped sums to adding or removing one sample."""
+    return math.sqrt(sum(group.threshold**2 for group in groups))
 
 
 def partition(
@@ -42,6 +62,37 @@ def partition(
     return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
 
 
+def form_groups(
+    partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
+) -> tuple[ClippingGroup, ...]:
+    """Return groups with thresholds max_grad_norm / sqrt(M) from label -> parameter names.
+
+    Raises ConfigurationError unless every trainable parameter is in exactly one group.
+    """
+    seen: dict[str, str] = {}
+    for label, names in partition.items():
+        for name in names:
+            if name not in trainable:
+                raise ConfigurationError(
+                    f"clipping_style: {name!r} is not a trainable parameter of the model. Known: {_some(trainable)}."
+                )
+            if seen.get(name, label) != label:
+                raise ConfigurationError(
+                    f"clipping_style: {name!r} is in two groups ({seen[name]!r} and {label!r}); "
+                    f"a parameter has one clipping group."
+                )
+            seen[name] = label
+    missing = [name for name in trainable if name not in seen]
+    if missing:
+        raise ConfigurationError(
+            f"clipping_style: no group holds {_some(missing)}; every trainable parameter must be clipped. "
+            f"Add it to a list, or freeze it with requires_grad_(False)."
+        )
+    filled = [(label, tuple(dict.fromkeys(names))) for label, names in partition.items() if names]
+    threshold = max_grad_norm / math.sqrt(len(filled))
+    return tuple(ClippingGroup(i, label, names, threshold) for i, (label, names) in enumerate(filled))
+
+
 def _listed(model: nn.Module, style: Sequence[Sequence[str]]) -> dict[str, list[str]]:
     """Return the groups of an explicit style, with every name of a tied weight mapped to its first."""
     first: dict[Tensor, str] = {}
@@ -68,3 +119,8 @@ def _blocks(model: nn.Module) -> list[str]:
             if not any(path == block for block in found):
                 found += [f"{prefix}{name}" for name, _ in module.named_children()]
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -22,8 +22,9 @@ from torch import Tensor
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
 from dpshard.clipping.forwards import HALFWAY, Forwards
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots, Use
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import Record
@@ -71,9 +72,9 @@ class Tape:
         self._tokens: dict[int, Tensor] = {}
 
     @property
-    def gap(self) -> str | None:
+    def unfinished(self) -> str | None:
         """Reason why the samples do not count whole; None if every forward had a complete backward."""
-        return HALFWAY if self.aborted else self.forwards.gap(alone=self.is_padding_B is None)
+        return HALFWAY if self.aborted else self.forwards.unfinished(inputs_suffice=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; in backward `keep` and its gradient arrive here as the records of `use`."""
@@ -275,7 +276,7 @@ class Clipper:
         self._tokens: dict[int, Tensor] = {}
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper of the same groups, in one pass, for a comparison beside the training."""
+        """Return a clipper of the same groups, in one pass, for a comparison outside training."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
@@ -285,7 +286,7 @@ class Clipper:
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set the thresholds, one a group; only between logical batches, so that a sum has one sensitivity."""
+        """Set the thresholds, one per group; only between logical batches, so that a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 

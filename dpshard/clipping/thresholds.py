@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dpshard.clipping.functions import sensitivity
+from dpshard.clipping.groups import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
 from dpshard.config import NoiseName, check_positive, is_number
@@ -119,8 +119,8 @@ def check_tracking(tracking: QuantileTracking | None, max_grad_norm: float, nois
         raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
     if tracking is not None and noise != "gaussian":
         raise ConfigurationError(
-            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, whose noise is "
-            f"Gaussian: fix the thresholds, or take noise='gaussian'."
+            f"noise={noise!r} is not analysed together with the counts of adaptive_clipping, which get Gaussian "
+            f"noise: fix the thresholds, or take noise='gaussian'."
         )
 
 

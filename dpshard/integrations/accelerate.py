@@ -62,8 +62,8 @@ def check_supported(accelerator: Accelerator) -> None:
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise ConfigurationError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}, cp_size={parallelism.cp_size}, "
-            f"sp_size={parallelism.sp_size}) has several processes share a sample, but every process gets samples "
-            f"of its own. Leave all of them at 1."
+            f"sp_size={parallelism.sp_size}) lets several processes share a sample, but private training needs whole "
+            f"samples. Leave all of them at 1."
         )
 
 

@@ -35,7 +35,7 @@ class PrivateTraining(L.Callback):
     Args:
         loader: Train loader. Its batch_size is the expected logical batch; Poisson sampling replaces its sampler.
         micro_batch_size: Rows per forward; batch_size if not given.
-        pad: Whether padding fills the last micro-batches. A training_step that sorts or augments rows needs False.
+        pad: True to fill the last micro-batches with padding. A training_step that sorts or augments rows needs False.
         **privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size and steps.
 
     `engine` exists once fitting has begun. Checkpoints hold its state and random states, so a recomputed step releases
@@ -65,8 +65,8 @@ class PrivateTraining(L.Callback):
         _check(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
-                "This callback has seen a fit before, and another fit spends more privacy: fit with ckpt_path=, or "
-                "detach() the engine and create another PrivateTraining."
+                "This callback has already fitted a model, and another fit spends more privacy. Fit with ckpt_path=, "
+                "or detach() the engine and create another PrivateTraining."
             )
         if self.engine is None:
             steps = trainer.max_steps if trainer.max_steps > 0 else len(self.loader) * int(trainer.max_epochs or 1)
@@ -92,7 +92,7 @@ class PrivateTraining(L.Callback):
         if self.engine.step != trainer.global_step:
             raise CheckpointError(
                 f"Lightning resumes at step {trainer.global_step}, the privacy engine at step {self.engine.step}: the "
-                f"checkpoint was saved without this callback, and what was spent would be forgotten. Resume from a "
+                f"checkpoint was saved without this callback, so its spent budget would be forgotten. Resume from a "
                 f"checkpoint that was saved with it."
             )
         if self._loaded is not None:
@@ -108,7 +108,7 @@ class PrivateTraining(L.Callback):
         """
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
-                "fit() got a loader whose batches are not Poisson samples: call fit(module, private.loader)."
+                "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
             )
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
@@ -196,11 +196,11 @@ def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
         )
     if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise ConfigurationError(
-            f"{type(trainer.strategy).__name__} on {trainer.world_size} devices: this callback trains on one. On "
-            f"several use accelerate, the Trainer of Hugging Face, or your own loop; see docs/integrations.md."
+            f"{type(trainer.strategy).__name__} on {trainer.world_size} devices: this callback trains on one device. "
+            f"On several use accelerate, the Trainer of Hugging Face, or your own loop; see docs/integrations.md."
         )
     if trainer.max_steps <= 0 and (trainer.max_epochs or -1) < 0:
-        raise ConfigurationError("max_epochs=-1: a private run has a length. Give max_epochs or max_steps.")
+        raise ConfigurationError("max_epochs=-1: a private run has a fixed length. Give max_epochs or max_steps.")
 
 
 def _random_states() -> dict[str, Any]:

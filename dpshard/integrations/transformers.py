@@ -81,8 +81,8 @@ class _Private(ShardsOnCPU):
         own = [cls.__name__ for cls in type(self).__mro__ if issubclass(cls, _Private) and "compute_loss" in vars(cls)]
         if own[:-1]:
             raise ConfigurationError(
-                f"{own[0]} overrides compute_loss, so its loss is not compared with the loss of single samples, and a "
-                f"mean over the tokens of a batch would pass. {_OWN_LOSS}"
+                f"{own[0]} overrides compute_loss, so verification cannot compare its loss with that of single "
+                f"samples: a mean over the tokens of a batch would pass. {_OWN_LOSS}"
             )
         args = TrainingArguments() if args is None else args
         _check(args)
@@ -126,8 +126,8 @@ class _Private(ShardsOnCPU):
         trainer: Any = self
         if self.engine is not None and self._resumed_from is None:
             raise EngineInUseError(
-                "This Trainer has trained before. Another training of this model on the same data spends more "
-                "privacy: resume from a checkpoint, or detach() the engine and create another PrivateTrainer."
+                "This Trainer has trained before. Another training of this model on the same data spends more privacy. "
+                "Resume from a checkpoint, or detach() the engine and create another PrivateTrainer."
             )
         if self.engine is None:
             self.engine = PrivacyEngine(
@@ -175,8 +175,8 @@ class _Private(ShardsOnCPU):
             labels = inputs.get("labels")
             if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any()):
                 raise ConfigurationError(
-                    f"Samples have the label -100, which counts for nothing: the model divides its loss by the number "
-                    f"of other samples, which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
+                    f"Samples have the ignored label -100: the model divides its loss by the number of other samples, "
+                    f"which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
                 )
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
         inputs = dict(inputs)
@@ -339,8 +339,8 @@ def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         )
     if max(apart) <= 10 * min(apart) + 2 * eps * max(1.0, abs(own)):
         raise ConfigurationError(
-            f"It cannot be told whether the labels of {type(model).__name__} name the token at a position, or the "
-            f"token after it: on one sample both losses are equal. {_OWN_LOSS}"
+            f"The labels of {type(model).__name__} may name the token at a position, or the token after it: on one "
+            f"sample both losses are equal. {_OWN_LOSS}"
         )
     return apart[1] < apart[0]
 
@@ -399,6 +399,6 @@ def _read(folder: Path) -> Any:
         return json.loads((folder / STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} has no readable {STATE}: without it, what was spent would be forgotten. Resume from a "
+            f"{folder} has no readable {STATE}: without it, the spent budget would be forgotten. Resume from a "
             f"checkpoint of a PrivateTrainer (saved without save_only_model)."
         ) from error

@@ -85,14 +85,14 @@ class ActiveForward:
             self.region = before
 
     def recorded(
-        self, mode: InterceptionMode, *, beside: AbstractContextManager[Any] | None = None
+        self, mode: InterceptionMode, *, repeat_in: AbstractContextManager[Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of a recorded forward; checkpointing repeats it within `beside`, with RecomputeSlots."""
+        """Return the context of a recorded forward. Checkpointing repeats it in `repeat_in`, with RecomputeSlots."""
 
         def repeat() -> AbstractContextManager[Any]:
             stack = ExitStack()
-            if beside is not None:
-                stack.enter_context(beside)
+            if repeat_in is not None:
+                stack.enter_context(repeat_in)
             # A checkpointed segment takes derived tensors as arguments, so the mode keeps their sources.
             stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
             return stack

@@ -114,7 +114,6 @@ class CompiledRegions:
         return known
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
-        """Return the uses with templates of current values."""
         values = self._parameters.values() if any(use.copies for use, _ in asked) else {}
 
         def templates(use: Use, noted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ _DROPOUT = {
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Constants in place of random draws in compared runs, so a sample draws the same beside any others.
+    """Constants in place of random draws in compared runs, so a sample draws the same in any company.
 
     Only flags may be 0, which would hide noise scaled by other samples. LOW and HIGH take both branches of a draw.
     Every verification draws fresh constants, because fixed ones never take some branches.

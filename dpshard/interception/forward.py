@@ -41,16 +41,16 @@ from dpshard.names import is_compiled_wrapper
 from dpshard.rules.call import Source
 
 _NOT_COMPILED = (
-    "dpshard runs forward around a compiled model, not within. Compile the model, or its blocks, before its "
-    "PrivacyEngine is made; leave fullgraph=True out of functions that call forward, backward or step"
+    "dpshard runs forward around a compiled model, not within it. Compile the model, or its blocks, before you make "
+    "the PrivacyEngine; functions that call forward, backward or step must not have fullgraph=True"
 )
 
 
 class Interception:
     """The forwards of one model, which are recorded on tapes.
 
-    `before_forward` is called with the kind of the inputs before every forward that is recorded: time to verify.
-    `verified`: whether it does verify, so that probes need not tell everything. `alone`: whether there is one rank.
+    `before_forward` gets the kind of the inputs before every recorded forward, so it can verify the model.
+    `verified`: True if it does, so that probes may leave orders open. `alone`: True if there is one rank.
     """
 
     def __init__(
@@ -165,7 +165,6 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        """Probe inputs of a new kind; verify the model if due."""
         run = self.layouts.as_read(run)
         contents = kind_of_contents(run)  # before a probe can change them
         run = self.layouts.probed(run)

@@ -93,8 +93,8 @@ class Layouts:
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
                 f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
-                f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass what has no "
-                f"sample dimension as a buffer or a constant rather than as an input, and all rows of a micro-batch."
+                f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass tensors without "
+                f"samples as buffers or constants rather than as inputs, and pass all rows of a micro-batch."
             ) from error
         merge(into, found)
         return into

@@ -34,17 +34,17 @@ from dpshard.rules.vectorized import vectorized
 
 _NO_RULE = "no rule gives its per-sample gradient"
 _NO_SAMPLES = (
-    "what it takes was read at places that carry no samples of the micro-batch (flat ids with offsets, say: pass ids "
-    "[B, T], and flatten them in forward)"
+    "its arguments come from places that carry no samples of the micro-batch (for example flat ids with offsets: pass "
+    "ids [B, T], and flatten them in forward)"
 )
 _IN_GRAD = (
-    "it is called within torch.func.grad, jvp or jacrev, where no per-sample gradient is followed. Write out the "
-    "derivative"
+    "it is called within torch.func.grad, jvp or jacrev, through which per-sample gradients cannot be followed. Write "
+    "out the derivative"
 )
-_IN_COMPILED_VMAP = "torch.vmap is not followed into torch.compile; leave what calls it out of what is compiled"
+_IN_COMPILED_VMAP = "torch.compile hides what torch.vmap does; leave the code that calls torch.vmap uncompiled"
 _IN_PLACE = (
-    "it writes into a tensor that no sample has met, by which its gradient would be lost; build that tensor out of "
-    "place (torch.cat, torch.where)"
+    "it writes into a tensor that no sample has met, which would lose its gradient; build that tensor out of place "
+    "(torch.cat, torch.where)"
 )
 
 
@@ -215,7 +215,6 @@ class InterceptionMode(TorchFunctionMode):
         return known is not None and known.inputs[0] is not None
 
     def _run_routed(self, call: InterceptedCall) -> Any:
-        """Run a call on routed rows; route its outputs."""
         func, args, kwargs = call.func, call.args, call.kwargs
         rule = ROUTED_RULES.get(func) or self._rule(func, call)
         if call.batch_size:

@@ -244,8 +244,8 @@ def _put_back(x: Any, value: Any, path: str) -> None:
             now, before = _parts(x.detach()), _parts(value[0])
             if [part.shape for part in now] != [part.shape for part in before]:
                 raise UnsupportedParameterError(
-                    f"{path}: forward gives this tensor another size in place, so it cannot be put back after a "
-                    f"forward beside the training. Assign a new tensor to the attribute instead."
+                    f"{path}: forward resizes this tensor in place, so it cannot be restored after a forward outside "
+                    f"training. Assign a new tensor to the attribute instead."
                 )
             with torch.no_grad():
                 for part, content in zip(now, before, strict=True):

@@ -37,15 +37,13 @@ def refuse_hooks(module: nn.Module) -> None:
     """Raise UnsupportedParameterError if `module` has hooks, which would run outside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
-            f"{type(module).__name__}, which your loop calls, has a hook, or one of all modules, that runs outside of "
-            f"what is verified: it was registered after the engine was made, or on a module that FSDP or ZeRO-3 "
-            f"shards. Register it before the PrivacyEngine is made, or on a module within, or move its code into "
-            f"forward."
+            f"{type(module).__name__}, which your loop calls, has a hook that verification does not see: it was "
+            f"registered after the engine was made, for all modules, or on a module that FSDP or ZeRO-3 shards. "
+            f"Register it before you make the PrivacyEngine, or on a module within, or move its code into forward."
         )
 
 
 def _home(hook: Callable[..., Any]) -> str:
-    """Return the package of a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]

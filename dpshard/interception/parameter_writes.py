@@ -59,9 +59,9 @@ class WriteGuard:
 def written(name: str) -> UnsupportedParameterError:
     """Return the error for a forward that writes into the parameter `name`."""
     return UnsupportedParameterError(
-        f"{name}: forward writes into this parameter, without noise, what the samples of a micro-batch decide. "
+        f"{name}: forward writes values that depend on the samples into this parameter, without noise. "
         f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "
-        f"weights, before making the engine); an nn.Embedding may have no max_norm: renormalise all its rows between "
+        f"weights, before making the engine). An nn.Embedding must not have max_norm: renormalise all its rows between "
         f"steps."
     )
 

@@ -45,8 +45,9 @@ class ModulePatcher:
             if isinstance(module, torch.jit.ScriptModule):
                 if any(parameter.requires_grad for parameter in module.parameters()):
                     raise UnsupportedParameterError(
-                        f"{path or 'the model'} is compiled by torch.jit.script, into which dpshard cannot see. Use "
-                        f"the Python module (and torch.compile), or freeze its parameters with requires_grad_(False)."
+                        f"{path or 'the model'} is compiled by torch.jit.script, so dpshard cannot see its functions. "
+                        f"Use the Python module (and torch.compile), or freeze its parameters with "
+                        f"requires_grad_(False)."
                     )
                 continue
             compiled = module._compiled_call_impl is not None

@@ -58,7 +58,7 @@ class Replay:
             mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit)
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
-                with eager(), undropped(), self._active.recorded(mode, beside=undropped()):
+                with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):
                     return run.on(samples)
             except UnknownCall:
                 state.rewind(draws)

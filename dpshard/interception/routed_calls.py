@@ -11,17 +11,17 @@ from dpshard.interception.routing import Routing
 from dpshard.rules import RULES
 
 _LOST = (
-    "the data has picked the rows of its input on a way that cannot be followed (a mask, nonzero, unique, and then a "
-    "function that mixes rows; a packed sequence that was not made by pack_padded_sequence from a tensor with a row a "
-    "sample, or that was padded and not put in its first order again), so nobody can tell which sample a row belongs "
-    "to. Keep all rows, [B, T, ...], and mask what comes out, or the loss"
+    "the data picked the rows of its input in a way that cannot be followed (a mask, nonzero or unique, and then a "
+    "function that mixes rows; a packed sequence that pack_padded_sequence did not make from a tensor with a row per "
+    "sample, or that was padded without restoring its order), so the sample of each row is unknown. Keep all rows, "
+    "[B, T, ...], and mask the outputs or the loss"
 )
 _ROUTED = (
-    "the data has picked the rows of its input, as for experts, and {}. Rows that are routed may go through functions "
-    "that treat every row by itself (linear maps, convolutions, norms, attention within a row, elementwise functions) "
-    "and grouped products; keep all rows, [B, T, ...], before any other, and add a row only to rows of its own sample"
+    "the data picked the rows of its input, as for experts, and {}. Routed rows may pass through functions that treat "
+    "each row separately (linear maps, convolutions, norms, attention within a row, elementwise functions) and grouped "
+    "products. Before any other function keep all rows, [B, T, ...], and add a row only to rows of its own sample"
 )
-_COMPILED = _ROUTED.format("torch.compile would fix their number; leave it out of what is compiled")
+_COMPILED = _ROUTED.format("torch.compile would fix their number, so leave it uncompiled")
 _SIDE_BY_SIDE = _ROUTED.format("its inputs hold rows of different samples side by side")
 ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one")
 

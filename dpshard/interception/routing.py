@@ -1,11 +1,11 @@
 """Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
 
 [Note: Routed rows]
-The data decides the number and order of the rows of `x[token_ids]`, so its shape tells nothing; the values of the index
-do. A route starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions
-that make row n of the output from row n of the input only. It ends where each row is added to a row of its own sample,
-or where rows are in the order of the samples again. Any other function loses rows that are out of order; the next
-parameter that meets lost rows is refused.
+The data decides the number and order of the rows of `x[token_ids]`, so only the values of the index show them. A route
+starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions that make
+row n of the output from row n of the input only. It ends where each row is added to a row of its own sample, or where
+rows return to the order of the samples. Any other function loses rows that are out of order; the next parameter that
+meets lost rows is refused.
 
 [Note: Packed sequences]
 Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all samples that are as long.
@@ -28,7 +28,7 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions whose number of output rows depends on the data."""
+"""Functions with a number of output rows that depends on the data."""
 
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
 """Functions that write rows into their first argument at given numbers."""
@@ -56,7 +56,6 @@ STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
 
 
 def _starts(func: Function, args: Any) -> bool:
-    """Return True if a call may pick rows."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(not isinstance(i, (int, slice, type(None), type(...))) for i in index)
@@ -71,9 +70,9 @@ def _row_numbers(index: Any) -> Tensor | None:
         return None
     if first.dtype in (torch.bool, torch.uint8):
         return None if tensors else first.nonzero()[:, 0]
-    beside = all(i.dim() == 0 or (i.dim() == 1 and len(i) in (1, len(first))) for i in tensors)
+    broadcasts = all(i.dim() == 0 or (i.dim() == 1 and len(i) in (1, len(first))) for i in tensors)
     masks = any(i.dtype in (torch.bool, torch.uint8) for i in tensors)
-    return first if first.dim() == 1 and beside and not masks else None
+    return first if first.dim() == 1 and broadcasts and not masks else None
 
 
 def _numbers_in(index: Any) -> Any:
@@ -103,7 +102,6 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
-    """Return the input dimension of each output dimension of a transpose."""
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
     dims = [d % rank for x in given for d in (x if isinstance(x, (tuple, list)) else (x,))]
@@ -222,7 +220,7 @@ class Routing:
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Move the samples of `x` to `output`, whose dimension i was order[i]; return False if there are none."""
+        """Move the samples of `x` to `output`; dimension i was order[i]. Return False if there are none."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False

@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import Function, functions_named
 
 @dataclass(frozen=True, slots=True)
 class RowCall:
-    """A call whose outputs have as many rows as its `routed` arguments."""
+    """A call with as many rows in its outputs as in its `routed` arguments."""
 
     func: Function
     args: Any

@@ -2,10 +2,10 @@
 
 [Note: Units]
 A sample is a unit of K rows; K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units as
-one dimension of m * K, the rows of a unit side by side. Only here rows become units: `Run.leaves` have both dimensions,
-and `Run.on` joins them again. So a unit is a sample whose rows are flattened into the batch before the model, not
-within it. All other code handles such rows already: probes find them, rules join them into one record, and verification
-compares the sample with others.
+one dimension of m * K, with the rows of a unit adjacent. Only here rows become units: `Run.leaves` have both
+dimensions, and `Run.on` joins them. So a unit is a sample with its rows flattened into the batch before the model. All
+other code handles such rows already: probes find them, rules join them into one record, and verification compares the
+sample with others.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def plan_run(
     if transforms_are_active():
         raise BatchLayoutError(
             f"{type(module).__name__} was called within torch.vmap or another transform of torch.func, so its samples "
-            f"are hidden. Call it on the whole micro-batch; within its forward torch.vmap is followed."
+            f"are hidden. Call it on the whole micro-batch. Its forward may use torch.vmap."
         )
     leaves, tree = pytree.tree_flatten((args, kwargs))
     B = _row_count(module, leaves, plan, rows_per_unit)
@@ -134,12 +134,12 @@ def plan_run(
     if 0 not in dims:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
         raise BatchLayoutError(
-            f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has so many "
-            f"rows along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model, and "
-            f"fetch the next one after its backward: num_workers= of engine.batches reads ahead."
+            f"The micro-batch has {B} rows, padding included, but no input of {type(module).__name__} has {B} rows "
+            f"along dimension 0 (shapes {shapes}). Pass all rows of the micro-batch to the model, and fetch the next "
+            f"one after its backward: num_workers= of engine.batches reads ahead."
         )
     m = B // rows_per_unit
-    rows = max(1, m if plan is None else plan.samples_everywhere)
+    rows = max(1, m if plan is None else plan.min_samples_per_rank)
     given = tuple(leaves)
     run = Run(module, original, given, given, tree, m, dims, rows, rows_per_unit)
     return run if rows_per_unit == 1 else run.reading(dims)
@@ -157,18 +157,18 @@ def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | 
     if plan is None and len(set(sizes) - {1}) > 1:
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
-            f"counted. Put the samples first in every input, pass what has none as a buffer or keyword of the module, "
-            f"or iterate over engine.batches(...), which knows their number."
+            f"counted. Put the samples first in every input, pass tensors without samples as buffers or keywords of "
+            f"the module, or iterate over engine.batches(...), which knows the number of samples."
         )
     if B == 0:
         raise BatchLayoutError(
-            f"{type(module).__name__} was called with a batch of no rows. Skip it, or let engine.batches(...) pad it."
+            f"{type(module).__name__} was called with an empty batch. Skip it, or let engine.batches(...) pad it."
         )
     if B % rows_per_unit:
         raise BatchLayoutError(
-            f"{type(module).__name__} was called with {B} rows, which are no whole units of rows_per_unit="
-            f"{rows_per_unit} rows. Pass all rows of every unit, side by side; dpshard.UnitDataset fills units that "
-            f"have fewer rows."
+            f"{type(module).__name__} was called with {B} rows, which is not a multiple of "
+            f"rows_per_unit={rows_per_unit}. Pass all rows of every unit, side by side; dpshard.UnitDataset fills "
+            f"units that have fewer rows."
         )
     return B
 
@@ -183,6 +183,6 @@ def refuse_two_batch_dimensions(run: Run) -> None:
         if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == rows:
             raise BatchLayoutError(
                 f"{type(run.module).__name__}, a part of the model, was called directly with an input of shape "
-                f"{tuple(x.shape)}, of which dimension 0 or 1 may hold the {run.batch_size} samples; "
-                f"choose a micro-batch size that is no other length, or call the model as a whole."
+                f"{tuple(x.shape)}: dimension 0 or 1 may hold the {run.batch_size} samples. Choose a micro-batch size "
+                f"that no other dimension has, or call the whole model."
             )

@@ -117,6 +117,7 @@ class PreallocatedSlots(Slots):
 
 
 ANOTHER_COURSE = (
-    "A compiled region uses other parameters than it did with the same inputs before: an attribute that switches its "
-    "course has changed. Make it an argument of the call (a bool or a str), or compile the parts that do not switch."
+    "A compiled region uses other parameters than before with the same inputs: an attribute that selects its course "
+    "has changed. Make it an argument of the call (a bool or a str), or compile only the parts that do not depend on "
+    "it."
 )

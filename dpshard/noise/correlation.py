@@ -135,7 +135,7 @@ def sensitivity(strategy: Series, *, separation: int) -> float:
     if not math.isfinite(bound):
         raise ConfigurationError(
             "The sensitivity of these coefficients overflows: the inverse of their Toeplitz matrix grows from step to "
-            "step. Take coefficients whose sum is above 0, or the default ones."
+            "step. Choose coefficients with a sum above 0, or the default ones."
         )
     return bound
 
@@ -155,7 +155,7 @@ def _check_bands(correlation: BandedInverse | BandMF) -> None:
         raise ConfigurationError(f"{name}(coefficients={coefficients!r}): pass a tuple of finite numbers.")
     if len(coefficients) != bands or coefficients[0] != 1:
         raise ConfigurationError(
-            f"{name}(coefficients=...) has {len(coefficients)} numbers for {bands} bands, of which the first is "
+            f"{name}(coefficients=...) has {len(coefficients)} numbers for {bands} bands, beginning with "
             f"{coefficients[:1]}: pass one number for each band, the first of them 1."
         )
 

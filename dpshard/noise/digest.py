@@ -58,7 +58,7 @@ class SumDigest:
     def part(self, shards: Sequence[Shard]) -> Tensor:
         """Digest of these shards, int64 [2], on the device of the first; the whole digest is the sum over all shards.
 
-        Raises ConfigurationError for a shard that can get no noise.
+        Raises ConfigurationError for a shard that cannot get noise.
         """
         for shard in shards:
             shard.check()

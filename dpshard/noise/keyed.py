@@ -89,7 +89,7 @@ class Shard:
     """Row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
 
     def check(self) -> None:
-        """Raise ConfigurationError if the shard can get no noise."""
+        """Raise ConfigurationError if the shard cannot get noise."""
         if self.local.dtype not in _NUMPY_DTYPE:
             raise ConfigurationError(
                 f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "

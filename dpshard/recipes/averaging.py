@@ -34,7 +34,7 @@ class WeightAverage:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if any(hasattr(p, "ds_id") and p.numel() == 0 for p in self._parameters.values()):
             raise ConfigurationError(
-                "DeepSpeed's ZeRO-3 has partitioned the parameters, so there is nothing to average here. Average the "
+                "DeepSpeed's ZeRO-3 has partitioned the parameters, so no weights are here to average. Average the "
                 "checkpoints, or shard by FSDP2."
             )
         self._average = {name: _wide(p).clone() for name, p in self._parameters.items()}
@@ -71,7 +71,9 @@ class WeightAverage:
         """Go to a `state_dict()`. Raises CheckpointError for the parameters of another model."""
         average = state.get("average", {})
         if {name: x.shape for name, x in average.items()} != {name: x.shape for name, x in self._average.items()}:
-            raise CheckpointError("The averaged weights are those of another model: load them where they were saved.")
+            raise CheckpointError(
+                "The averaged weights belong to another model: load them into the model that saved them."
+            )
         with torch.no_grad():
             for name, x in self._average.items():
                 x.copy_(average[name])

@@ -58,7 +58,7 @@ def scale_parameters(model: nn.Module) -> None:
         if len(names) > 1:
             raise ConfigurationError(f"{' and '.join(names)} are one parameter, which cannot be scaled: untie them.")
         if hasattr(parameter, "to_local"):
-            raise ConfigurationError(f"{names[0]} is in shards: scale whole parameters, as under DDP.")
+            raise ConfigurationError(f"{names[0]} is sharded: scale whole parameters, as under DDP.")
     for parameter, (name,) in owners.items():
         if parameter.requires_grad:
             path, _, own = name.rpartition(".")

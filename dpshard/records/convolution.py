@@ -27,7 +27,7 @@ class Convolution:
     """Gradient of a kernel [P, C / groups, *kernel]: the sum over positions of output gradient times input window."""
 
     input: Tensor
-    """[B, k, C, *space], k images a sample"""
+    """[B, k, C, *space], k images per sample"""
     gradient: Tensor
     """[B, k, P, *positions]"""
     shape: torch.Size

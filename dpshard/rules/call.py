@@ -35,7 +35,7 @@ class BatchAxis:
         return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """Undo `split` for k rows a sample (1: without their own dimension)."""
+        """Undo `split` for k rows per sample (1: without their own dimension)."""
         if k == 1:
             return x.movedim(0, self.dim)
         if not self.adjacent:
@@ -105,7 +105,7 @@ class Call(Protocol):
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """Return source `x`, one copy a sample, [B, *shape] (stride 0); the copies' gradient is the record."""
+        """Return source `x`, one copy per sample, [B, *shape] (stride 0); the copies' gradient is the record."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
@@ -122,7 +122,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
-    """Return source `x`, one copy a sample, to broadcast with `size` = B * k rows at dim -from_right.
+    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows at dim -from_right.
 
     `adjacent`: see BatchAxis.
     """

@@ -82,13 +82,13 @@ def _record(
     bias: Tensor | None,
     record: Callable[[Tensor, Tensor, torch.Size], Record],
 ) -> Tensor:
-    """Tap a convolution; `record` gets input and output gradient [B, k, ...], k images a sample."""
+    """Tap a convolution; `record` gets input and output gradient [B, k, ...], k images per sample."""
     w, b = call.source(weight), call.source(bias)
     if input.dim() != weight.dim():
         raise call.refuse("its input has no batch dimension; pass [B, C, ...]")
     axis, B = batch_axis(call, input), call.batch_size
     if axis.dim != 0:
-        raise call.refuse("it slides over the samples of the micro-batch")
+        raise call.refuse("its windows slide over the samples of the micro-batch")
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         tensors = tuple(_images(axis.split(x, B), x.dim()) for x in tensors)
@@ -105,5 +105,5 @@ def _record(
 
 
 def _images(x: Tensor, dims: int) -> Tensor:
-    """Return [B, C, ...] as [B, 1, C, ...]; keep [B, k, C, ...], k images a sample."""
+    """Return [B, C, ...] as [B, 1, C, ...]; keep [B, k, C, ...], k images per sample."""
     return x if x.dim() > dims else x[:, None]

@@ -54,7 +54,7 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Return per-sample records of the roots from one of the derived tensor, a vector-Jacobian product a sample."""
+    """Return per-sample records of the roots from one of the derived tensor, one vector-Jacobian product per sample."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)

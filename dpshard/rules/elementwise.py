@@ -1,6 +1,6 @@
 """Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens).
 
-The parameter enters as one copy a sample; the gradients of the copies are the per-sample gradients.
+The parameter enters as one copy per sample; the gradients of the copies are the per-sample gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """Replace masked elements by a scalar parameter; uses `where`, because one copy a sample is not a scalar."""
+    """Replace masked elements by a scalar parameter; uses `where`, because one copy per sample is not a scalar."""
     if call.source(input) is not None:
         raise call.refuse("its output would be a parameter masked by the data; use torch.where")
     (input, mask, value), _ = _spread_all(call, (input, mask, value), {})
@@ -66,7 +66,7 @@ def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
                 size = x.shape[axis.dim]
                 found.add((x.dim() - axis.dim, size, axis.adjacent if size > call.batch_size else 0))
     if len(found) != 1:
-        raise call.refuse("its data inputs carry the samples of the micro-batch at different places")
+        raise call.refuse("its data inputs carry the samples of the micro-batch in different dimensions")
     return found.pop()
 
 
@@ -89,7 +89,7 @@ def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
-    """Repeat a parameter once a sample: `token.repeat(B, 1, 1)`."""
+    """Repeat a parameter once per sample: `token.repeat(B, 1, 1)`."""
     axis, source = call.output_axis, call.source(x)
     if axis is None or source is None:
         raise call.refuse("its output carries no samples of the micro-batch")
@@ -101,7 +101,7 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     k, rest = divmod(times[axis.dim], B)
     # Values of the parameter cannot tell in which order rows lie. Those of a unit lie as in the inputs of the model.
     if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
-        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, which are {B}")
+        raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, but there are {B}")
     copies = call.per_sample(x).reshape(B, *shape)
     if k > 1:
         copies = torch.cat([copies] * k, axis.dim + 1)

@@ -49,7 +49,7 @@ def embedding_of_cpp(
 
 def _check(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
     if max_norm is not None:
-        raise call.refuse("max_norm rescales the table in forward by what the data reads; drop max_norm", advise=False)
+        raise call.refuse("max_norm rescales the table rows that the data reads; drop max_norm", advise=False)
     if scale_grad_by_freq:
         raise call.refuse("scale_grad_by_freq makes gradients depend on the other samples; drop it", advise=False)
     if sparse:
@@ -94,14 +94,14 @@ def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """
     source, axis, B = call.source(table), call.output_axis, call.batch_size
     if source is None or axis is None:
-        raise call.refuse("it reads the data at places that a parameter says, or carries no samples in its output")
+        raise call.refuse("a parameter says where it reads the data, or its output carries no samples")
     output = call.func(call.plain(table), *args, **kwargs)
     whole = _read_whole(call.func, table, args)
     read = table.shape[: table.dim() - whole]
     numbers = torch.arange(math.prod(read), device=table.device).view(read)
     ids = call.func(numbers, *args, **kwargs)
     if axis.dim >= ids.dim():
-        raise call.refuse("it carries the samples in a dimension of the parameter")
+        raise call.refuse("its samples lie in a dimension of the parameter")
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
         return [(source, _gathered(source, ids, g, axis, B))]

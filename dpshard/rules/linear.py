@@ -66,7 +66,7 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
     output = F.bilinear(input1, input2, call.plain(weight), call.plain(bias))
     w, b, axis, B = call.source(weight), call.source(bias), batch_axis(call, input1), call.batch_size
     if batch_axis(call, input2) != axis:
-        raise call.refuse("its two inputs carry the samples of the micro-batch at different places")
+        raise call.refuse("its two inputs carry the samples of the micro-batch in different dimensions")
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
         *inputs, g_BTP = (axis.split(x, B).reshape(B, -1, x.shape[-1]) for x in tensors)

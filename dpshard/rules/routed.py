@@ -24,7 +24,7 @@ from dpshard.rules.registry import routed_rule
 from dpshard.rules.torch_functions import functions_named
 
 GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
-"""Products of rows [N, K], sorted by group, with a weight a group [G, K, P]; `offs` [G]: ends of the groups."""
+"""Products of rows [N, K], sorted by group, with a weight per group [G, K, P]; `offs` [G]: ends of the groups."""
 
 
 @routed_rule(*GROUPED)

@@ -106,8 +106,8 @@ class _Announced:
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """Return collated data of the samples of `plan`, filled up to B samples with copies of the last one.
 
-    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, in nested tuples, lists
-    and dicts too. Raises DataError if no part of `data` has a row per sample.
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also in nested tuples,
+    lists and dicts. Raises DataError if no part of `data` has a row per sample.
     """
     K = plan.rows_per_unit
     rows, B = max(1, plan.samples) * K, len(plan.indices) * K

@@ -118,7 +118,7 @@ class MicroBatchPlan:
     """Indices of the B samples; padding repeats a sample of the batch."""
     is_padding: Tensor
     """Bool [B]: samples that must contribute exactly 0, at the end."""
-    samples_everywhere: int
+    min_samples_per_rank: int
     """Least number of samples on any rank; equal on all ranks."""
     rows_key: bytes = field(default=b"", repr=False)
     """Key that draws the rows of a unit."""

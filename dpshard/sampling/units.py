@@ -39,7 +39,7 @@ class UnitRows:
 
 
 class KeyedUnits(Dataset):
-    """A data set of units of `rows_per_unit` rows, which a key draws anew in every step."""
+    """A data set of units of `rows_per_unit` rows, which a key draws again in every step."""
 
     rows_per_unit: int
 

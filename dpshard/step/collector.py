@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.clipping.functions import ClippingFunction
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
@@ -130,7 +131,7 @@ class Collector:
         if micro is None:
             self._require_own_loop(module)
             tape = Tape(self.clipper, batch_size, None, scale)
-            self._own = [*(earlier for earlier in self._own if earlier.gap), tape]
+            self._own = [*(earlier for earlier in self._own if earlier.unfinished), tape]
         else:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
@@ -273,30 +274,30 @@ class Collector:
 
         Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.
         """
-        gaps = self._gaps()
-        if any(everywhere for _, _, everywhere in gaps):
-            self._refuse(gaps)  # now: the other ranks wait in another collective and never reach the next one
-        (broken, *doubts), sums = self._backend.complete_sums(bool(gaps), self._own_doubts(), digest)
+        unfinished = self._unfinished()
+        if any(everywhere for _, _, everywhere in unfinished):
+            self._refuse(unfinished)  # now: the other ranks wait in another collective and never reach the next one
+        (broken, *doubts), sums = self._backend.complete_sums(bool(unfinished), self._own_doubts(), digest)
         if broken:
-            self._refuse(gaps)
+            self._refuse(unfinished)
         Doubts.refuse(doubts)
         self.clipper.abort()
         return sums
 
-    def _gaps(self) -> list[tuple[MicroBatch | None, str, bool]]:
+    def _unfinished(self) -> list[tuple[MicroBatch | None, str, bool]]:
         """Return the micro-batches that are incomplete, with the reason, and whether all ranks had to run them."""
         if self.batch is None:
-            return [(None, tape.gap, False) for tape in self._own if tape.gap]
+            return [(None, tape.unfinished, False) for tape in self._own if tape.unfinished]
         found = []
-        for micro, gap in self.batch.gaps():
+        for micro, why in self.batch.unfinished():
             everywhere = self._backend.reduction.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
             untrained = micro.tape is None or micro.tape.forwards.untrained
             if micro.plan.samples or everywhere:
-                found.append((micro, gap, everywhere and untrained))
+                found.append((micro, why, everywhere and untrained))
         return found
 
-    def _refuse(self, gaps: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:
-        micro, why = gaps[0][:2] if gaps else (None, "on another rank")
+    def _refuse(self, unfinished: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:
+        micro, why = unfinished[0][:2] if unfinished else (None, "on another rank")
         message = refusals.not_whole(self.batch, micro, why)
         if self.batch is None:
             self._begin_anew()  # the next forwards must bring all rows again
@@ -360,7 +361,7 @@ class Collector:
             )
 
     def restart(self) -> None:
-        """Begin anew after another state was loaded."""
+        """Restart after another state was loaded."""
         self._begin_anew()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell`; then it costs nothing."""
+    """Notes which of `parameters` get a gradient, until `tell`; later it costs nothing."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters

@@ -49,11 +49,11 @@ class MicroBatch:
     """Watches that its rows stay its samples."""
 
     @property
-    def gap(self) -> str | None:
+    def unfinished(self) -> str | None:
         """Reason why it is incomplete; None if it is whole."""
         if self.tape is None:
             return "the model was not called on it in training mode"
-        return self.tape.gap
+        return self.tape.unfinished
 
 
 _NO_MICRO_BATCH = (
@@ -83,7 +83,7 @@ class LogicalBatch:
         self._position = 0
         self._samples = 0
         self._micro: MicroBatch | None = None
-        self._behind: list[MicroBatch] = []  # micro-batches with a gap when the next one began
+        self._behind: list[MicroBatch] = []  # micro-batches that were unfinished when the next one began
 
     @property
     def step(self) -> int:
@@ -170,11 +170,11 @@ class LogicalBatch:
 
     def end_micro_batch(self) -> None:
         """End the current micro-batch. Its backward may follow later, on a sum of losses."""
-        if self._micro is not None and self._micro.gap:
+        if self._micro is not None and self._micro.unfinished:
             self._behind.append(self._micro)
         self._micro = None
 
-    def gaps(self) -> list[tuple[MicroBatch, str]]:
+    def unfinished(self) -> list[tuple[MicroBatch, str]]:
         """Return the incomplete micro-batches so far, each with the reason."""
         current = [] if self._micro is None else [self._micro]
-        return [(micro, gap) for micro in [*self._behind, *current] if (gap := micro.gap)]
+        return [(micro, why) for micro in [*self._behind, *current] if (why := micro.unfinished)]

@@ -72,8 +72,8 @@ def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) ->
     """Say why a logical batch with an incomplete backward cannot be released."""
     reason = (
         "If the data decide which micro-batches are left out, one sample decides for all samples of its micro-batch. "
-        "Do not skip a micro-batch whose loss is NaN or inf: samples without a finite gradient contribute 0. If you do "
-        "not train on an output of the model, call the model under torch.no_grad()."
+        "Do not skip a micro-batch with a loss of NaN or inf: samples without a finite gradient contribute 0. If you "
+        "do not train on an output of the model, call the model under torch.no_grad()."
     )
     if batch is None:
         where = f"A forward in training mode since the last release is incomplete: {why}"

@@ -1,7 +1,7 @@
 """Micro-batches without any gradient, while all samples of other micro-batches have one.
 
 [Note: Silent micro-batches]
-`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch when one sample is odd.
+`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch because of one sample.
 All its gradients are then 0, and their norms only the allowance for underflow. Single samples may also have none: a
 hinge, a dead unit, an ignored label. But some of these lie in micro-batches with other samples that have one. So
 suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Of n samples in K micro-batches,
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception import Doubt, Doubts
 from dpshard.records.host import arrays_of, is_at_hand, total
 

@@ -42,7 +42,7 @@ class Bench:
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
     kept: Sequence[str] = ()
-    """Paths of tensors with rows of samples that forward leaves beside its output."""
+    """Paths of kept tensors with rows of samples; see [Note: Kept tensors]."""
 
     @property
     def half(self) -> bool:
@@ -66,10 +66,10 @@ class Bench:
             if isinstance(error, DpshardError):
                 raise
             raise RunFailedError(
-                f"{type(run.module).__name__} fails on {len(samples)} sample(s) of the micro-batch taken alone "
-                f"({error}), so they have no gradient of their own. Likely causes: it normalises over samples "
-                f"(BatchNorm), needs a fixed size, or gets values of samples in a tensor without a batch dimension "
-                f"(flat ids with offsets: pass ids [B, T], and flatten them in forward)."
+                f"{type(run.module).__name__} fails on only {len(samples)} sample(s) of the micro-batch ({error}), so "
+                f"samples have no gradient of their own. Likely causes: it normalises over samples (BatchNorm), needs "
+                f"a fixed size, or gets values of samples in a tensor without a batch dimension (flat ids with "
+                f"offsets: pass ids [B, T], and flatten them in forward)."
             ) from error
 
     def values(

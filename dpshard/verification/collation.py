@@ -1,10 +1,10 @@
 """Verify that the output of a collate_fn for a sample does not depend on the other samples.
 
-[Note: Other rows beside it]
+[Note: Other rows in a micro-batch]
 Half of the rows become copies of one sample; the other half must not change. Rows keep their number, so they draw the
 same random numbers from generators in the same states. If the content of a row decides the number of draws, the
-generators end elsewhere, and nothing is compared. A collate_fn may sort and pad its rows; if lengths differ, only cuts
-are looked for. Rows of a unit must stay side by side: without random numbers, reversed units must give reversed output.
+generators end in other states, and nothing is compared. A collate_fn may sort and pad its rows; if lengths differ, only
+cuts are detected. Rows of a unit must stay adjacent: without random numbers, reversed units must give reversed output.
 """
 
 from __future__ import annotations
@@ -138,17 +138,17 @@ def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None
 
 
 _PER_SAMPLE = (
-    "so one sample counts in the gradients of others, and clipping does not bound it. Do it in the data set, of each "
+    "so one sample counts in the gradients of others, and clipping does not bound it. Do it in the data set, for each "
     "sample by itself."
 )
 _MIXES = (
-    f"collate_fn gives samples other values beside other samples: it replaces rows (corrupt ones, by good ones), mixes "
-    f"them (mixup, CutMix), or scales them by a statistic of the whole micro-batch, {_PER_SAMPLE} A sample that cannot "
-    f"be read may be blank; a value that all samples share must be public."
+    f"collate_fn gives a sample other values if the other samples change: it replaces rows (corrupt rows by good "
+    f"ones), mixes them (mixup, CutMix), or scales them by a statistic of the whole micro-batch, {_PER_SAMPLE} A "
+    f"sample that cannot be read may be blank; a value that all samples share must be public."
 )
 _SCATTERS = (
-    "collate_fn gives the rows of units in another order than it gets them: it sorts them by length, say. So rows of "
-    "several units would be clipped as one. Keep the rows of each unit side by side, in its place; "
+    "collate_fn reorders the rows of units, for example by length. So rows of several units would be clipped as one. "
+    "Keep the rows of each unit side by side, in their order; "
     "pack_padded_sequence(enforce_sorted=False) takes unsorted rows."
 )
 _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} Or pad to the longest, with a mask."

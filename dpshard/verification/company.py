@@ -94,7 +94,6 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
 
 
 def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
-    """Raise VerificationError if outputs of the rows `kept` moved."""
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
@@ -107,7 +106,7 @@ def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kep
     if bool((apart > allowed).any()):
         worst = int((apart - allowed).argmax())
         raise VerificationError(
-            f"An output of shape {tuple(x.shape[1:])} a row moves by {float(apart[worst]):.4g} (of "
+            f"An output of shape {tuple(x.shape[1:])} per row moves by {float(apart[worst]):.4g} (of "
             f"{float(size[worst]):.4g}) when the inputs of other samples change: {_MIXES}"
         )
 
@@ -118,22 +117,21 @@ def _check_choices(x: Tensor, y: Tensor) -> None:
     if apart > TIES * x.numel():
         raise VerificationError(
             f"{apart} of {x.numel()} elements of an output ({str(x.dtype).removeprefix('torch.')}, shape "
-            f"{tuple(x.shape[1:])} a row) change when the inputs of other samples do: {_MIXES}"
+            f"{tuple(x.shape[1:])} per row) change when the inputs of other samples do: {_MIXES}"
         )
 
 
 TIES = 1e-4
 """Share of whole numbers that may differ: rounding decides between equally good experts."""
 _MIXES = (
-    "the model mixes the samples of a micro-batch, also under detach() or no_grad() (a mean or maximum over the batch "
-    "that is subtracted or divided by, mixup, a capacity that samples share, one scale of quantisation for all), or "
-    "those of several ranks. So the loss of an output depends on other samples. Compute such values from each sample "
-    "by itself, and let no sample take another's place."
+    "the model mixes the samples of a micro-batch, also under detach() or no_grad() (it subtracts or divides by a mean "
+    "or maximum over the batch; mixup; samples share a capacity, or one scale of quantisation), or those of several "
+    "ranks. So the loss of an output depends on other samples. Compute such values from each sample by itself, and let "
+    "no sample displace another."
 )
 
 
 def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError if a loss is not a sum over single samples."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -171,6 +169,6 @@ def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     if apart:
         raise VerificationError(
             "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "
-            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). Then no "
-            "sample has a gradient of its own. Leave such collectives out of the model and its loss."
+            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). So samples "
+            "have no gradients of their own. Leave such collectives out of the model and its loss."
         )

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.tape import ClippedSums, Clipper, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
 from dpshard.verification.bench import Bench
@@ -69,7 +69,7 @@ def check_gradients(
     outlier: int | None = None,
     magnified: bool = False,
 ) -> None:
-    """Raise VerificationError unless norms and clipped sums of the chosen samples are those of each one by itself.
+    """Raise VerificationError unless norms and clipped sums of the chosen samples equal those of each sample alone.
 
     `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient rounds more.
     `magnified`: gradients are larger than in training, to trigger code that clips gradients of activations.
@@ -83,10 +83,10 @@ def check_gradients(
     plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
     for objective in objectives:
         found = _Found()
-        beside = clipper.twin(found)
-        tape = functools.partial(Tape, beside, n, None, n if bench.mean else 1)
+        twin = clipper.twin(found)
+        tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
         output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
-        _differentiate(size * objective(output, chosen), beside.differentiated())
+        _differentiate(size * objective(output, chosen), twin.differentiated())
         del output
         singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]
@@ -194,13 +194,13 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> 
             f"{worst} (clipping group {group.label!r}): {other} Norms alone: {_list(exact)}; together: {_list(found)}."
         )
     return VerificationError(
-        f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together are not those of "
-        f"each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
-        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; of tokens "
-        f"dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the loss_reduction "
-        f"given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
-        f"of a row beside torch.rand, torch.randn and dropout (NumPy's, torch.multinomial); a parameter used out of "
-        f"a module call, or inside a torch.autograd.Function. Turn off with "
+        f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together differ from those "
+        f"of each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
+        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; for "
+        f"tokens, dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the "
+        f"loss_reduction given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
+        f"per row that do not come from torch.rand, torch.randn or dropout (NumPy, torch.multinomial); a parameter "
+        f"used outside of a module call, or inside a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

@@ -21,7 +21,7 @@ from dpshard.verification.objectives import Objective, sample_dim
 
 
 def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str, Tensor]:
-    """Return, by path, the tensors that the last forward left beside its output."""
+    """Return, by path, the tensors that the last forward left in attributes and returned objects."""
     leaves = pytree.tree_leaves(output)
     returned = {id(x) for x in leaves if isinstance(x, Tensor)}
     with torch._C.DisableTorchFunction():
@@ -68,5 +68,5 @@ def named(path: str, error: VerificationError) -> VerificationError:
     """Return the error for a kept statistic that is not a loss of single samples."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
-        f"it to the loss. For a log, keep detach() of it; a loss that balances or compares samples must go. {error}"
+        f"it to the loss. To log it, keep detach() of it; drop a loss that balances or compares samples. {error}"
     )

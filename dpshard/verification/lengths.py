@@ -50,9 +50,9 @@ def check_lengths(bench: Bench) -> None:
             if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
                 raise VerificationError(
                     f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
-                    f"others have other outputs: one long sample counts in all of them (RoPE that is scaled by the "
-                    f"length: dynamic, longrope; padding without a mask). Pad all micro-batches to one length, or "
-                    f"switch the scaling off."
+                    f"other rows have other outputs: one long sample affects all of them (RoPE scaled by the length: "
+                    f"dynamic, longrope; padding without a mask). Pad all micro-batches to one length, or switch the "
+                    f"scaling off."
                 )
 
 

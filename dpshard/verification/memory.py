@@ -3,8 +3,8 @@
 [Note: Memory]
 Run one sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state
 dict publishes it. An attribute may differ if B overwrites it: models often leave losses and features for the script.
-But after B, state and outputs must be equal. B after A must also give the same as B first: this shows memory in globals
-and closures, which cannot be put back. Counters and tables of positions pass: they depend only on shapes.
+But after B, state and outputs must be equal. B after A must also equal B first: a difference shows memory in globals or
+closures, which cannot be restored. Counters and tables of positions pass: they depend only on shapes.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def check_memory(bench: Bench, *, thorough: bool) -> set[str]:
         for name in _differing(after[0], after[other]):
             raise UnsupportedParameterError(
                 f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may "
-                f"meet it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
+                f"read it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
                 f"calls, not data."
             )
         _check_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
-    _check_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be put back")
+    _check_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be restored")
     return set(kept[0])
 
 
@@ -93,7 +93,7 @@ def _check_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
         if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
             raise UnsupportedParameterError(
                 f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has another output "
-                f"after others. The memory may be in {where} (a detached hidden state, a queue of features, a "
+                f"after other samples. The memory may be in {where} (a detached hidden state, a queue of features, a "
                 f"running statistic). Keep nothing of samples between forwards. Or forward draws from a generator "
-                f"that cannot be put back (np.random.default_rng(), secrets): draw by torch."
+                f"that dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
             )

@@ -39,7 +39,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
     leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise VerificationError(
-            "No output of the model depends on a trainable parameter in a differentiable way; there is nothing to "
+            "No output of the model depends on a trainable parameter in a differentiable way, so there is nothing to "
             "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
         )
     pairs = {i: (pytree.tree_leaves(together)[i], pytree.tree_leaves(alone)[i]) for i in leaves}

@@ -34,7 +34,7 @@ def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[
 
 
 def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
-    """Return features [rows, F] between 0 and 1 that tell rows apart."""
+    """Return features [rows, F] between 0 and 1 that distinguish rows."""
     columns = []
     targets = () if loss is None else loss.targets
     tensors = [(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None] + [(t, 0) for t in targets]

@@ -1,10 +1,10 @@
 """When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input (numbers, flags and strings among the arguments count), and then at steps 1,
-2, 4, 8, ..., on a micro-batch that the run's key draws. Before every forward and release, a signature of the model's
-attributes and buffers is compared: the first change of an attribute triggers a verification. So does the first
-micro-batch of a new longest length, and the first with labels below 0 or positions beyond its length.
+At the first forward on every kind of input (numbers, flags and strings among the arguments count). Then at steps 1, 2,
+4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
+attributes and buffers: the first change of an attribute triggers a verification. So does the first micro-batch of a
+new longest length, and the first with labels below 0 or positions beyond its length.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ The signature reads identities, versions, lengths, shapes, and integers on the C
 [Note: What is watched]
 Attributes, buffers, sub-modules and hooks of every module, and the contents of dicts, lists and objects among them,
 such as settings in `model.config`. An ordinary forward costs four lists of numbers, nearly without loops in Python. A
-float that ramps is news at every power of two, so news of one attribute are rationed by the logarithm of the steps;
-flags and strings have separate rations.
+ramping float changes its kind at every power of two. So the number of verifications per attribute
+grows at most with the logarithm of the steps; flags and strings have separate limits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value
 
 MOST_NEWS = 8
-"""Verifications for news of one attribute, before they are rationed."""
+"""Verifications for changes of one attribute before the limit applies."""
 _MOST_ITEMS = 256
 """Most watched items of a collection; of a longer one only the length is watched."""
 _MOST_HELD = 2_000

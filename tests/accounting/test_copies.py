@@ -106,7 +106,7 @@ def test_batches_that_a_script_fed_may_be_the_same_or_others():
 
 def test_a_step_is_one_release_in_all_copies():
     ledger = again(PrivacyLedger(), 0)
-    with pytest.raises(AccountingError, match="no bound is known"):
+    with pytest.raises(AccountingError, match="no bound covers"):
         again(ledger, 0, replace(LOUD, noise_multiplier=0.5))
     assert ledger.releases == 1
 

@@ -256,7 +256,12 @@ def test_words_that_are_dropped_at_random_pass_whatever_their_lengths():
         order = torch.randperm(N).tolist()
         collate_fn, texts = verified_collation(words_dropped_at_random), Texts()
         for at in (0, 4, 8):
-            collate_fn([texts[i] for i in order[at : at + 4]])
+            rows, state = [texts[i] for i in order[at : at + 4]], random.getstate()
+            words, labels = collate_fn(rows)
+            random.setstate(state)
+            plain_words, plain_labels = words_dropped_at_random(rows)
+            assert words == plain_words
+            assert labels.tolist() == plain_labels.tolist()
 
 
 class AskedForSeveral(TensorDataset):

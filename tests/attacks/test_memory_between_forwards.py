@@ -204,7 +204,7 @@ def test_an_initialisation_from_data_is_refused_before_it_is_written(how, verify
     model = nn.Sequential(nn.Linear(D, D), ActNorm(how))
     before = copy.deepcopy(model.state_dict())
     engine_on(model, verify=verify)
-    with pytest.raises(UnsupportedParameterError, match=r"1\.(shift|scale): forward writes into this parameter"):
+    with pytest.raises(UnsupportedParameterError, match=r"1\.(shift|scale): forward writes values that depend"):
         model(normal(B, D))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert not model[1].initialised
@@ -221,7 +221,7 @@ def test_a_parameter_that_is_written_to_later_is_refused():
 
     model = nn.Sequential(nn.Linear(D, D), Late("no_grad"))
     engine = engine_on(model, verify=False)
-    with pytest.raises(UnsupportedParameterError, match="forward writes into this parameter"):  # noqa: PT012
+    with pytest.raises(UnsupportedParameterError, match="forward writes values that depend"):  # noqa: PT012
         for _ in range(5):
             model(normal(B, D)).square().mean().backward()
             engine.privatize()
@@ -244,7 +244,7 @@ def test_a_frozen_embedding_with_a_maximal_norm_is_refused(bag):
         model[0].weight.mul_(10)
     before = model[0].weight.clone()
     engine_on(model)
-    with pytest.raises(UnsupportedParameterError, match=r"0\.weight: forward writes into this parameter.*max_norm"):
+    with pytest.raises(UnsupportedParameterError, match=r"0\.weight: forward writes values that depend.*max_norm"):
         model(torch.arange(B * T).view(B, T) % V)
     assert torch.equal(model[0].weight, before)
 

@@ -21,7 +21,7 @@ REFUSED = {
     "tp:fsdp2": APART,
     "tp:denied": f"{TALKS} c10d.allreduce_",
     "tp:world": "which hold parts of one model",
-    "tp:number": "is no group of several processes",
+    "tp:number": "must be a torch.distributed.ProcessGroup",
     "parallelized:norms": PLACED,
     "parallelized:biases": PLACED,
     "parallelized:all": PLACED,
@@ -37,7 +37,7 @@ REFUSED = {
     "pipeline:ddp": APART,
     "pipeline:denied": "a stage of a pipeline",
     "statistics:": f"{TALKS} c10d.allreduce_",
-    "honest:saved": "A Checkpointer is called by all 2 ranks together",
+    "honest:saved": "All 2 ranks call a Checkpointer together",
 }
 """The error of each script, on both ranks. `denied`: the script says that the other rank trains another model."""
 

@@ -213,7 +213,7 @@ def test_sums_over_the_second_dimension_are_refused_where_positions_come_first(b
 
 @pytest.mark.parametrize(
     ("statistic", "reason"),
-    [(torch.mean, "holds no rows of samples"), (lambda h: h.mean(0), "mixes the samples")],
+    [(torch.mean, "has no row per sample"), (lambda h: h.mean(0), "mixes the samples")],
 )
 def test_a_statistic_of_the_batch_that_a_part_returns_is_refused(statistic, reason):
     class Encoder(nn.Sequential):

@@ -162,11 +162,11 @@ def test_labels_sorted_behind_equal_inputs_are_refused():
         return (torch.tensor([1.0, 5.0, 25.0])[y] * F.cross_entropy(model(x[order]), y, reduction="none")).mean()
 
     data = TensorDataset(torch.ones(4, D), torch.tensor([0, 1, 0, 2]))
-    assert "labels in another order" in is_refused(mlp, loop_of(by_label, micro=6), data)
+    assert "labels are in another order" in is_refused(mlp, loop_of(by_label, micro=6), data)
 
 
 def test_labels_in_another_order_than_inputs_are_refused():
-    assert "labels in another order" in refused(
+    assert "labels are in another order" in refused(
         lambda model, batch, _: F.cross_entropy(model(batch[0]), batch[1].flip(0))
     )
 
@@ -497,7 +497,7 @@ def cubes(n=12):
 
 
 def test_positions_before_samples_are_refused():
-    assert "positions were taken for samples" in refused(time_first, cubes(), Tagger)
+    assert "dpshard took positions for samples" in refused(time_first, cubes(), Tagger)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_every_part_is_a_command_and_its_results_are_in_the_table(measured, tmp_
 
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_path):
     (tmp_path / "done").mkdir()
-    (tmp_path / "done/x.json").write_text("{}")
+    (tmp_path / "done/x.json").write_text('{"kind": "zero"}')
     parts = [
         gpu.Part("wrong", ("run", "W9"), 1),
         gpu.Part("slow", ("noise",), 1e-4),
@@ -70,7 +70,23 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_pat
     assert failures.keys() == {"wrong", "slow"}
     assert "W9" in failures["wrong"]
     assert "longer" in failures["slow"]
-    assert said[-1] == "done: results are there"
+    assert said[-1] == "done: has results, skipped"
+
+
+def test_another_json_file_is_not_a_finished_part(tmp_path):
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong/trace.json").write_text('{"kind": "profile"}')
+    part = gpu.Part("wrong", ("run", "W9"), 1)
+    assert gpu.run([part], tmp_path, device="cpu", tiny=True, say=lambda line: None).keys() == {"wrong"}
+
+
+def test_the_output_of_a_part_that_takes_too_long_is_reported(monkeypatch, tmp_path):
+    """The command prints, leaves a child that holds its pipe, and sleeps."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho step 3\nsleep 60 &\nsleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    failures = gpu.run([gpu.Part("slow", (), 1 / 40)], tmp_path, device="cpu", tiny=True, say=lambda line: None)
+    assert failures == {"slow": "it took longer than 1.5 s: step 3"}
 
 
 def test_parts_are_listed_and_a_missing_gpu_is_said(monkeypatch):

@@ -256,7 +256,7 @@ OTHERS = {
     "another optimizer": (lambda f: Training(f, "momentum"), r"optimizer\.state.*another model, optimizer"),
     "no scheduler": (
         lambda f: (t := Training(f), setattr(t.checkpoints, "_others", {}))[0],
-        r"others\.scheduler is in the checkpoint, but not here",
+        r"others\.scheduler is in the checkpoint, but not in this training",
     ),
 }
 

@@ -19,16 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpshard import PrivacyEngine
 from dpshard.applications.planner.meter import UnreadValues
-from dpshard.clipping.functions import (
-    AbadiClipping,
-    AutomaticClipping,
-    ClippingGroup,
-    GlobalClipping,
-    form_groups,
-    parse_clipping_fn,
-    sensitivity,
-)
-from dpshard.clipping.groups import partition
+from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, GlobalClipping, parse_clipping_fn
+from dpshard.clipping.groups import ClippingGroup, form_groups, partition, sensitivity
 from dpshard.errors import CheckpointError, ConfigurationError
 from tests import accelerator
 from tests.oracle import clipped_mean, per_sample_gradients, private_step, ramp_loss, randn, relative_error

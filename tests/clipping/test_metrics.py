@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard.clipping.functions import ClippingGroup
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from tests.oracle import norm, per_sample_gradients, randn
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking
-from dpshard.clipping.functions import ClippingGroup, sensitivity
+from dpshard.clipping.groups import ClippingGroup, sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.thresholds import TrackedThresholds
 from dpshard.config import CLIPPING_MODES

@@ -15,7 +15,7 @@ HONEST = ("ddp:", "fsdp2:")
 def test_a_model_that_reaches_over_ranks_is_refused(case: str) -> None:
     for error, message in together("company_worker.py", 2, *REFUSED)[case]:
         assert error == "ConfigurationError", message
-        assert "samples are split over ranks, or meet" in message
+        assert "ranks split samples, or mix" in message
 
 
 @pytest.mark.parametrize("case", HONEST)

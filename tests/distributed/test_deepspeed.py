@@ -186,14 +186,14 @@ ADVICE = {
     "muon": "Choose Adam or AdamW",
     "fp16": '"bf16": {"enabled": true}',
     "checkpointer": "the one that deepspeed.initialize() returns",
-    "half offloaded": "offload all of it",
+    "half offloaded": "Offload all of it",
     "nvme": "offload to the CPU is",
     "parallel model": "only data parallelism is supported",
     "some ranks": "1 of 2 ranks share the data",
     "not the engine": "PrivacyEngine(model_engine, ...)",
     "not optimized": "requires_grad_(False)",
     "another layout": "right after deepspeed.initialize()",
-    "without optimizer": "an optimizer must be given",
+    "without optimizer": "Pass an optimizer to",
 }
 ADVICE_3 = {"hpz": "hpZ", "two passes": "Choose a mode of one pass"}
 

@@ -1,4 +1,4 @@
-"""Counts what a GPU would see of a step: launches, and what its host waits for."""
+"""Counts the launches of a step on a GPU, and the operators for which the host waits."""
 
 import contextlib
 import os
@@ -24,11 +24,11 @@ FREE = {
 }
 """Operators that launch nothing."""
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique_consecutive", "_unique2", "masked_select")
-"""Operators that bring numbers or sizes to the host."""
+"""Operators that send numbers or sizes to the host."""
 
 
 class Counts(TorchDispatchMode):
-    """Counts launches, and waits by what waits and for what, each at its place in dpshard."""
+    """Counts launches and waits by operator and by place in dpshard."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def _zeros(shape, zero):
 
 
 def place():
-    """The file of dpshard, and the function in it, nearest to the caller."""
+    """Return the innermost frame of dpshard: file and function."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(LIBRARY):

@@ -1,6 +1,6 @@
-"""A CUDA device of fake tensors for a torch without CUDA: shapes, dtypes and devices are right, numbers are missing.
+"""A CUDA device of fake tensors for a torch without CUDA: with shapes, dtypes and devices, without numbers.
 
-`load` comes before the first import of torch, which then keeps the hooks that it finds.
+Call `load` before the first import of torch, which keeps the hooks that it finds.
 """
 
 import contextlib

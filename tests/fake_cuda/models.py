@@ -1,4 +1,4 @@
-"""Small models that between them use every kind of record."""
+"""Small models that together use every kind of record."""
 
 import torch
 import torch.nn.functional as F

@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 CASES = ["gpt:all-layer:ghost:bf16:1", "images:all-layer:auto:fp32"]
 MORE = ["recurrent:param-wise:ghost:fp32", "encoder:block-wise:bk:bf16", "bags:all-layer:per-example:fp32"]
 BLOCKS = {"gpt:all-layer:auto:bf16": 1.15, "gpt:layer-wise:auto:bf16": 2.95}
-"""Launches that a block adds, at most, over those of an ordinary step."""
+"""Most launches that a block adds, over those that it adds to an ordinary step."""
 ONCE = "backends/checksums.py:_count_ends copies"
-"""Real tensors copy these numbers in the first step only; what is kept must not hold fake ones."""
+"""Real tensors copy these numbers only in the first step; the cache must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"
-"""What pads a micro-batch is compared with what was handed out; these copies do not block."""
+"""Padding rows are compared with the batch that was handed out; these copies do not block."""
 RELEASE = {
     "backends/guard.py:refuse_rewritten tolist": 1,
     "backends/backend.py:complete_sums copies": 1,
     "noise/keyed.py:<dictcomp> copies": 1,
 }
-"""The digest of the sums keys their noise, so a release reads it; later waits meet an idle device."""
+"""A release reads the digest of the sums, which keys their noise; at later waits the device is idle."""
 METRICS = 3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a device guard")

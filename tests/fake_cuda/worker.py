@@ -1,8 +1,8 @@
-"""Takes steps on the fake device: worker.py LIBRARY CASE..., a case is MODEL:STYLE:MODE:PRECISION[:DEPTH].
+"""Takes steps on the fake device: worker.py LIBRARY CASE..., where a case is MODEL:STYLE:MODE:PRECISION[:DEPTH].
 
-Prints RESULT and, for every case, launches and waits: of the forwards and backwards of an ordinary step and of a
-private one, of its release with the optimizer's step, and of reading metrics; and the number of anchors that autograd
-called, and of those that it gave no gradient.
+Prints RESULT and a JSON object with the figures of each case. It has launches and waits of four parts: forwards and
+backwards of an ordinary step, those of a private step, release with the optimizer's step, reading metrics. `anchors`
+is the number of anchors that autograd called, and how many of them got no gradient.
 """
 
 import json
@@ -12,7 +12,10 @@ import warnings
 from tests.fake_cuda import device
 
 B, STEPS = 4, 2
-"""Rows of a micro-batch, of which a logical batch has two, the second with padding; the last step is counted."""
+"""Rows of a micro-batch, and steps. A logical batch has two micro-batches, the second with padding.
+
+Only the last step counts.
+"""
 
 
 def main(library, *cases):

@@ -133,7 +133,7 @@ def test_a_fit_is_the_engines_own_loop(tmp_path):
         assert float(plain.net[0].weight.grad.norm()) == norm
         optimizer.zero_grad()
     assert same(module, plain)
-    with pytest.raises(EngineInUseError, match="has seen a fit before"):
+    with pytest.raises(EngineInUseError, match="has already fitted a model"):
         fit(private, module, tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_without_a_ledger_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"accumulate_grad_batches": 2}, "leave it at 1"),
-        ({"max_epochs": -1}, "a private run has a length"),
+        ({"max_epochs": -1}, "a private run has a fixed length"),
         ({"strategy": "ddp", "devices": 1}, "DDPStrategy on 1 devices"),
     ],
 )

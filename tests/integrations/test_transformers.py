@@ -301,7 +301,7 @@ def test_what_was_spent_cannot_be_left_behind(damage, tmp_path):
     else:
         file.write_text((tmp_path / "checkpoint-1" / "dpshard.json").read_text())
     trainer = trainer_of(gpt2(), tmp_path, **options)
-    with pytest.raises(CheckpointError, match=r"what was spent|another step"):
+    with pytest.raises(CheckpointError, match=r"the spent budget|another step"):
         trainer.train(resume_from_checkpoint=str(file.parent))
 
 
@@ -382,7 +382,7 @@ def test_a_loss_that_was_rounded_is_told_apart(make, tmp_path):
 def test_labels_that_cannot_be_told_apart_are_refused(tmp_path):
     model = gpt2()
     model.transformer.wte.weight.data.zero_()  # all tokens are equally likely
-    with pytest.raises(ConfigurationError, match="cannot be told whether the labels of GPT2LMHeadModel"):
+    with pytest.raises(ConfigurationError, match="The labels of GPT2LMHeadModel may name"):
         trainer_of(model, tmp_path).train()
 
 
@@ -476,5 +476,5 @@ def test_processes_that_share_a_sample_are_refused(tmp_path, monkeypatch):
         trainer.accelerator.state.parallelism_config = accelerate.ParallelismConfig(cp_size=2, dp_shard_size=2)
 
     monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_with_context_parallelism)
-    with pytest.raises(ConfigurationError, match="has several processes share a sample"):
+    with pytest.raises(ConfigurationError, match="lets several processes share a sample"):
         trainer_of(gpt2(), tmp_path)

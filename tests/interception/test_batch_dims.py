@@ -170,9 +170,7 @@ def test_a_part_that_is_called_time_first_is_refused(steps):
     engine = noise_free_engine(model, batch_size=B, sample_size=20)
     logical_batch = next(iter(batches := engine.batches(TensorDataset(randn(20, steps, D)), B)))
     (x,) = next(iter(logical_batch))
-    with pytest.raises(
-        BatchLayoutError, match=r"dimension 0 or 1 may hold the 4 samples|no input of Linear has so many"
-    ):
+    with pytest.raises(BatchLayoutError, match=r"dimension 0 or 1 may hold the 4 samples|no input of Linear has"):
         model.head(model.encoder(x).transpose(0, 1))
     batches.close()
 

@@ -273,7 +273,7 @@ def test_a_whole_graph_of_what_cannot_be_one_says_what_to_compile(what):
         ramp_loss(model(x)).backward()
 
     function, reason = {
-        "forward": (forward, "Compile the model, or its blocks, before its PrivacyEngine is made"),
+        "forward": (forward, "Compile the model, or its blocks, before you make"),
         "step": (optimizer.step, "compile the step without fullgraph=True"),
     }[what]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):

@@ -330,14 +330,14 @@ def test_rows_that_were_mixed():
     def use(m, x):
         return m.map(x[chosen(x)].cumsum(0)).sum() * torch.ones(len(x))
 
-    refused(use, randn(B, T, D), match=r"map.*nobody can tell.*Keep all rows")
+    refused(use, randn(B, T, D), match=r"map.*the sample of each row is unknown.*Keep all rows")
 
 
 def test_elements_that_were_picked():
     def use(m, x):
         return m.map(x.masked_select(chosen(x)[..., None]).view(-1, D))
 
-    refused(use, randn(B, T, D), match=r"map.*nobody can tell")
+    refused(use, randn(B, T, D), match=r"map.*the sample of each row is unknown")
 
 
 def test_rows_of_different_samples_beside_each_other():
@@ -348,7 +348,7 @@ def test_rows_of_different_samples_beside_each_other():
 
     x = randn(B, D)
     x[:, 0] = -torch.arange(B)  # not in their order
-    refused(use, x, match=r"map.*nobody can tell", before=False)
+    refused(use, x, match=r"map.*the sample of each row is unknown", before=False)
 
 
 def test_rows_that_do_not_come_home():
@@ -356,7 +356,13 @@ def test_rows_that_do_not_come_home():
         rows = chosen(x).flatten().nonzero()[:, 0]
         return m.after(home(x, rows.flip(0), m.map(flat(x)[rows])))
 
-    refused(use, randn(B, T, D), match=r"after.*nobody can tell", map=nn.Linear(D, 4), after=nn.Linear(4, 2))
+    refused(
+        use,
+        randn(B, T, D),
+        match=r"after.*the sample of each row is unknown",
+        map=nn.Linear(D, 4),
+        after=nn.Linear(4, 2),
+    )
 
 
 def test_a_function_that_looks_beyond_a_row():
@@ -394,7 +400,7 @@ def test_rows_that_stay_in_order_in_the_probe_alone():
     model = Use(use, before=D, map=nn.Linear(D, 4)).double()
     before_is_the_identity(model)
     noise_free_engine(model, batch_size=6, verify=False)
-    with pytest.raises(UnsupportedParameterError, match=r"map.*nobody can tell"):
+    with pytest.raises(UnsupportedParameterError, match=r"map.*the sample of each row is unknown"):
         model(x)
 
 
@@ -634,7 +640,9 @@ def test_packed_sequences_that_were_collected_one_by_one_are_refused():
         rows = pack_padded_sequence(x[..., :D], x[:, 0, D].long(), batch_first=True)
         return padded(rows._replace(data=m.map(rows.data)))
 
-    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+    refused(
+        use, sequences(2, 5, 1, 4), match=r"map.*the sample of each row is unknown", before=False, map=nn.Linear(D, 4)
+    )
 
 
 def test_columns_that_were_not_put_in_order_again_are_refused():
@@ -644,7 +652,7 @@ def test_columns_that_were_not_put_in_order_again_are_refused():
         return m.map(y).transpose(0, 1)
 
     rows = {"map": nn.Linear(D, 4)}
-    refused(use, sequences(2, 5, 1, 4), match=r"map.*not put in its first order again", before=False, **rows)
+    refused(use, sequences(2, 5, 1, 4), match=r"map.*without restoring its order", before=False, **rows)
 
 
 def test_packed_rows_in_another_order_than_they_are_padded_in_are_refused():
@@ -652,7 +660,9 @@ def test_packed_rows_in_another_order_than_they_are_padded_in_are_refused():
         rows = packed(x)
         return m.map(padded(rows._replace(data=rows.data[torch.arange(len(rows.data)).flip(0)])))
 
-    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+    refused(
+        use, sequences(2, 5, 1, 4), match=r"map.*the sample of each row is unknown", before=False, map=nn.Linear(D, 4)
+    )
 
 
 def test_packed_rows_that_met_each_other_are_refused():
@@ -660,7 +670,9 @@ def test_packed_rows_that_met_each_other_are_refused():
         rows = packed(x)
         return padded(rows._replace(data=m.map(rows.data.cumsum(0))))
 
-    refused(use, sequences(2, 5, 1, 4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+    refused(
+        use, sequences(2, 5, 1, 4), match=r"map.*the sample of each row is unknown", before=False, map=nn.Linear(D, 4)
+    )
 
 
 def test_packed_rows_of_samples_that_nobody_counted_are_refused():
@@ -672,7 +684,13 @@ def test_packed_rows_of_samples_that_nobody_counted_are_refused():
         packed = pack_padded_sequence(steps.repeat(1, 1, 1), torch.full((2,), len(steps)))
         return m.map(packed.data).reshape(len(x), -1)
 
-    refused(use, sequences(4, 4, 4, 4, T=4), match=r"map.*nobody can tell", before=False, map=nn.Linear(D, 4))
+    refused(
+        use,
+        sequences(4, 4, 4, 4, T=4),
+        match=r"map.*the sample of each row is unknown",
+        before=False,
+        map=nn.Linear(D, 4),
+    )
 
 
 def test_a_norm_of_packed_rows():
@@ -706,5 +724,5 @@ def test_routed_rows_within_a_compiled_region_are_refused():
     model = Routed()
     compiled = torch.compile(model, backend="aot_eager")
     noise_free_engine(compiled, batch_size=B, verify=False)
-    with pytest.raises(UnsupportedParameterError, match=r"torch\.compile would fix their number; leave it out"):
+    with pytest.raises(UnsupportedParameterError, match=r"torch\.compile would fix their number, so leave it"):
         compiled(randn(B, T, D))

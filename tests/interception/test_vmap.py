@@ -94,5 +94,5 @@ def test_vmap_in_a_compiled_region_is_refused():
     torch._dynamo.reset()
     model = Use(lambda m, x: torch.vmap(m.map)(x), map=nn.Linear(D, P)).double()
     model.compile(backend="aot_eager")
-    with pytest.raises(UnsupportedParameterError, match=r"map.*torch\.vmap.*leave what calls it out"):
+    with pytest.raises(UnsupportedParameterError, match=r"map.*torch\.vmap.*leave the code that calls"):
         private_step(model, (randn(B, T, D),), max_grad_norm=1.0)

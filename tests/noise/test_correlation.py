@@ -111,7 +111,7 @@ def test_optimised_strategy_has_the_least_error(bands, steps):
 
 def test_strategies_that_grow_are_refused():
     strategy = BandedInverse(bands=2, coefficients=(1, -3)).strategy(1000)
-    with pytest.raises(ConfigurationError, match=r"grows from step to step.*sum is above 0"):
+    with pytest.raises(ConfigurationError, match=r"grows from step to step.*sum above 0"):
         sensitivity(strategy, separation=10)
 
 

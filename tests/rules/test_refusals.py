@@ -54,7 +54,7 @@ UNSUPPORTED = {
     "repeated twice": (
         lambda m, x: rows(x.new_zeros(len(x), 2, 1) + x[:, :1]) * m.w.repeat(2 * len(x), 1),
         (1, D),
-        r"repeat: it is repeated 6 times along the samples, which are 3",
+        r"repeat: it is repeated 6 times along the samples, but there are 3",
     ),
     "masked": (
         lambda m, x: x + torch.masked_fill(m.w, x > 0, 0.0),
@@ -189,7 +189,7 @@ def needs_two(m, x):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (needs_two, r"fails on 1 sample\(s\) of the micro-batch taken alone \(I need two\)"),
+        (needs_two, r"fails on only 1 sample\(s\) of the micro-batch \(I need two\)"),
         (
             lambda m, x: F.linear(x, m.w).sum((1, 2))[:, None] - x.sum((1, 2)),
             r"An output has shape \(3, 3\) for 3 samples",

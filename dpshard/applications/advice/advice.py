@@ -28,7 +28,7 @@ from dpshard.errors import ConfigurationError
 
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
-"""Fewest steps: below, a limit of compute shrinks the batch instead."""
+"""Fewest steps; if the compute does not allow them, the batch shrinks instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Advice:
     """Speed of training, if the user gave it."""
     reasons: tuple[Reason, ...]
     next_steps: tuple[str, ...]
-    """What to try next."""
+    """Suggestions for later runs."""
 
     @property
     def epochs(self) -> float:
@@ -139,7 +139,7 @@ def advise(
 def _start(task: Task, pretrained: bool) -> Start:
     if (task, pretrained) not in STARTS:
         raise ConfigurationError(
-            f"pretrained=True: no source tells where a pre-trained {task} model starts. Leave it out, or take "
+            f"pretrained=True: no source says where a pre-trained {task} model starts. Leave it out, or take "
             f"task='vision' or task='language'."
         )
     return STARTS[task, pretrained]
@@ -172,8 +172,8 @@ def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
         return None
     if samples_per_second is None:
         raise ConfigurationError(
-            f"hours={hours!r} says nothing without samples_per_second, the speed of private training: divide the "
-            f"samples of a step by its seconds, which `dpshard bench` measures."
+            f"hours={hours!r} needs samples_per_second, the speed of private training: divide the samples of a step by "
+            f"its seconds, which `dpshard bench` measures."
         )
     check_positive("samples_per_second", samples_per_second)
     if hours is None:
@@ -189,7 +189,7 @@ def _fitting(
 ) -> tuple[int, tuple[TradeOff, ...], TradeOff, tuple[Reason, ...]]:
     """Return steps, trade-offs and the chosen one within the limit, and why it is shorter than the start."""
     rows = trade_offs(budget, start.steps)
-    chosen = smallest_within(rows, start.excess)
+    chosen = smallest_within(rows, start.relative_noise)
     if limit is None or chosen.batch_size * start.steps <= limit:
         return start.steps, rows, chosen, ()
     steps = max(min(FEWEST_STEPS, limit), limit // chosen.batch_size)
@@ -201,11 +201,11 @@ def _fitting(
 
 
 def _reasons(start: Start, chosen: TradeOff, *, given_delta: bool) -> tuple[Reason, ...]:
-    excess, *others = start.reasons
-    noise = f"noise per batch is {chosen.excess:.2f} times that of a batch of all samples"
+    noise, *others = start.reasons
+    so_far = f"noise per batch is {chosen.relative_noise:.2f} times that of a batch of all samples"
     delta = () if given_delta else (Reason("delta", "a power of ten of at most 1/(2N) and 1e-5", f"{LI}; {DE}"),)
     return (
-        Reason("batch", f"{noise}; {excess.why}", excess.source),
+        Reason("batch", f"{so_far}; {noise.why}", noise.source),
         *others,
         Reason("clipping", "automatic: the learning rate absorbs the threshold; published rates are for abadi", BU),
         Reason("style", "all-layer, one norm for all parameters: the sources' own", f"{DE}; {LI}"),
@@ -219,7 +219,7 @@ def _more_compute(rows: tuple[TradeOff, ...], chosen: TradeOff) -> tuple[str, ..
     larger = [row for row in rows if row.batch_size > chosen.batch_size]
     if not larger:
         return ("More samples: sigma/batch falls as 1/N. Larger batches bring little.",)
-    best, less = larger[-1], 1 - larger[-1].excess / chosen.excess
+    best, less = larger[-1], 1 - larger[-1].relative_noise / chosen.relative_noise
     return (
         f"A batch of {best.batch_size:,}: {best.epochs / chosen.epochs:.1f} times the compute, {less:.1%} less noise.",
     )

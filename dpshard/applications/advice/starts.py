@@ -20,7 +20,7 @@ ACCOUNTANT = "the accountant pld"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A choice, why, and who says so."""
+    """A choice, its reason, and the source."""
 
     what: str
     why: str
@@ -34,8 +34,8 @@ class Start:
     models: tuple[str, ...]
     """Names of `dpshard train --model`, the first by default; empty if the user brings the model."""
     steps: int
-    excess: float
-    """Limit of the noise per batch, over that of a batch of all samples: the smallest batch within it is advised."""
+    relative_noise: float
+    """Largest noise per batch, relative to a batch of all samples; the advice is the smallest batch within it."""
     optimizer: OptimizerName
     learning_rate: float
     momentum: float = 0.0
@@ -46,31 +46,31 @@ class Start:
     next_steps: tuple[str, ...]
 
 
-_EXCESS_OF_DE = Reason(
-    "excess",
-    "their runs have at most 1.05 times the noise per batch that a batch of all samples has, by our accountant "
+_NOISE_OF_DE = Reason(
+    "noise",
+    "their noise per batch is at most 1.05 times that of a batch of all samples, by our accountant "
     "(CIFAR-10 1.01, ImageNet 1.05)",
     DE,
 )
-_EXCESS_OF_LI = Reason(
-    "excess",
-    "their runs have 1.4 (MNLI) to 2.6 (SST-2) times the noise per batch that a batch of all samples has, by our "
+_NOISE_OF_LI = Reason(
+    "noise",
+    "their noise per batch is 1.4 (MNLI) to 2.6 (SST-2) times that of a batch of all samples, by our "
     "accountant; 2 lies between",
     LI,
 )
-_SMALLER = f"A smaller model: private training wants fewer parameters and more samples a step ({MCKENNA})."
+_SMALLER = f"A smaller model: private training suits fewer parameters and more samples per step ({MCKENNA})."
 
 STARTS: dict[tuple[Task, bool], Start] = {
     ("tabular", False): Start(
         models=("mlp",),
         steps=300,
-        excess=1.05,
+        relative_noise=1.05,
         optimizer="adamw",
         learning_rate=0.03,
         lr_schedule="cosine",
         trains="all parameters of a small network",
         reasons=(
-            _EXCESS_OF_DE,
+            _NOISE_OF_DE,
             Reason("steps", "300 steps are right 1.8% more often than 100 on our tables, with AdamW", SWEEP),
             Reason("optimizer", "AdamW with a cosine: 82.0% on our tables, SGD with momentum at most 80.5%", SWEEP),
             Reason("learning rate", "0.03 beats 0.01 on our tables; larger ones were not tried", SWEEP),
@@ -84,13 +84,13 @@ STARTS: dict[tuple[Task, bool], Start] = {
     ("vision", False): Start(
         models=("cnn",),
         steps=875,
-        excess=1.05,
+        relative_noise=1.05,
         optimizer="sgd",
         learning_rate=2.0,
         lr_schedule="constant",
         trains="all parameters, with GroupNorm in the place of BatchNorm",
         reasons=(
-            _EXCESS_OF_DE,
+            _NOISE_OF_DE,
             Reason("steps", "875 on CIFAR-10 at epsilon 1 (725 in later versions of their configuration)", DE),
             Reason("optimizer", "SGD without momentum, at a constant learning rate", DE),
             Reason("learning rate", "2 at a clipping norm of 1, on CIFAR-10 at epsilon 1", DE),
@@ -105,13 +105,13 @@ STARTS: dict[tuple[Task, bool], Start] = {
     ("vision", True): Start(
         models=(),
         steps=250,
-        excess=1.05,
+        relative_noise=1.05,
         optimizer="sgd",
         learning_rate=1.0,
         lr_schedule="constant",
         trains="all parameters, with a new head",
         reasons=(
-            _EXCESS_OF_DE,
+            _NOISE_OF_DE,
             Reason("steps", "250 for CIFAR-100 from ImageNet weights at epsilon 1", DE),
             Reason("optimizer", "SGD without momentum, at a constant learning rate", DE),
             Reason("learning rate", "1 at a clipping norm of 1, for CIFAR-100 at epsilon 1", DE),
@@ -125,13 +125,13 @@ STARTS: dict[tuple[Task, bool], Start] = {
     ("language", False): Start(
         models=("text",),
         steps=400,
-        excess=2.0,
+        relative_noise=2.0,
         optimizer="adam",
         learning_rate=0.003,
         lr_schedule="cosine",
         trains="all parameters of a small transformer",
         reasons=(
-            _EXCESS_OF_LI,
+            _NOISE_OF_LI,
             Reason("steps", "410 on E2E (GPT-2); they take about as many elsewhere", LI),
             Reason("optimizer", "Adam with a falling learning rate (theirs falls linearly)", LI),
             Reason("learning rate", "0.003; no source gives one for small transformers from scratch", DEFAULT),
@@ -142,13 +142,13 @@ STARTS: dict[tuple[Task, bool], Start] = {
     ("language", True): Start(
         models=(),
         steps=400,
-        excess=2.0,
+        relative_noise=2.0,
         optimizer="adam",
         learning_rate=5e-4,
         lr_schedule="cosine",
         trains="all parameters",
         reasons=(
-            _EXCESS_OF_LI,
+            _NOISE_OF_LI,
             Reason("steps", "410 on E2E (GPT-2); they take about as many elsewhere", LI),
             Reason("optimizer", "Adam with a falling learning rate (theirs falls linearly)", LI),
             Reason("learning rate", "5e-4 to classify with RoBERTa; 2e-3 to generate with GPT-2", LI),
@@ -160,5 +160,5 @@ STARTS: dict[tuple[Task, bool], Start] = {
         ),
     ),
 }
-"""Starts by task, and by True if the model has public weights. Those of De et al. stand in the configurations of
-jax-privacy, those of Li et al. in the scripts of private-transformers."""
+"""Starts by task, and by True if the model has public weights. De et al. give theirs in the configurations of
+jax-privacy, Li et al. in the scripts of private-transformers."""

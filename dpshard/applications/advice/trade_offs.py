@@ -1,4 +1,4 @@
-"""Noise over the expected batch, against compute: what the accountant says before any training."""
+"""Noise over the expected batch, against compute, by the accountant, before any training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpshard.config import BatchSchedule
 
 SMALLEST_BATCH = 16
 FARTHEST = 4.0
-"""The table ends where the noise per batch is so many times that of a batch of all samples."""
+"""Largest noise per batch in the table, relative to a batch of all samples."""
 TOLERANCE = 2e-3
 """Relative tolerance of epsilon at a sigma of the table; sigma is never too small."""
 DRAFT = "pld-draft"
@@ -20,14 +20,14 @@ _TRIES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TradeOff:
-    """A run of the length of the advice with another expected batch."""
+    """A run with another expected batch, and as many steps as the advice."""
 
     batch_size: int
     noise_multiplier: float
     """Sigma of the budget, estimated."""
     epochs: float
     """Expected passes over the samples: the compute."""
-    excess: float
+    relative_noise: float
     """Sigma over batch, over that of a batch of all samples; at least about 1."""
 
     @property
@@ -45,20 +45,20 @@ class Budget:
     target_delta: float
 
     def noise_multiplier(self, batch_size: int, steps: int, guess: float) -> float:
-        """Return a sigma within the budget whose epsilon is at most TOLERANCE below it; `guess` saves time."""
+        """Return a sigma with an epsilon at most TOLERANCE below the budget, never above; `guess` saves time."""
         log_sigma, slope = math.log(guess), -1.5
-        excess = self._excess(batch_size, steps, guess)
+        overspend = self._log_overspend(batch_size, steps, guess)
         for _ in range(_TRIES):
-            if -TOLERANCE <= excess <= 0:
+            if -TOLERANCE <= overspend <= 0:
                 return math.exp(log_sigma)
-            stride = min(max(-(excess + TOLERANCE / 2) / slope, -2.0), 2.0)
-            after = self._excess(batch_size, steps, math.exp(log_sigma + stride))
-            slope = min(max((after - excess) / stride, -20.0), -0.3)
-            log_sigma, excess = log_sigma + stride, after
+            stride = min(max(-(overspend + TOLERANCE / 2) / slope, -2.0), 2.0)
+            after = self._log_overspend(batch_size, steps, math.exp(log_sigma + stride))
+            slope = min(max((after - overspend) / stride, -20.0), -0.3)
+            log_sigma, overspend = log_sigma + stride, after
         run = self._run(batch_size, steps, math.nan)
         return calibrate(run, target_epsilon=self.target_epsilon, target_delta=self.target_delta).noise_multiplier
 
-    def _excess(self, batch_size: int, steps: int, sigma: float) -> float:
+    def _log_overspend(self, batch_size: int, steps: int, sigma: float) -> float:
         """Return the logarithm of epsilon over the target."""
         epsilon = epsilon_of(self._run(batch_size, steps, sigma).releases(), self.target_delta, DRAFT)
         return math.log(min(max(epsilon / self.target_epsilon, 1e-3), 1e3))
@@ -69,7 +69,7 @@ class Budget:
 
 
 def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
-    """Return runs of `steps` steps, from half of the samples a batch down to noisy ones; with the batch `also`."""
+    """Return runs of `steps` steps, from batches of half of the samples down to noisy ones; `also` adds a batch."""
     samples = budget.sample_size
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
     sigma = budget.noise_multiplier(samples, 1, 1.0) * math.sqrt(steps)
@@ -77,17 +77,18 @@ def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[
     sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
     for batch_size in sorted(sizes, reverse=True):
         sigma = budget.noise_multiplier(batch_size, steps, max(0.4, sigma * batch_size / before))
-        before, excess = batch_size, sigma / batch_size / least
+        before, relative_noise = batch_size, sigma / batch_size / least
         epochs = batch_size * steps / samples
-        found.append(TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, excess=excess))
-        if excess > FARTHEST and batch_size <= (also or batch_size):
+        row = TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, relative_noise=relative_noise)
+        found.append(row)
+        if relative_noise > FARTHEST and batch_size <= (also or batch_size):
             break
     return tuple(found)
 
 
-def smallest_within(rows: tuple[TradeOff, ...], excess: float) -> TradeOff:
-    """Return the run with the smallest batch within `excess`, else that with the largest batch."""
-    within = [row for row in rows if row.excess <= excess]
+def smallest_within(rows: tuple[TradeOff, ...], relative_noise: float) -> TradeOff:
+    """Return the run with the smallest batch within `relative_noise`, else that with the largest batch."""
+    within = [row for row in rows if row.relative_noise <= relative_noise]
     return min(within, key=lambda row: row.batch_size) if within else rows[0]
 
 

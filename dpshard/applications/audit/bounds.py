@@ -1,11 +1,11 @@
 """Lower bounds on epsilon from the success of an attack, each with its confidence; no torch.
 
 [Note: A bound from an attack]
-An attacker tells releases with a sample from releases without it, at false positive rate a and false negative rate b.
-(epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds on a and b
-that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute the
-accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu >=
-Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
+An attacker distinguishes releases with a sample from releases without it. a is the false positive rate, b the false
+negative rate. (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds
+on a and b that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute
+the accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu
+>= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
 ATTACKS = 4
-"""Attacks of an audit, at most: releases, two games of steps, one run."""
+"""Maximum number of attacks in an audit: releases, two games of steps, one run."""
 FALSE_ALARM = 1e-6 / ATTACKS
 """Maximum probability that one attack refutes a sound engine; 1e-6 for all attacks."""
 REFUTED_BEYOND = 1 - FALSE_ALARM
@@ -81,7 +81,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
     delta, with beta = P[X >= v], alpha = max_i (2 / i) P[v > X >= v - i], and X ~ Binomial(r, e^eps / (1 + e^eps)).
     """
     if not 0 <= right <= guesses <= canaries:
-        raise ConfigurationError(f"{right} right ones of {guesses} guesses about {canaries} canaries: impossible.")
+        raise ConfigurationError(f"{right} right guesses of {guesses} about {canaries} canaries: impossible.")
     chance = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(right - 1, guesses, chance))
     below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v > X >= v - i], i = 1, ...

@@ -18,7 +18,7 @@ SampleLoss = Callable[[Any, Tensor], Tensor]
 """Returns the losses [B] of output and targets."""
 
 FAR_ABOVE, JUST_BELOW = 1e3, 0.99
-"""Norms of a canary's gradient over a threshold; each clipping function leaves the longest gradient at one of them.
+"""Norms of a canary's gradient over a threshold; each clipping function keeps most of it at one of them.
 FAR_ABOVE is over max(threshold, 1), because automatic clipping adds 0.01 to norms, and thresholds may fall to 1e-12."""
 
 NEARLY = 0.99

@@ -106,7 +106,8 @@ class _Parameter:
     def findings(self, name: str, steps: int) -> list[Finding]:
         found = [
             Finding(
-                f"{name}: the noise has not the accounted deviation", _log_chi2(self.squares.sum(), self.n * steps)
+                f"{name}: the noise does not have the accounted deviation",
+                _log_chi2(self.squares.sum(), self.n * steps),
             ),
             self._weakest(f"{name}: a stretch has hardly any noise", steps, STRETCH),
             self._weakest(f"{name}: an element has hardly any noise", steps, 1),
@@ -185,7 +186,7 @@ class NoiseTests:
         equal = values - len(np.unique(self._grid))
         # Two floats of 24 bits are equal with probability at most 2^-24; their grid is finer near 0.
         log_p = float(stats.poisson.logsf(equal - 1, values**2 / 2 * 2.0**-24)) if equal else 0.0
-        return [Finding("the noise lies on a coarse grid, as that of half precision does", log_p)]
+        return [Finding("the noise lies on a coarse grid, like that of half precision", log_p)]
 
     def _across_parameters(self) -> list[Finding]:
         sizes = np.minimum([p.n for p in self._parameters.values()], COMPARED)
@@ -203,7 +204,7 @@ class NoiseTests:
             return []
         m = sum(min(p.n, COMPARED) for p in self._parameters.values()) * len(self._second_engine)
         log_p = log_tail_of_products(np.array([sum(self._second_engine)]), np.array([float(m)]))
-        return [Finding("two engines draw the same noise, as from a seed of the script", float(log_p[0]))]
+        return [Finding("two engines draw the same noise, as from a seed in the script", float(log_p[0]))]
 
 
 def _transform_length(n: int) -> int:

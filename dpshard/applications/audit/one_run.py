@@ -42,7 +42,7 @@ SMALL_DELTA = 1e-10
 def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
     """Return the canaries that are in, bool [m]; `secret` is 32 bytes of `new_run_secret`, not the run's."""
     if not (is_count(canaries) and canaries >= 2):
-        raise ConfigurationError(f"canaries={canaries!r}: an audit needs two of them at least, better hundreds.")
+        raise ConfigurationError(f"canaries={canaries!r}: an audit needs at least two, better hundreds.")
     return RandomSource(secret).uniform(canaries) <= 0.5
 
 
@@ -93,7 +93,7 @@ class GradientCanaries:
         mechanism, unit = engine.mechanism, noise_unit(engine, step)
         released = engine.internals.full_gradient(_Probed.NAME)
         if released is None:
-            raise ConfigurationError("The canaries' numbers (probe.weight) were frozen: train them, too.")
+            raise ConfigurationError("The canaries' numbers (probe.weight) are frozen: call requires_grad_(True).")
         z_m = released[:-1, 0].double().cpu().numpy() * mechanism.schedule[step] / unit
         q, groups = mechanism.schedule[step] / mechanism.sample_size, len(mechanism.clipping_groups)
         first = [mechanism.max_grad_norm / math.sqrt(groups)] * groups

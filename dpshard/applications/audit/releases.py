@@ -88,7 +88,7 @@ def audit_releases(
     ranks must pass equal arguments. Raises ConfigurationError for too few steps, or no candidate with a gradient.
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
-        raise ConfigurationError(f"steps={steps!r}: at least {FEWEST_STEPS}, half of them of a second engine.")
+        raise ConfigurationError(f"steps={steps!r}: give at least {FEWEST_STEPS}, half of them for a second engine.")
     refuse_units(options, "audit_releases")
     rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
     x, y = x[rows], y[rows]

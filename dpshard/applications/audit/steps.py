@@ -11,12 +11,12 @@ sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" fro
 - the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
 The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).
 
-The canary's loss is scaled so that clipping leaves most of it (canary.py): a guarantee holds for every loss, and
-clipping may drop long gradients, or thresholds may follow them.
+The canary's loss is scaled so that clipping keeps most of it (canary.py). That is sound, because a guarantee holds for
+every loss. Clipping may drop long gradients, or thresholds may follow them.
 
-At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Below 1 they
+At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Otherwise they
 are blanks, because their draws would drown the canary's; also under adaptive thresholds, which change their clipped sum
-from trial to trial. Thresholds drift over a run whatever the canary does, so trials come in random order.
+from trial to trial. Thresholds always drift over a run, so trials come in random order.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def audit_steps(
     a loss that is not [B], or a canary without a gradient.
     """
     if not (is_count(trials) and trials >= 20):
-        raise ConfigurationError(f"trials={trials!r}: at least 20; a fifth of them chooses the test.")
+        raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
     check_positive("noise_multiplier", noise_multiplier)
     refuse_units(options, "audit_steps")
     n = len(x)

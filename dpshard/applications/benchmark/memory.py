@@ -42,7 +42,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise OutOfMemoryError("The measured process was killed: there may be too little memory.") from error
+            raise OutOfMemoryError("The measured process was killed, perhaps for lack of memory.") from error
 
 
 def peak_of(make: Make) -> int:

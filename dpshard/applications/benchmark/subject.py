@@ -70,11 +70,11 @@ def _checked(path: str, function: Callable[[], Any]) -> Subject:
     parts: list[Any] = list(made)
     model, x, y, loss_fn = parts
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{path}: the first of the four is {_kind(model)}, not a torch.nn.Module. {USAGE}")
+        raise ConfigurationError(f"{path}: the first result is {_kind(model)}, not a torch.nn.Module. {USAGE}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigurationError(f"{path}: {type(model).__name__} has no trainable parameter.")
     if not callable(loss_fn):
-        raise ConfigurationError(f"{path}: the last of the four is {_kind(loss_fn)}, not a function. {USAGE}")
+        raise ConfigurationError(f"{path}: the last result is {_kind(loss_fn)}, not a function. {USAGE}")
     lengths = set()
     for what, tree in (("inputs", x), ("targets", y)):
         leaves = tree_flatten(tree)[0]
@@ -82,7 +82,7 @@ def _checked(path: str, function: Callable[[], Any]) -> Subject:
             raise ConfigurationError(f"{path}: the {what} are {_kind(tree)}, not tensors with samples first. {USAGE}")
         lengths |= {len(leaf) for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
-        raise ConfigurationError(f"{path}: tensors have {sorted(lengths)} rows; each needs one for every sample.")
+        raise ConfigurationError(f"{path}: tensors have {sorted(lengths)} rows; each needs one row per sample.")
     return Subject(model.train(), x, y, parts[3])
 
 

@@ -50,7 +50,7 @@ class Privacy:
 
 
 def expected_batch(rows: int) -> int:
-    """Return an expected batch size under which batches seldom reach the cap `rows`."""
+    """Return an expected batch size under which batches rarely reach the cap `rows`."""
     return max(1, round(0.75 * rows))
 
 

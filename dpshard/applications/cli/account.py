@@ -37,12 +37,12 @@ Delta = Annotated[float, typer.Option("--target-delta", "--delta", help="Delta, 
 Cap = Annotated[
     int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
 ]
-Elements = Annotated[int | None, typer.Option(help="Trainable elements of the model, which discrete noise asks for.")]
+Elements = Annotated[int | None, typer.Option(help="Trainable elements of the model; discrete noise needs them.")]
 RowsOfUnit = Annotated[
     int | None,
     typer.Option(
         metavar="G",
-        help="Samples of one unit (a user, a patient) among the N, at most: epsilon is that of units, while samples "
+        help="Samples of one unit (a user, a patient) among the N, at most: epsilon is that of units, but samples "
         "are drawn one by one (pld only).",
     ),
 ]
@@ -52,7 +52,7 @@ Accountants = Annotated[
 ]
 SearchRuns = Annotated[
     float | None,
-    typer.Option(help="Expected number of such runs; the best one is kept. Epsilon is that of the search (rdp only)."),
+    typer.Option(help="Expected number of such runs; the best one is kept. Epsilon covers the search (rdp only)."),
 ]
 SearchDistribution = Annotated[
     str | None,
@@ -94,9 +94,9 @@ def command(
     plot: Picture = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compute what a DP-SGD run costs (epsilon), the noise that it needs, or the steps that a budget allows.
+    """Compute the epsilon of a DP-SGD run, the noise that it needs, or the steps that a budget allows.
 
-    Give two of length, noise and budget; the third is computed, by several accountants side by side.
+    Give two of length, noise and budget. Several accountants compute the third, side by side.
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
@@ -140,7 +140,7 @@ def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sam
     if mean_runs is None:
         if distribution is not None or also:
             name = "--search-also" if also else "--search-distribution"
-            raise ConfigurationError(f"{name} belongs to a search. Give its expected number of runs by --search-runs.")
+            raise ConfigurationError(f"{name} is for a search. Give its expected number of runs by --search-runs.")
         return None
     others = tuple(_candidate(text, sample_size) for text in also)
     return Search(mean_runs, "geometric" if distribution is None else distribution, others)
@@ -150,7 +150,7 @@ def _unknown(**given: object) -> Any:
     unknown = [name for name, value in given.items() if value is None]
     if len(unknown) != 1:
         raise ConfigurationError(
-            "Give two of three, and the third is computed: the length (--epochs, --steps or --phases), the noise "
+            "Give two of three; the third is computed: the length (--epochs, --steps or --phases), the noise "
             "(--noise-multiplier), the budget (--target-epsilon)."
         )
     return unknown[0]
@@ -170,8 +170,8 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
     check_choice("noise", noise, get_args(NoiseName))
     if (noise == "discrete-gaussian") != (elements is not None):
         raise ConfigurationError(
-            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, and the cost of that "
-            "depends on the number of trainable elements."
+            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, at a cost in epsilon "
+            "that depends on the number of trainable elements."
         )
     return elements
 

@@ -1,4 +1,4 @@
-"""Figures of `dpshard account`: a run of which one setting is unknown, its answers, their table and their plot."""
+"""Figures of `dpshard account`: a run with one unknown setting, its answers, their table and their plot."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _relation(run: SampledMechanism | CorrelatedMechanism) -> str:
 
 
 def show(plan: Plan, answers: Sequence[Answer]) -> None:
-    """Print the answers as a table, and what a reader must know about them."""
+    """Print the answers as a table, with notes for readers."""
     console.out.print(_table(plan, answers))
     for line in _notes(plan, answers):
         console.out.print(line)
@@ -165,11 +165,11 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
     if plan.search is not None:
         yield (
             f"ε is that of the best of K such runs, K secret and {plan.search.distribution} with mean "
-            f"{plan.search.mean_runs:g}; choose it by a score that is public, or private itself and charged."
+            f"{plan.search.mean_runs:g}. Choose it by a public score, or by a private one that is charged."
         )
         yield (
-            f"It covers runs of {1 + len(plan.search.others)} settings of noise, batch and steps, and costs what the "
-            f"worst costs. Name further ones by --search-also."
+            f"It covers runs of {1 + len(plan.search.others)} settings of noise, batch and steps, and costs as much as "
+            f"the worst. Name further settings by --search-also."
         )
     for answer in answers:
         if answer.error_over_dp_sgd is not None:
@@ -178,14 +178,14 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
     yield f"Neighbours: {name}: {NEIGHBOURS[name]}."
     if isinstance(run, MechanismOfUnits):
         yield (
-            f"Here the blank is in the place of all samples of one unit, at most {run.max_rows_per_unit:,}; cut units "
-            f"down to so many before the training."
+            f"Here the blank replaces all samples of one unit, at most {run.max_rows_per_unit:,}. Cut units down to "
+            f"this number before the training."
         )
     for answer in answers:
         if answer.steps == 0:
             yield f"{answer.accountant}: not even one step fits the budget."
         elif answer.epsilon == 0:
-            yield f"{answer.accountant}: with so much noise δ alone covers the run; less gives no ε so small."
+            yield f"{answer.accountant}: with this much noise δ alone covers the run; less noise gives no ε so small."
 
 
 def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:

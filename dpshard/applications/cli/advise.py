@@ -114,9 +114,14 @@ def _start(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def _time(advice: Advice, epochs: float) -> str:
+    hours = _hours(advice, epochs)
+    return "" if hours is None else f", {hours:.3g} hours"
+
+
+def _hours(advice: Advice, epochs: float) -> float | None:
     if advice.samples_per_second is None:
-        return ""
-    return f", {epochs * advice.sample_size / advice.samples_per_second / 3600:.3g} hours"
+        return None
+    return epochs * advice.sample_size / advice.samples_per_second / 3600
 
 
 def _trade_offs(advice: Advice) -> Table:
@@ -124,7 +129,7 @@ def _trade_offs(advice: Advice) -> Table:
     for name in ("σ", "σ / batch", "times the least", "epochs", *(["hours"] if advice.samples_per_second else [])):
         table.add_column(name, justify="right")
     for row in advice.trade_offs:
-        hours = [_time(advice, row.epochs).strip(", hours")] if advice.samples_per_second else []
+        hours = [] if (time := _hours(advice, row.epochs)) is None else [f"{time:.3g}"]
         chosen = row.batch_size == advice.batch_size
         table.add_row(*_cells(row), *hours, style="bold green" if chosen else "")
     table.caption = "The least has all samples in every batch."
@@ -133,7 +138,7 @@ def _trade_offs(advice: Advice) -> Table:
 
 def _cells(row: TradeOff) -> list[str]:
     noise = f"{row.noise_multiplier:.4g}", f"{row.noise_per_batch:.3g}"
-    return [f"{row.batch_size:,}", *noise, f"{row.excess:.2f}", f"{row.epochs:.3g}"]
+    return [f"{row.batch_size:,}", *noise, f"{row.relative_noise:.2f}", f"{row.epochs:.3g}"]
 
 
 def _table(title: str, first: str, **column: Any) -> Table:

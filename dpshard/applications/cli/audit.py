@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpshard.backends.ranks import Ranks
 
 REFUTED = 3
-"""Exit code if an attack proves more than was accounted."""
+"""Exit code if an attack proves more than the accounted epsilon."""
 NAMES = {
     "releases": "releases",
     "step": "one step",
@@ -37,7 +37,7 @@ FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 Kind = Annotated[
     Literal["gradient", "input"],
-    typer.Option(help="Canaries pull at numbers of their own (gradient), or are samples like no others (input)."),
+    typer.Option(help="gradient: canaries move only their own numbers. input: canaries are unusual samples."),
 ]
 
 
@@ -48,25 +48,25 @@ def command(
         Path | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Run folder of `dpshard train`: its settings are audited, and audit.json is left in it.",
+            help="Run folder of `dpshard train`: audits its settings, and writes audit.json into it.",
         ),
     ] = None,
     trials: Annotated[
         int,
         typer.Option(
-            help="Trials with the odd sample, and as many without; 0: no such audit, nor one of the releases.", min=0
+            help="Trials with the unusual sample, and as many without; 0 skips this audit and that of releases.", min=0
         ),
     ] = 1000,
     steps_per_trial: Annotated[
         int,
         typer.Option(
             help="Steps of a trial: 1 with all samples in it, or several with Poisson sampling, which also find faults "
-            "of sampling and noise that is used again; half of the trials each.",
+            "of sampling and re-used noise; half of the trials each.",
             min=1,
             max=64,
         ),
     ] = 1,
-    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0: no such audit.", min=0)] = 1000,
+    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0 skips this audit.", min=0)] = 1000,
     canary_kind: Kind = "gradient",
     confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
     config: Annotated[
@@ -75,11 +75,11 @@ def command(
     as_json: console.JsonFile = None,
     **flags: Any,
 ) -> None:
-    """Attack a training configuration, and prove lower bounds on its epsilon beside the accounted upper ones.
+    """Attack a training configuration, and prove lower bounds on its epsilon, to compare with the accounted one.
 
     Three attacks: releases nearly without noise, to test sums, noise and batches; many releases of
-    the same steps with and without an odd sample; and a training run with canaries, each in it by
-    the toss of a coin. Exit code 3: an attack proved more than was accounted, so the model, the
+    the same steps with and without an unusual sample; and a training run with canaries, each included by
+    the toss of a coin. Exit code 3: an attack proved more than the accounted epsilon, so the model, the
     loss or the engine is wrong. All settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)
@@ -106,7 +106,7 @@ def _check(plan: Mapping[str, Any]) -> None:
     for name, least in (("trials", trials), ("canaries", FEWEST_CANARIES)):
         if 0 < plan[name] < least:
             raise ConfigurationError(
-                f"{name}={plan[name]} proves nothing: take at least {least}, better hundreds, or 0 for no such audit."
+                f"{name}={plan[name]} proves nothing: take at least {least}, better hundreds, or 0 to skip this audit."
             )
     if not plan["trials"] and not plan["canaries"]:
         raise ConfigurationError("trials=0 and canaries=0 leave nothing to audit: drop one of the two.")
@@ -123,7 +123,7 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
     from dpshard.applications.cli import auditing, data
 
     if settings.group_column is not None:
-        raise ConfigurationError("An audit does not know units of several rows yet: leave --group-column out.")
+        raise ConfigurationError("An audit does not support units of several rows yet: leave --group-column out.")
     samples = data.load(settings)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
     confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}
@@ -220,4 +220,4 @@ def _how(result: Mapping[str, Any]) -> str:
     sampled = ""
     if result["steps"] > 1:
         sampled = f" of {result['steps']} steps (Poisson samples, {result['batch_size']} of {result['sample_size']})"
-    return f"{result['trials']} trials{sampled} count, half of them with one odd sample"
+    return f"{result['trials']} trials{sampled} count, half of them with one unusual sample"

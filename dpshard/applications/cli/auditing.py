@@ -33,10 +33,10 @@ from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
-"""Odd samples; that with the longest gradient is the canary of the games."""
+"""Unusual samples; the one with the longest gradient is the canary of the games."""
 
 INPUT_SIZES = (0.0, 0.3, 1.0, 3.0)
-"""Factors of the inputs of odd samples, in turn, in the test of releases."""
+"""Factors of the inputs of unusual samples, in turn, in the test of releases."""
 
 OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
 """Settings that a game replaces by its own."""
@@ -44,12 +44,12 @@ OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """Steps to play many times with and without an odd sample; see docs/audit.md."""
+    """Steps to play many times with and without an unusual sample; see docs/audit.md."""
 
     steps: int = 1
     """Steps of a trial."""
     rows: int = 4
-    """Samples, with the odd one."""
+    """Samples, including the unusual one."""
     batch_size: int
     """Expected batch size; if equal to `rows`, every batch holds all rows."""
     noise_multiplier: float
@@ -81,7 +81,7 @@ def audit_game(
     confidence: float,
     on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Play noisy releases with and without an odd sample; return the figures of audit.json.
+    """Play noisy releases with and without an unusual sample; return the figures of audit.json.
 
     Calls `on_step` after each of the 2 * trials * game.steps steps.
     """

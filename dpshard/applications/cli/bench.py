@@ -37,10 +37,10 @@ def command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
     as_json: console.JsonFile = None,
 ) -> None:
-    """Measure time, memory and FLOPs of private training for your model, beside ordinary training.
+    """Measure time, memory and FLOPs of private training for your model, and compare with ordinary training.
 
-    Whole steps take turns, so a busy machine slows all of them alike. A ratio divides two steps of
-    one round.
+    Whole steps take turns, so other load on the machine slows all of them alike. A ratio compares two
+    steps of one round.
 
     For example: dpshard bench my_project.bench:subject --clipping all-layer --clipping layer-wise
     """

@@ -27,7 +27,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 """The option --json of commands that print a table."""
 
 USER_ERROR = 2
-"""Exit code of a refusal; bugs have 1."""
+"""Exit code after a user's error; bugs have 1."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 

@@ -39,8 +39,8 @@ def parse(
     if sampling == "poisson":
         if name is not None:
             raise ConfigurationError(
-                f"--correlation {name} is not analysed under --sampling poisson, where a sample may come at any step. "
-                f"Take --sampling fixed-order, or cyclic-poisson with band-mf."
+                f"--correlation {name} cannot be analysed under --sampling poisson, where a sample may come at any "
+                f"step. Take --sampling fixed-order, or cyclic-poisson with band-mf."
             )
         return run
     if not of_known_length:
@@ -50,8 +50,8 @@ def parse(
         )
     if run.max_batch_size is not None or run.discretized_elements is not None or isinstance(run, MechanismOfUnits):
         raise ConfigurationError(
-            f"--sampling {sampling} is analysed for Gaussian noise, without a cap, and for units of one sample: leave "
-            f"--max-batch-size, --max-rows-per-unit and --noise discrete-gaussian out."
+            f"--sampling {sampling} is analysed only for Gaussian noise, without a cap, and for units of one sample: "
+            f"leave out --max-batch-size, --max-rows-per-unit and --noise discrete-gaussian."
         )
     return CorrelatedMechanism(
         noise_multiplier=run.noise_multiplier,
@@ -77,7 +77,7 @@ def in_words(run: SampledMechanism | CorrelatedMechanism, ratio: float) -> str:
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
     advice = "this noise pays" if ratio < 1 else "take --sampling poisson, which has less noise"
     return (
-        f"The independent noise that is correlated has standard deviation σ · {rounded_up(run.sensitivity)} · "
+        f"The independent noise under the correlation has standard deviation σ · {rounded_up(run.sensitivity)} · "
         f"max_grad_norm.\nNoise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of "
         f"DP-SGD with Poisson sampling at this ε: {advice}. (Correlation pays for a large ε and few epochs; here "
         f"{sampled / run.sample_size:.3g}.)"

@@ -52,7 +52,7 @@ class Finding:
 def command(as_json: console.JsonFile = None) -> None:
     """Show versions, compiled code, GPU, threads and extras: what is on, what is off, why, and what to do.
 
-    It exits with code 1 if a part that is there cannot be used.
+    Exits with code 1 if an installed part cannot be used.
     """
     with console.err.status("looking ..."):
         findings = [*_versions(), _compiled_code(), _gpu(), _triton(), _threads(), *_extras()]
@@ -76,17 +76,17 @@ def _compiled_code() -> Finding:
     if library.is_built():
         return Finding(part, State.ON, "noise, norms and sums on CPUs are made by C")
     if os.environ.get("DPSHARD_NATIVE") == "0":
-        return Finding(part, State.OFF, "DPSHARD_NATIVE=0: numpy and torch do its work, slower", "unset DPSHARD_NATIVE")
+        return Finding(part, State.OFF, "DPSHARD_NATIVE=0: numpy and torch replace it, slower", "unset DPSHARD_NATIVE")
     if library.path() is not None:
         remedy = "install dpshard again: pip install --force-reinstall --no-deps --no-cache-dir dpshard"
-        return Finding(part, State.BROKEN, "the library was built and cannot be used: see the warning above", remedy)
+        return Finding(part, State.BROKEN, "the library was built, but cannot be used: see the warning above", remedy)
     compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     found = f"not built; there is {compiler} now" if compiler else "not built: no C compiler (cc, gcc, clang) on PATH"
     before = "" if compiler else "install a C compiler, such as gcc, and Python's headers; then "
     return Finding(
         part,
         State.OFF,
-        f"{found}; numpy and torch do its work, slower",
+        f"{found}; numpy and torch replace it, slower",
         f"{before}pip install --force-reinstall --no-deps --no-cache-dir dpshard",
     )
 
@@ -136,7 +136,6 @@ def _threads() -> Finding:
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use, as far as the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -130,7 +130,7 @@ def _csv_rows(file: Any) -> Iterator[tuple[int, Row]]:
     reader = csv.DictReader(file, restkey="", restval=None)
     for row in reader:
         if None in row.values() or "" in row:
-            raise ValueError(f"line {reader.line_num}: another number of columns than the header has")
+            raise ValueError(f"line {reader.line_num}: the number of columns differs from the header")
         yield reader.line_num, row
 
 
@@ -180,7 +180,7 @@ def _groups(rows: Rows, column: str, columns: list[str], source: str) -> list[An
     for place, cell in zip(rows, cells, strict=True):
         if type(cell) not in (str, int) or cell == "" or type(cell) is not type(cells[0]):
             raise DataError(
-                f"{source}, {place}: {column}={cell!r} names no unit. Every row needs one, all of them texts or all "
+                f"{source}, {place}: {column}={cell!r} names no unit. Give every row one, all of them texts or all "
                 f"whole numbers: 1 and '1' would be two units."
             )
     return cells
@@ -262,7 +262,7 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     if image is None:
         return _table({f"row {number}": row for number, row in enumerate(rows.to_list())}, f"hf:{name}", settings)
     if settings.group_column is not None:
-        raise DataError(f"{name!r} holds images, and --group-column is for tables of text or numbers: leave it out.")
+        raise DataError(f"{name!r} holds images, but --group-column needs a table of text or numbers: leave it out.")
     if settings.label_column not in rows.features:
         raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label with --label-column.")
     labels, classes = _classes(rows[settings.label_column])

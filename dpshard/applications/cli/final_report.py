@@ -20,11 +20,11 @@ from dpshard.applications.cli.training import Run
 NOT_COVERED = (
     "metrics.jsonl and the plots (loss, clip fraction, norms, gradient-SNR, realised batch sizes): computed from the "
     "training samples, without noise.",
-    "checkpoints: they hold the run secret, and a reader of it can subtract the noise. Protect them like the data, "
+    "checkpoints: they hold the run secret, with which a reader can subtract the noise. Protect them like the data, "
     "and publish only model.pt.",
-    "the validation and test samples and the scores on them: not trained on, but not protected either.",
-    "choices made by looking at other runs on the same data: each of those runs has a cost of its own.",
-    "the number of training samples and the set of labels: taken as public.",
+    "the validation and test samples and their scores: not trained on, but not protected either.",
+    "choices between runs on the same data: each of the other runs costs epsilon, too.",
+    "the number of training samples and the set of labels: public by assumption.",
 )
 
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+_BLANK = "one data set has a blank instead, which contributes nothing"
+
 NEIGHBOURS = {
-    "add-or-remove-one": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place "
-    "of one sample",
-    "replace-special": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of "
-    "one sample, and may leave its slot in a capped batch to another",
-    "zero-out": "data sets of N samples, of which one holds a blank, which contributes nothing, in the place of one "
-    "sample in the order",
+    "add-or-remove-one": f"two data sets of N samples that differ in one sample: {_BLANK}",
+    "replace-special": f"two data sets of N samples that differ in one sample: {_BLANK}; another sample may take the "
+    "blank's place in a capped batch",
+    "zero-out": f"two data sets of N samples in the same order that differ in one sample: {_BLANK}",
 }
 """Neighbouring relations of dpshard.accounting, in words."""
 

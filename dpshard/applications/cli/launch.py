@@ -108,16 +108,16 @@ def _watch(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
     killed = {rank: -code for rank, code in enumerate(codes) if code is not None and code < 0}
     if killed and not signals:
         rank, number = next(iter(killed.items()))
-        hint = ": there may be too little memory" if number == signal.SIGKILL else ""
+        hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
         console.print_error(f"Rank {rank} was killed by {signal.Signals(number).name}{hint}.")
         return 1
     if signals and (killed or console.INTERRUPTED in codes):
         if killed:
-            console.print_error("The run was stopped before a step could be finished.")
+            console.print_error("The run was stopped before it finished a step.")
         return console.INTERRUPTED
     blamed = [code for code in codes if code not in (None, 0, LOST)]
     if LOST in codes and not blamed:
-        console.print_error("The connections between the ranks broke, or a rank answered no more.")
+        console.print_error("The connections between the ranks broke, or a rank stopped answering.")
     return blamed[0] if blamed else int(LOST in codes)
 
 

@@ -127,7 +127,7 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
     again = "activations computed again" if setup.checkpointing else "activations kept"
     console.out.print(
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
-        f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples a rank and step, {precision}, {again}"
+        f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples per rank and step, {precision}, {again}"
     )
     table = Table(
         title="A step of one rank",
@@ -157,7 +157,7 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
         add(largest, lambda e: f"{e.largest_micro_batch:,}" if e.largest_micro_batch else "none", "bold green")
     console.out.print(table)
     states = "; ".join(f"{stage} {size / GIB:,.1f}" for stage, size in plan.model_states.items())
-    console.out.print(f"By formula, GiB a rank of parameters, gradients and Adam states: {states}.")
+    console.out.print(f"By formula, GiB per rank of parameters, gradients and Adam states: {states}.")
     for sentence in advice:
         console.out.print(f"• {escape(sentence)}")
     console.out.print(

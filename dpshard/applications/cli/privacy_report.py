@@ -95,7 +95,7 @@ def _filled(**context: Any) -> str:
 def _attacks(folder: RunFolder) -> list[Attack] | None:
     if not folder.audit.exists():
         return None
-    with intact(folder.audit, f"dpshard audit {folder.path} writes it anew"):
+    with intact(folder.audit, f"dpshard audit {folder.path} writes it again"):
         found = attacks(_read(folder.audit))
         if not found:
             raise ValueError("it holds no attack")
@@ -106,4 +106,4 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your rights to it.") from error
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your permissions.") from error

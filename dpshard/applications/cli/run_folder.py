@@ -1,7 +1,7 @@
 """A run on disk: settings, metrics, checkpoints, plots and the report; a killed run can resume.
 
 [Note: What survives kill -9]
-Files that a resumed run reads are written beside their place, flushed to the disk, and renamed. metrics.jsonl grows by
+Files that a resumed run reads are written under another name, flushed to the disk, and renamed. metrics.jsonl grows by
 one line per step. After a kill it may be ahead of the last checkpoint, or end in half a line, so resuming cuts it back
 to the checkpoint. Nothing private depends on it: damaged lines are dropped, and a missing file starts anew. The steps
 between are computed again with the same samples. With the same sums, they cost no budget (dpshard/noise/digest.py).
@@ -68,7 +68,7 @@ class RunFolder:
         folder = cls(path)
         if not folder.config.is_file():
             raise RunFolderError(
-                f"{path} is not a run folder: it has no config.yaml. Name a folder that dpshard train has made."
+                f"{path} is not a run folder: it has no config.yaml. Name a folder that dpshard train made."
             )
         return folder
 
@@ -97,7 +97,7 @@ class RunFolder:
         for number, row in enumerate(rows, 1):
             if row is None:
                 raise RunFolderError(
-                    f"{self.metrics} was damaged or edited (line {number} is of no step): restore it from a copy."
+                    f"{self.metrics} was damaged or edited (line {number} has no step): restore it from a copy."
                 )
         return [row for row in rows if row is not None]
 
@@ -144,17 +144,17 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
     Only the user may read it, unless `public`.
     """
     # Per process, because two may write one file at once.
-    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644 if public else 0o600)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644 if public else 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         flush(path.parent)
 
 
@@ -186,6 +186,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise RunFolderError(
-            f"{path} cannot be written or read: {why(error, path)}. Check the path, your rights to it, and the space "
-            f"on the disk."
+            f"{path} cannot be written or read: {why(error, path)}. Check the path, your permissions, and the space on "
+            f"the disk."
         ) from error

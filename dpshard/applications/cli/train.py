@@ -158,7 +158,6 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
 
 @contextmanager
 def _kept_if_released(folder: RunFolder, engine: PrivacyEngine) -> Iterator[None]:
-    """Remove the folder after an error before the first release."""
     try:
         yield
     except Exception:

@@ -46,8 +46,8 @@ def _records(plan: Plan, private: list[Estimate]) -> list[str]:
     for estimate in heavy:
         size = estimate.parts[RECORDS] / GIB
         line = (
-            f"{estimate.label}: its records are {size:.1f} GiB, {size / plan.micro_batch:.1f} GiB a sample. They are "
-            f"the input and the output gradient of every layer, and wait until the last norm of their group is in"
+            f"{estimate.label}: its records are {size:.1f} GiB, {size / plan.micro_batch:.1f} GiB per sample. They are "
+            f"the input and the output gradient of every layer, and wait for the last norm of their group"
         )
         end = "; activation checkpointing does not shrink them." if plan.setup.checkpointing else "."
         said.append(line + end)

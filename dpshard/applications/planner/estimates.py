@@ -107,7 +107,7 @@ def make_plan(
         if not is_count(value):
             raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
     if setup.ranks < 2:
-        raise ConfigurationError(f"ranks={setup.ranks}: a plan is for at least 2 ranks.")
+        raise ConfigurationError(f"ranks={setup.ranks}: a plan needs at least 2 ranks.")
     limit = None
     if gpu_memory is not None:
         check_positive("gpu_memory", gpu_memory)

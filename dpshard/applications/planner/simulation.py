@@ -81,9 +81,9 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
     Raises ConfigurationError if a process group exists, or the mesh does not divide the ranks.
     """
     if dist.is_initialized():
-        raise ConfigurationError("A plan needs a process of its own: torch.distributed is initialised already.")
+        raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
     if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
-        raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each; {setup.ranks} ranks are not.")
+        raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each, not {setup.ranks} ranks.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     gc.freeze()  # each step collects garbage, and need not look at older objects

@@ -36,8 +36,8 @@ def refuse_unsupported(model_engine: Any) -> int:
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(
-            f"DeepSpeed {version} is older than {'.'.join(map(str, _TESTED))}, whose partitions and hooks are known. "
-            f"Install a newer one."
+            f"DeepSpeed {version} is older than {'.'.join(map(str, _TESTED))}, the oldest version with known "
+            f"partitions and hooks. Install a newer one."
         )
     stage = int(model_engine.zero_optimization_stage())
     for reason in _reasons(model_engine, stage):
@@ -81,23 +81,23 @@ def _reasons(engine: Any, stage: int) -> list[str]:
         found.append('stage 0 is plain data parallelism. Set "zero_optimization": {"stage": 1}, or use DDP.')
     if engine.fp16_enabled():
         found.append(
-            "fp16 scales the loss before gradients are clipped, and drops steps that overflow, after the noise was "
-            'paid for. Set "fp16": {"enabled": false} and "bf16": {"enabled": true}: bf16 needs no scaling.'
+            "fp16 scales the loss before gradients are clipped, and drops steps that overflow after their privacy cost "
+            "is "
+            'charged. Set "fp16": {"enabled": false} and "bf16": {"enabled": true}: bf16 needs no scaling.'
         )
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16:
         found.append('torch_autocast in float16 scales the loss. Set "torch_autocast": {"dtype": "bfloat16"}.')
     if engine.gradient_clipping() != 0:
         found.append(
-            f'"gradient_clipping": {engine.gradient_clipping()} (1.0 if it is left out) asks for a gradient rescaled '
-            f"by its norm, but the private gradient takes its place only after that. Set it to 0.0; every sample is "
-            f"clipped by max_grad_norm."
+            f'"gradient_clipping": {engine.gradient_clipping()} (default 1.0) would rescale the gradient by its norm '
+            f"before the private gradient replaces it. Set it to 0.0; max_grad_norm clips every sample."
         )
     if engine.is_deepcompile_enabled():
         found.append("DeepCompile rewrites forward and backward. Switch it off, or compile blocks by torch.compile.")
     if stage and type(zero).__name__ not in _KNOWN:
         found.append(
-            f"the optimizer is a {type(zero).__name__}; known are {', '.join(_KNOWN)}: no ZenFlow, no SuperOffload, no "
-            f"MiCS, and an optimizer must be given to deepspeed.initialize()."
+            f"the optimizer is a {type(zero).__name__}; supported are {', '.join(_KNOWN)}, not ZenFlow, SuperOffload "
+            f"or MiCS. Pass an optimizer to deepspeed.initialize()."
         )
     offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     if any(offload is not None and offload.device == "nvme" for offload in offloads):
@@ -122,6 +122,6 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
     if "muon" in kind.__name__.lower():
         raise UnsupportedOptimizerError(
-            f"{kind.__name__}: DeepSpeed applies Muon to gradients before the optimizer's step, where the private "
-            f"gradient is not there yet. Choose Adam or AdamW."
+            f"{kind.__name__}: DeepSpeed applies Muon to gradients before the optimizer's step, when the private "
+            f"gradient is not in place. Choose Adam or AdamW."
         )

@@ -64,7 +64,7 @@ class Piece(Tensor):
         if func is torch.ops.aten.new_empty.default:
             piece, _ = args
             return cls(piece.elements.new_empty(0, device=(kwargs or {}).get("device")), piece.start, piece.shape)
-        raise NotImplementedError(f"{func} of a part of a tensor that is for checkpoints alone")
+        raise NotImplementedError(f"{func} of a Piece, which supports only torch.distributed.checkpoint")
 
     def __repr__(self, **_: Any) -> str:
         """Return the range of elements and the whole shape."""

@@ -1,4 +1,4 @@
-"""Reduction of clipped sums beside DeepSpeed, and their place in its optimizer."""
+"""Reduction of clipped sums in place of DeepSpeed's, and their place in its optimizer."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class PartitionStore:
             gradient = self._private.pop(id(master), None)
             if gradient is None:
                 raise LogicalBatchError(
-                    "DeepSpeed is about to step without a private gradient: this logical batch was stepped with "
-                    "already, or had no backward pass. Call model_engine.step() once per logical batch."
+                    "DeepSpeed is about to step without a private gradient: it already stepped with this logical "
+                    "batch, or the batch had no backward pass. Call model_engine.step() once per logical batch."
                 )
             if master.grad is None:
                 master.grad = gradient.to(master.device, master.dtype)

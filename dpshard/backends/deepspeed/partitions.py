@@ -66,9 +66,9 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
         master = fragment.master.detach()[fragment.offset : fragment.offset + fragment.length]
         if not torch.equal(master.to(elements.device, elements.dtype), elements):
             raise ConfigurationError(
-                f"{name}: the fp32 partition that DeepSpeed steps on does not hold the values of the parameter where "
-                f"dpshard looks for them, so its noise could not be put in the right place. Make the engine right "
-                f"after deepspeed.initialize(), or load_checkpoint(); else this version of DeepSpeed is not supported."
+                f"{name}: DeepSpeed's fp32 partition does not hold the values of this parameter where dpshard expects "
+                f"them, so dpshard cannot place its noise. Make the engine right after deepspeed.initialize(), or "
+                f"load_checkpoint(). If you did, this version of DeepSpeed is not supported."
             )
         fragments[name] = fragment
     missing = [name for name in names.values() if name not in fragments]

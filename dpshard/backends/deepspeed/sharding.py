@@ -76,8 +76,8 @@ class ZeroSharding(Sharding):
         """Return nothing: DeepSpeed unshards parameters in place."""
         return ()
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._zero3 is None else self._zero3.beside()
+    def _isolated(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._zero3 is None else self._zero3.isolated()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -112,8 +112,8 @@ class ZeroSharding(Sharding):
         zero = self._zero
         if optimizer is not zero and optimizer is not zero.optimizer:
             raise ConfigurationError(
-                f"This {type(optimizer).__name__} is not the optimizer that DeepSpeed steps with: hand over the one "
-                f"that deepspeed.initialize() returns."
+                f"This {type(optimizer).__name__} is not the optimizer that DeepSpeed steps with. Pass the one that "
+                f"deepspeed.initialize() returns."
             )
         return ZeroState(zero, self.core, self.layout, self.parameters, self.communicator.rank)
 

@@ -135,7 +135,7 @@ class Zero3:
     # --- start-up ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the outermost module's own parameters until `beside` ends."""
+        """Gather the outermost module's own parameters until `isolated` ends."""
         with Passthrough.set(True):
             for parameter in self.core.parameters(recurse=False):
                 if not is_gathered(parameter):
@@ -152,7 +152,7 @@ class Zero3:
             self.marking = True
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Return a block for forwards and backwards; it restores DeepSpeed's bookkeeping."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []

@@ -21,7 +21,7 @@ from dpshard.backends.training_state import OPTIMIZER_STATE, Groups, Snapshot
 from dpshard.errors import CheckpointError, ConfigurationError
 from dpshard.names import canonical_name
 
-_INSTEAD = "save by model_engine.save_checkpoint(), and engine.state_dict() beside it"
+_INSTEAD = "save by model_engine.save_checkpoint(), with engine.state_dict()"
 
 _Described = dict[str, dict[str, Any]]
 """Descriptions of optimizer state in a checkpoint, by parameter and name."""
@@ -40,8 +40,8 @@ class ZeroState:
     ) -> None:
         if getattr(zero, "partial_offload", 1.0) != 1.0:
             raise ConfigurationError(
-                f'DeepSpeed offloads a part of the optimizer ("ratio" of offload_optimizer), and keeps two of them: '
-                f"offload all of it, or {_INSTEAD}."
+                f'DeepSpeed offloads a part of the optimizer ("ratio" of offload_optimizer), and keeps two optimizers. '
+                f"Offload all of it, or {_INSTEAD}."
             )
         self.zero, self.core, self.layout, self.rank = zero, core, layout, rank
         self.names = {p: name for name, p in parameters.items()}
@@ -64,9 +64,9 @@ class ZeroState:
                     kept = value
                 else:
                     raise CheckpointError(
-                        f"{type(self._optimizer).__name__} remembers {key} of shape {tuple(value.shape)} for a "
-                        f"partition of shape {tuple(place.master.shape)}, which belongs to this number of ranks: "
-                        f"choose an optimizer that remembers something of every element, or {_INSTEAD}."
+                        f"{type(self._optimizer).__name__} stores {key} of shape {tuple(value.shape)} for a partition "
+                        f"of shape {tuple(place.master.shape)}, so it fits only this number of ranks. Choose an "
+                        f"optimizer that stores one value per element, or {_INSTEAD}."
                     )
                 remembered.setdefault(name, {})[key] = kept
         return Snapshot(self._model(), remembered, self._groups())
@@ -123,8 +123,8 @@ class ZeroState:
         own = self._groups()
         if [set(group["params"]) for group in own] != [set(group["params"]) for group in saved]:
             raise CheckpointError(
-                f"The checkpoint has {len(saved)} parameter groups, or other parameters in them, and the optimizer "
-                f"{len(own)}: it belongs to another model or optimizer."
+                f"The checkpoint has {len(saved)} parameter groups, the optimizer {len(own)}, or their parameters "
+                f"differ: the checkpoint belongs to another model or optimizer."
             )
         missing = sorted({key for a, b in zip(own, saved, strict=True) for key in a.keys() - b.keys()})
         if missing:
@@ -163,7 +163,7 @@ class ZeroState:
                 if key not in flat and not _same(state.setdefault(key, value), value):
                     raise CheckpointError(
                         f"{key} of {name} is {value}, and {state[key]} of another parameter, but DeepSpeed's optimizer "
-                        f"remembers one for both. Go on with the back-end that has saved the checkpoint."
+                        f"stores one value for both. Resume with the back-end that saved the checkpoint."
                     )
         return states
 
@@ -189,7 +189,6 @@ class ZeroState:
             self.zero._hp_optimizer_states_linked = False  # for safe_get_full_optimizer_state()
 
     def _refresh(self, model: Mapping[str, Any]) -> None:
-        """Make the forward's parameters from the fp32 partitions."""
         others = {name: value for name, value in model.items() if not isinstance(value, Piece)}
         self.core.load_state_dict(others, strict=False)  # tensors were read in place; this loads modules' extra state
         if hasattr(self.zero, "update_lp_params"):

@@ -166,7 +166,7 @@ class UnitReduction:
         return True
 
     def fault(self) -> DpshardError | None:
-        """Return an error if FSDP was told not to reduce, else the store's error."""
+        """Return an error if the script switched FSDP's reduction off, else the store's error."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "
@@ -183,9 +183,9 @@ class UnitReduction:
         replicas_RL = ranks_WL.unflatten(0, mesh.shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):
             raise LogicalBatchError(
-                "The clipped sums of this logical batch differ between the replicas of a hybrid-sharded model, so "
-                "these would drift apart. All ranks run the same micro-batches and backward passes; zero_grad() then "
-                "makes a fresh start."
+                "The clipped sums of this logical batch differ between the replicas of a hybrid-sharded model, so the "
+                "replicas would drift apart. Run the same micro-batches and backward passes on all ranks. Call "
+                "zero_grad() to start afresh."
             )
         return replicas_RL[0]
 

@@ -69,9 +69,9 @@ class FSDP2Sharding(Sharding):
         # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(
-                f"{name}: FSDP has reduced a gradient that is not clipped. It was left on the gathered parameter by a "
-                f"backward under set_requires_gradient_sync(False), or by a use of the parameter after unshard() or in "
-                f"a method of register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
+                f"{name}: FSDP reduced a gradient that is not clipped. It comes from a backward under "
+                f"set_requires_gradient_sync(False), or from a use of the parameter after unshard() or in a method of "
+                f"register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
             )
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class FSDP2Sharding(Sharding):
         self.communicator.meet()  # in the forwards of a probe all ranks unshard together
         return nullcontext()
 
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _isolated(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
         for unit in self.units:
             if unit.is_sharded():

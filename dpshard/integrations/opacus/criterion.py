@@ -38,7 +38,7 @@ class DPLoss:
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         if not isinstance(losses, Tensor) or losses.dim() == 0:
             raise ConfigurationError(
-                f"{type(self.criterion).__name__} has no loss for each sample under reduction='none'."
+                f"{type(self.criterion).__name__} does not return one loss per sample under reduction='none'."
             )
         if shape is not None and len(losses) == shape[0] * shape[1]:
             losses = losses.reshape(shape[0], -1)

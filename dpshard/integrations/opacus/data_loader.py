@@ -45,8 +45,8 @@ class DPDataLoader:
     def from_data_loader(cls, data_loader: DataLoader[Any], **options: Any) -> NoReturn:
         """Refuse: the draws belong to an engine."""
         raise ConfigurationError(
-            "DPDataLoader.from_data_loader draws batches without an engine, which then cannot account for them: use "
-            "the loader that PrivacyEngine().make_private(data_loader=...) returns."
+            "DPDataLoader.from_data_loader draws batches without an engine, which cannot account for them. Use the "
+            "loader that PrivacyEngine().make_private(data_loader=...) returns."
         )
 
     def in_physical_batches(self, size: int) -> DPDataLoader:

@@ -135,7 +135,7 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         if self.accountant.engine is not None:
             raise EngineInUseError(
-                "make_private was called before: make another PrivacyEngine for another model (two runs on one data "
+                "make_private was called before. Make another PrivacyEngine for another model (two runs on one data "
                 "set spend the sum of both), or call load_checkpoint to resume a run."
             )
         module = module._module if isinstance(module, GradSampleModule) else module

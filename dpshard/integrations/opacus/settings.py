@@ -67,8 +67,8 @@ def check_accounted(*, poisson_sampling: bool, batch_first: bool, noise_generato
     """Raise ConfigurationError for settings that cannot be accounted."""
     if not poisson_sampling:
         raise ConfigurationError(
-            "poisson_sampling=False trains on shuffled batches, but epsilon is computed for Poisson sampling: the "
-            "true one may be many times larger. Leave it out."
+            "poisson_sampling=False trains on shuffled batches, but epsilon assumes Poisson sampling: the true epsilon "
+            "may be many times larger. Leave it out."
         )
     if not batch_first:
         raise ConfigurationError(
@@ -77,6 +77,6 @@ def check_accounted(*, poisson_sampling: bool, batch_first: bool, noise_generato
         )
     if noise_generator is not None:
         raise ConfigurationError(
-            "noise_generator would make the noise predictable for anybody with its seed. Leave it out: noise "
+            "noise_generator would make the noise predictable to everyone with its seed. Leave it out: noise "
             "comes from a secret of the run, and save_checkpoint makes a run repeatable."
         )

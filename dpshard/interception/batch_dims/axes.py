@@ -62,7 +62,7 @@ Layout = dict[CallKey, CallLayout]
 
 
 def rows_key(x: Tensor, dim: int) -> CallKey:
-    """Return the key that tells if `dim` of tensors like `x` carries the samples; for routes."""
+    """Return the key for whether `dim` of tensors like `x` carries the samples; for routes."""
     features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # the last size of ids is a length
     return ("rows", dim, x.dim(), features)
 
@@ -75,8 +75,8 @@ def merge(into: Layout, found: Layout) -> None:
             known.inputs[0] = None  # two kinds of tensors share this shape, so it proves nothing
         elif known != layout:
             raise BatchLayoutError(
-                f"{describe(key)} is called with the samples of the micro-batch along different dimensions; use a "
-                f"module of its own for each of the two."
+                f"{describe(key)} is called with the samples of the micro-batch along different dimensions; call two "
+                f"modules, one for each dimension."
             )
 
 

@@ -256,7 +256,7 @@ class _SecondRun(_Compared):
             return before
         raise BatchLayoutError(
             f"The model runs other functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
-            f"{function_name(func)}), so it cannot be told which dimension carries the samples. "
+            f"{function_name(func)}), so dpshard cannot tell which dimension carries the samples. "
             f"Remove control flow that depends on the batch size, such as a Python loop over samples."
         )
 
@@ -271,8 +271,8 @@ class _SecondRun(_Compared):
         if len(grown) > 1 or old[dim] * second != x.shape[dim] * first or old[dim] % first:
             raise BatchLayoutError(
                 f"{describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
-                f"{second}: samples of one micro-batch meet each other before the parameter is used, so no "
-                f"per-sample gradient exists."
+                f"{second}: samples of one micro-batch meet before the parameter is used, so no per-sample gradient "
+                f"exists."
             )
         if old[dim] != first:
             doubt = Doubt(key, place, dim, x.detach().clone(), place, silent=self._silent)
@@ -299,7 +299,7 @@ def find_layout(
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `rows_per_unit`: the rows of a sample in the model's inputs, side by side. `verified`: verification follows.
+    `rows_per_unit`: adjacent rows of a sample in the model's inputs. `verified`: verification follows.
 
     Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
     """

@@ -1,7 +1,7 @@
 """The order of rows flattened into the batch: those of a sample side by side ([B, k]) or one batch apart ([k, B]).
 
 If a sample is a unit of K input rows, these may stay side by side, with others one batch apart: [k / K, B, K]. Shapes
-cannot tell the orders apart; values can. Both runs begin with the same samples, so under the right order their rows are
+do not distinguish the orders; values do. Both runs begin with the same samples, so under the right order their rows are
 equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
 """
 
@@ -26,7 +26,7 @@ _SAME = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A flattened batch dimension; only values tell its order."""
+    """A flattened batch dimension; only values show its order."""
 
     key: CallKey
     place: int
@@ -42,7 +42,7 @@ class Doubt:
     """Where the tensor is this number, the call has no gradient: 0 of a factor, the padding_idx of a table."""
 
     def shows_in_gradients(self) -> bool:
-        """Return True if verification can tell the order: the call has a gradient somewhere."""
+        """Return True if verification shows the order: the call has a gradient somewhere."""
         if isinstance(self.value, FakeTensor):
             return False
         return self.silent is None or bool((self.value != self.silent).any())
@@ -61,7 +61,7 @@ def settle(
 
     `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
     `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs. `verified`:
-    gradients are compared later, so where values do not tell, the order may be that of the inputs.
+    gradients are compared later, so if values leave the order open, it may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
@@ -72,8 +72,8 @@ def settle(
                 undecided.append(doubt)
             elif settled.setdefault((doubt.key, doubt.place), order) != order:
                 raise BatchLayoutError(
-                    f"{describe(doubt.key)} is called with the rows of the samples in different orders; use a "
-                    f"module of its own for each of the two."
+                    f"{describe(doubt.key)} is called with the rows of the samples in different orders; call two "
+                    f"modules, one for each order."
                 )
     as_given = set(settled.values()) <= {0, rows_per_unit}  # the rows of a unit are adjacent wherever values tell
     for doubt in undecided:
@@ -81,7 +81,7 @@ def settle(
             layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Of equal rows (positions) verification can tell, unless they have no gradient until others come.
+        # Verification can tell the order of equal rows (positions), unless no row has a gradient yet.
         if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
@@ -101,7 +101,7 @@ def settle(
 def _adjacent_rows(
     doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
 ) -> int | None:
-    """Return how many rows of a sample are adjacent, 0 for all; None if values do not tell."""
+    """Return how many rows of a sample are adjacent, 0 for all; None if values leave it open."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
     error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
@@ -114,7 +114,7 @@ def _adjacent_rows(
     fitting = [order for order, e in error.items() if e <= 2 * best]
     if best > _SAME * scale:
         raise BatchLayoutError(
-            f"{describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples, whose "
+            f"{describe(doubt.key)} sees a tensor of shape {tuple(new.shape)} for {second} samples. Its "
             f"dimension {doubt.dim} holds the rows of a sample neither side by side ([B, k], flattened) "
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
@@ -140,9 +140,9 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "
-            f"{tuple(doubt.value.shape)} for {second} samples, so it cannot be told whether its dimension "
+            f"{tuple(doubt.value.shape)} for {second} samples, so dpshard cannot tell whether dimension "
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
             f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros. "
-            f"With rows_per_unit=, verify=True tells by gradients, and data whose rows differ tell as well."
+            f"With rows_per_unit=, verify=True compares gradients, and data with different rows also help."
         )
     return max(orders, default=0)

@@ -1,8 +1,8 @@
 """Refuse computations between two forwards of one micro-batch that may mix rows, because they are not verified.
 
 A later forward may get outputs of an earlier one, or what torch computes from them row by row: elementwise functions,
-picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph tells, so detached
-values are not seen.
+picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph shows this, except for
+detached values.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -
         node = x.grad_fn
         if node in made and all(size % rows for size in x.shape[:2]):
             raise BatchLayoutError(
-                f"An input of shape {tuple(x.shape)} is what another call of the model, or of a part of it, has "
-                f"returned, and holds no rows of samples. It may depend on all samples, or on parameters. Compute it "
-                f"within the forward that uses it, or put both calls into the forward of one module."
+                f"An input of shape {tuple(x.shape)} is an output of another call of the model, or of a part of it, "
+                f"and has no row per sample. It may depend on all samples, or on parameters. Compute it within the "
+                f"forward that uses it, or put both calls into the forward of one module."
             )
         if node is None or node in made or (len(x) == rows and _keeps_rows(x, made, rows)):
             continue
         if _depends(node, made):
             raise BatchLayoutError(
-                f"An input of shape {tuple(x.shape)} was computed in the loop from what another call of the model, or "
-                f"of a part of it, has returned ({_name(node)}). What lies between two calls is not verified: it may "
-                f"mix samples, or change their order. Put it into the forward of one module, together with both calls, "
-                f"and call that module."
+                f"An input of shape {tuple(x.shape)} was computed in the loop from the output of another call of the "
+                f"model, or of a part of it ({_name(node)}). Verification does not see computations between two calls: "
+                f"they may mix samples, or change their order. Put it into the forward of one module, together with "
+                f"both calls, and call that module."
             )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.clipping.functions import ClippingFunction, ClippingGroup
+from dpshard.clipping.functions import ClippingFunction
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25

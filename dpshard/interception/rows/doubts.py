@@ -1,7 +1,7 @@
 """Findings against a logical batch, noted when seen, and raised before the noise at the latest.
 
-[Note: When a doubt is told]
-To read a flag, the host waits for its accelerator, and a rank that raises by itself leaves the others in a collective.
+[Note: When a doubt raises]
+To read a flag, the host waits for its accelerator. A rank that raises by itself leaves the others in a collective.
 So only a single process on a CPU raises at once, with a traceback to the cause. Otherwise flags stay on their device
 until the release, which waits anyway; all ranks then learn the findings of each.
 """
@@ -16,67 +16,64 @@ from torch import Tensor
 
 from dpshard.errors import LogicalBatchError
 
-_UNPADDED = (
-    "or call engine.batches(..., pad=False): its last micro-batches have as many rows as samples, in whatever order"
-)
+_UNPADDED = "or call engine.batches(..., pad=False): its last micro-batches have a row per sample, in any order"
 
 
 class Doubt(Enum):
     """A finding; its value is the text of the error."""
 
     FILLER = (
-        "Rows that pad a micro-batch came to the model with other values than its last sample, of which "
-        "engine.batches(...) has made them copies. So rows were shuffled, sorted, or augmented in the loop, or they "
-        "come from other data, or from a micro-batch before the one that was fetched last, and nobody knows any more "
-        "which rows are padding. Sort and augment in the data set or "
-        f"in collate_fn, {_UNPADDED}."
+        f"The padding rows of a micro-batch are copies of its last sample, but they reached the model with other "
+        f"values. So the loop shuffled, sorted or augmented rows, or took them from other data or from an earlier "
+        f"micro-batch. It is unknown which rows are padding. Sort and augment in the data set or in collate_fn, "
+        f"{_UNPADDED}."
     )
     SHUFFLED = (
-        "The model got the rows of a padded micro-batch in another order than engine.batches(...) has handed them "
-        f"out, so padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
+        "The model got the rows of a padded micro-batch in another order than engine.batches(...) handed them out, so "
+        f"padding would count as samples. Sort rows in the data set or in collate_fn, {_UNPADDED}."
     )
     SCATTERED = (
-        "The model got the rows of units in another order than engine.batches(...) has handed them out, so rows of "
-        "several units would be clipped as one. Keep the rows of a unit side by side (no list of first rows before one "
-        "of second rows), in the loop as in collate_fn."
+        "The model got the rows of units in another order than engine.batches(...) handed them out, so rows of several "
+        "units would be clipped as one. Keep the rows of a unit adjacent, in the loop and in collate_fn (no list of "
+        "first rows before one of second rows)."
     )
     REPEATED = (
-        "One row that engine.batches(...) has handed out came to the model in two rows of its micro-batch: in place of "
-        "a corrupt row, say, or because equal rows were merged and others repeated. So that sample has two gradients, "
-        "and clipping does not bound it. Leave every sample in one row; one that cannot be read may be blank."
+        "One row that engine.batches(...) handed out reached the model in two rows of its micro-batch: it replaced a "
+        "corrupt row, for example, or equal rows were merged and others repeated. So that sample has two gradients, "
+        "and clipping does not bound it. Keep every sample in one row; a row that cannot be read may be blank."
     )
     TRANSPOSED = (
-        "The first two dimensions of what engine.batches(...) has handed out were swapped, and as both are of one "
-        "length, positions were taken for samples, while each holds a part of all of them. Give the model samples "
-        "first, and transpose in its forward, or choose a micro_batch_size that is no other dimension of the data."
+        "The loop swapped the first two dimensions of a batch from engine.batches(...). Both have the same length, so "
+        "dpshard took positions for samples, but each position holds a part of every sample. Give the model samples "
+        "first, and transpose in its forward, or choose a micro_batch_size that no other dimension of the data has."
     )
     REORDERED = (
         "Two forwards of one micro-batch got, or returned, the same rows in different orders. All forwards of a "
-        "micro-batch share one gradient a row, so that samples would be mixed before they are clipped. Keep one order "
-        "from the first forward to the last, or sort in the data set or in collate_fn."
+        "micro-batch share one gradient per row, so samples would be mixed before they are clipped. Keep one order in "
+        "all forwards, or sort in the data set or in collate_fn."
     )
     MASKED = (
-        "The rows that pad a micro-batch have no gradient, while the sample of which they are copies has one. So the "
-        "loss leaves them out, and a mean over the other rows divides by their number, which is private. Take the mean "
-        "over all rows, loss.mean(), as loss_reduction='mean' says: the engine cuts padding off."
+        "The rows that pad a micro-batch have no gradient, but the sample that they copy has one. So the loss leaves "
+        "them out, and a mean over the other rows divides by their number, which is private. Take the mean over all "
+        "rows, loss.mean(), as loss_reduction='mean' says: the engine cuts padding off."
     )
     UNLIKE = (
-        "Rows that pad a micro-batch are copies of its last sample, and torch drew no random numbers, yet their "
-        "gradients have other norms. So the loss takes labels in another order than inputs, or weighs a row by its "
-        "position or by other rows (or random numbers are drawn beside torch). Keep labels and inputs in the order in "
-        f"which they come, {_UNPADDED}."
+        f"Rows that pad a micro-batch are copies of its last sample, and torch drew no random numbers, but their "
+        f"gradients have other norms. So the labels are in another order than the inputs, or the loss weighs a row by "
+        f"its position or by other rows (or random numbers come from outside torch). Do not reorder labels and inputs, "
+        f"{_UNPADDED}."
     )
     SILENT = (
-        "No sample of one micro-batch has a gradient, while all samples of others have one, in earlier steps as well. "
+        "No sample of one micro-batch has a gradient, but all samples of others have one, also in earlier steps. "
         "So a loss was switched off, clamped or repaired for the whole micro-batch (0 * loss, loss.clamp(max=...), "
-        "torch.nan_to_num(loss)), and one sample there decides about all others. Leave it as it is: a sample without "
-        "a finite gradient contributes 0 by itself, and large ones are clipped. Or do it row by row, before the mean. "
-        "If samples of yours have no gradient of their own (ignored labels, a hinge), put the data set in random order."
+        "torch.nan_to_num(loss)), and one sample decided about all others. Leave the loss as it is: a sample without "
+        "a finite gradient contributes 0, and large gradients are clipped. Or do it row by row, before the mean. "
+        "If some samples have no gradient (ignored labels, a hinge), put the data set in random order."
     )
 
 
 class Doubts:
-    """Doubts about one logical batch; see [Note: When a doubt is told]."""
+    """Doubts about one logical batch; see [Note: When a doubt raises]."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once

@@ -83,9 +83,9 @@ class Rows:
         return self.hash_B if rows_per_unit == 1 else _mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
-        """Whether these are rows of one of `others`, all of one kind, in another order than in any; None if not.
+        """Return True (bool []) if these rows are those of one of `others` in another order than in any, or None.
 
-        The order within a unit does not count: the rows of a unit are clipped as one.
+        All are of one kind. The order within a unit does not count: its rows are clipped as one.
         """
         if any(self.tensor is other.tensor for other in others):
             return None
@@ -112,7 +112,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors that were seen before, with one row a sample, or `rows_per_unit`."""
+    """Tensors that were seen before, with one row per sample, or `rows_per_unit`."""
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}

@@ -2,17 +2,17 @@
 
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
-by length, shuffles them, or takes rows from elsewhere. The loop itself cannot be seen, but there is evidence:
-- rows of a unit are side by side, on full micro-batches, too: units that were handed out come in the same order,
-  in whatever order the rows of each;
-- padding rows are copies of the last sample: in every input of every forward they still equal it, up to the rounding
-  of what was computed of them, and to the dropout of a part of the model that was called before;
+by length, shuffles them, or takes rows from elsewhere. The engine does not see the loop, but it sees evidence:
+- rows of a unit are adjacent, also on full micro-batches: units come in the order in which they were handed out;
+- padding rows are copies of the last sample. In every input of every forward they still equal it, except for rounding
+  and the dropout of another part of the model;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
 - without random numbers, the gradient of a copy has the norm of its sample's. With them, copies must not be the only
   rows without a gradient.
-Equal rows are interchangeable as inputs. If their labels differ, the norms tell.
+
+Equal rows are interchangeable as inputs. If their labels differ, their norms differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RowIdentity:
         self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen(self._rows_per_unit)
-        self._inputs: list[Run] = []  # of the first forward, and what it returned: looked at when there is another one
+        self._inputs: list[Run] = []  # inputs and output of the first forward, read if there is a second
         self._outputs: list[Rows] = []
         self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
@@ -142,7 +142,6 @@ class RowIdentity:
 
 
 def _inputs_of(run: Run) -> list[Rows]:
-    """Return the inputs that carry samples."""
     return [Rows.of(x, d) for x, d in run.carrying() if _is_plain(x)]
 
 

@@ -60,7 +60,7 @@ def _call(
     compiled, (input, gradient) = library(), images
     given = [input, gradient] if gradients is None else [input, gradient, gradients]
     if compiled is None or any(x.dtype != torch.float32 for x in given):
-        raise ValueError(f"No gradients of convolutions of {input.dtype} and {gradient.dtype} here.")
+        raise ValueError(f"Compiled code has no gradient of convolutions of {input.dtype} and {gradient.dtype}.")
     if min(x.numel() for x in given) == 0:
         if gradients is not None:
             gradients.zero_()

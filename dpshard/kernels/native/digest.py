@@ -26,7 +26,7 @@ def add_digests_(total: Tensor, stretches: Iterable[tuple[Tensor, int, Tensor]],
     """
     compiled, threads = library(), team()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
-        raise ValueError(f"No digest of {columns.dtype} columns into {total.dtype} here.")
+        raise ValueError(f"Compiled code has no digest of {columns.dtype} columns into {total.dtype}.")
     to, weights = total.data_ptr(), columns.data_ptr()
     for words, at, rows in stretches:
         n, most = words.numel(), rows.shape[0] * WIDTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import has_tiles, library, nobody_watches, team
+from dpshard.kernels.native.library import has_tiles, is_unobserved, library, team
 
 _TILE = 8, 16
 """Positions on the sides of a tile with AVX-512; AVX2 has half as many rows and slightly fewer products. The code
@@ -31,7 +31,7 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
     [B, G, T, R] and cols [B, G, T, C] are float32 with any strides. Raises ValueError otherwise; call
     `supports_ghost_norm` first.
     """
-    function = _ghost_norms if nobody_watches(rows, cols) else _operator
+    function = _ghost_norms if is_unobserved(rows, cols) else _operator
     return function(rows, cols, relative_floor)
 
 

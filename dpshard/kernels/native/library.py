@@ -68,7 +68,7 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     return compiled is not None and compiled.has_tiles
 
 
-def nobody_watches(*tensors: torch.Tensor) -> bool:
+def is_unobserved(*tensors: torch.Tensor) -> bool:
     """Return True if a torch operator on `tensors` would only run its function, so that torch can be skipped.
 
     Not so where a mode sees operators, a compiler traces, or tensors are fake.
@@ -93,7 +93,7 @@ def load(path: str) -> Library | None:
         loaded.try_out()
     except (OSError, AttributeError, ArithmeticError) as error:
         warnings.warn(
-            f"{path} cannot be used ({error}), so numpy and torch do its work, more slowly. "
+            f"{path} cannot be used ({error}), so numpy and torch replace it, more slowly. "
             f"Install dpshard again. DPSHARD_NATIVE=0 silences this warning.",
             stacklevel=2,
         )
@@ -123,7 +123,7 @@ class Library:
     def __init__(self, path: str) -> None:
         self._c = ctypes.CDLL(path)
         if self._c.dpshard_interface() != _INTERFACE:
-            raise AttributeError("it was built from another version's source")
+            raise AttributeError("it was built from the source of another version")
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
@@ -160,7 +160,7 @@ class Library:
     ) -> None:
         """See convolution.per_sample_gradients_; by address. No `kernels`: only norms. Raises MemoryError."""
         if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
-            raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples in.")
+            raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples.")
 
     def normalization_gradients(
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import library, nobody_watches, team
+from dpshard.kernels.native.library import is_unobserved, library, team
 
 
 def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
@@ -20,7 +20,7 @@ def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float
     by groups of K / groups rows. groups = 0: [B, N, K], normalised by row. If not `centered`, 0 replaces the mean.
     Raises ValueError for other dtypes or shapes.
     """
-    function = _gradients if nobody_watches(x, gradient) else _operator
+    function = _gradients if is_unobserved(x, gradient) else _operator
     return function(x, gradient, groups, eps, centered)
 
 

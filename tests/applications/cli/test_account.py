@@ -243,7 +243,7 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "not analysed under --sampling poisson"),
+        ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "cannot be analysed under --sampling poisson"),
         ("--steps 9 --sigma 1 --sampling fixed-order --bands 4", "go together"),
         ("--steps 9 --sigma 1 --sampling cyclic-poisson", "needs BandMF"),
         ("--steps 9 --sigma 1 --sampling fixed-order --max-batch-size 300", "without a cap"),

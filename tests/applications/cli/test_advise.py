@@ -48,9 +48,9 @@ def test_the_noise_keeps_the_budget_and_wastes_little_of_it(tabular):
 
 
 def test_a_batch_of_all_samples_has_the_least_noise_per_batch(tabular):
-    excesses = [row.excess for row in tabular.trade_offs]
-    assert excesses == sorted(excesses)
-    assert 1 <= excesses[0] < 1.1
+    noises = [row.relative_noise for row in tabular.trade_offs]
+    assert noises == sorted(noises)
+    assert 1 <= noises[0] < 1.1
     assert [row.batch_size for row in tabular.trade_offs] == [32, 16]
     assert tabular.trade_offs[0].noise_per_batch == tabular.trade_offs[0].noise_multiplier / 32
 
@@ -67,12 +67,13 @@ def test_published_settings_lie_where_the_rule_says(monkeypatch, task, samples, 
     half, twice = (
         budget.noise_multiplier(size, steps, 1.0) / size / least for size in (batch_size // 4, 2 * batch_size)
     )
-    assert half > STARTS[task, False].excess > twice
+    assert half > STARTS[task, False].relative_noise > twice
 
 
-def test_the_smallest_batch_within_the_excess_is_chosen():
+def test_the_smallest_batch_within_the_relative_noise_is_chosen():
     rows = tuple(
-        TradeOff(batch_size=b, noise_multiplier=1.0, epochs=1.0, excess=e) for b, e in ((64, 1.01), (32, 1.04), (16, 2))
+        TradeOff(batch_size=b, noise_multiplier=1.0, epochs=1.0, relative_noise=e)
+        for b, e in ((64, 1.01), (32, 1.04), (16, 2))
     )
     assert smallest_within(rows, 1.05).batch_size == 32
     assert smallest_within(rows, 1.001).batch_size == 64
@@ -124,7 +125,7 @@ def test_a_large_delta_is_warned_of():
 
 def test_every_choice_names_its_source():
     for start in STARTS.values():
-        assert {"excess", "steps", "optimizer", "learning rate", "trains"} == {r.what for r in start.reasons}
+        assert {"noise", "steps", "optimizer", "learning rate", "trains"} == {r.what for r in start.reasons}
         assert all("arXiv" in reason.source or "ours" in reason.source for reason in start.reasons)
 
 

@@ -103,7 +103,7 @@ def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
         ("--trials 30 --steps-per-trial 2", "at least 40"),
         ("--steps-per-trial 0", "greater than or equal to 1"),
         ("--canaries 3", "at least 10"),
-        (".", "Name a folder that dpshard train has made"),
+        (".", "Name a folder that dpshard train made"),
     ],
 )
 def test_what_proves_nothing_is_refused_in_one_line(dpshard, options, said):
@@ -128,7 +128,7 @@ def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, w
 def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, written, monkeypatch, more):
     faults.silence(monkeypatch, "bias")
     flags = ["--trials", 60, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json", *more]
-    assert "has not the accounted" in " ".join(dpshard("audit", *flags, exit_code=3).stdout.replace("│", " ").split())
+    assert "not have the accounted" in " ".join(dpshard("audit", *flags, exit_code=3).stdout.replace("│", " ").split())
     assert written()["releases"]["fault"].startswith("layers") or "bias" in written()["releases"]["fault"]
 
 

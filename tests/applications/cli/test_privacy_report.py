@@ -76,7 +76,7 @@ def test_the_page_says_what_the_report_says(dpshard, run):
     privacy = json.loads((run / "report.json").read_text())["privacy"]
     assert privacy["statement"] in text
     assert "replace-special" in text
-    assert "truncated Poisson, at most 112 samples a step" in text
+    assert "truncated Poisson, at most 112 samples per step" in text
     for item in privacy["not_covered"]:
         assert item in text
     assert "No attack was tried" in text

@@ -276,8 +276,7 @@ def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypa
 @pytest.mark.filterwarnings("default")
 def test_a_budget_that_repeated_steps_have_spent_ends_the_run_with_its_report(tmp_path, monkeypatch, dpshard):
     """Another loss stands for other ranks: the steps since the checkpoint are second releases."""
-    schedule = "--steps 6 --batch-size 1000 --evaluations 2 --checkpoint-every 4".split()
-    flags = [*schedule, *"--target-epsilon 3 --accountant rdp --model mlp".split()]
+    flags = "--steps 6 --batch-size 1000 --accountant rdp --evaluations 2 --checkpoint-every 4 --model mlp".split()
     folder, step = tmp_path / "run", training.Run.take_step
 
     def killed(self, logical_batch):
