@@ -18,7 +18,7 @@ from dpshard.errors import AccountingError
 
 M = TypeVar("M", bound=SampledMechanism | CorrelatedMechanism)
 
-DRAFTS: dict[str, str] = {"pld": "pld-draft"}
+DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
 """Quicker, looser accountants for a first phase of calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
 """Range of calibration; below, epsilon of one step is in the hundreds."""
@@ -63,7 +63,7 @@ def calibrate(
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
     sigma = math.log1p(mu**2 / variance) ** -0.5
-    for method in (DRAFTS.get(accountant, accountant), accountant):
+    for method in (*DRAFTS.get(accountant, ()), accountant):
 
         def epsilon_at(sigma: float, method: str = method) -> float:
             return epsilon_of(replace(mechanism, noise_multiplier=sigma).releases(), target_delta, method, search)
