@@ -24,7 +24,7 @@ def sampled_gaussian(noise_multiplier: float, probability: float, interval: floa
         assert ends.epsilon_lower is not None
         assert ends.epsilon_upper is not None
         first, last = math.floor(ends.epsilon_lower / interval), math.ceil(ends.epsilon_upper / interval)
-        deltas = _deltas(loss, noise_multiplier, np.arange(first, last + 1) * interval)
+        deltas = _deltas(loss, noise_multiplier, interval * np.arange(first, last + 1, dtype=np.float64))
         return create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
 
     removed = rounded(AdjacencyType.REMOVE)
