@@ -52,6 +52,8 @@ class Scale:
     """The size of the computation."""
 
     steps: int
+    long: int
+    """Steps of runs under weight decay, and of the training in the clear."""
     batch: int
     """Expected batch of most runs, in samples."""
     seeds: int
@@ -60,8 +62,8 @@ class Scale:
     """Number of files of the standard library that give docstrings."""
 
 
-FULL = Scale(steps=60, batch=1024, seeds=2, files=60)
-QUICK = Scale(steps=14, batch=64, seeds=1, files=3)
+FULL = Scale(steps=60, long=300, batch=1024, seeds=2, files=60)
+QUICK = Scale(steps=14, long=14, batch=64, seeds=1, files=3)
 
 
 # --- data and model --------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def schedule(scale: Scale) -> Experiment:
 
 def decay(scale: Scale) -> Experiment:
     """Vary the decay over the run: the sum of learning rate times lambda is 4.8 for DP-BERT, and for the last run."""
-    data, phases, lr = pieces(reference()), [(scale.batch // 8, 5 * scale.steps)], 1e-2
+    data, phases, lr = pieces(reference()), [(scale.batch // 8, scale.long)], 1e-2
     invariant = ["symbols.weight", "positions.weight"]
     rest = [name for name, _ in MaskedLanguageModel().named_parameters() if name not in invariant]
 
@@ -293,7 +295,7 @@ def parameters(scale: Scale) -> Experiment:
     torch.manual_seed(0)
     start = MaskedLanguageModel()
     optimizer = torch.optim.AdamW(start.parameters(), 5e-3)
-    for _ in range(5 * scale.steps):
+    for _ in range(scale.long):
         x, y = public[torch.randint(0, len(public), (256,))]
         losses(start(x), y).mean().backward()
         optimizer.step()

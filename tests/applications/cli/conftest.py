@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ QUICK = "--steps 6 --batch-size 64 --noise-multiplier 1 --evaluations 2 --checkp
 """A run on digits that takes about a second."""
 
 SECRET = bytes(range(32))
+NO_PICTURES = "from dpshard.applications.cli import plots; plots.draw = lambda folder: []; "
 DRIVER = (
     f"import dpshard.engine; dpshard.engine.new_run_secret = lambda: {SECRET!r}; "
     "import subprocess, types, tests.forks; from dpshard.applications.cli import app, launch; "
@@ -36,6 +38,25 @@ def dpshard() -> Callable[..., Any]:
         return result
 
     return run
+
+
+@contextmanager
+def no_pictures() -> Iterator[None]:
+    """To draw them takes ten times as long as a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpshard.applications.cli.plots.draw", lambda folder: [])
+        yield
+
+
+@pytest.fixture
+def pictures() -> None:
+    """A test that asks for this has pictures of its runs."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if "pictures" in request.fixturenames else no_pictures():
+        yield
 
 
 @pytest.fixture
@@ -72,7 +93,7 @@ def spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Start a command in a process of its own, under the known secret; killed at the end of the test."""
     processes = []
 
-    def start(*arguments: object, driver: str = "") -> Spawned:
+    def start(*arguments: object, driver: str = NO_PICTURES) -> Spawned:
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             processes.append(Spawned([sys.executable, "-c", driver + DRIVER, *map(str, arguments)]))

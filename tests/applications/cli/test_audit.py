@@ -13,6 +13,7 @@ from dpshard.backends.ranks import Ranks
 from tests.applications.audit import faults
 from tests.applications.cli.conftest import QUICK
 from tests.extras import needs_deepspeed
+from tests.grids import quick
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_sound_configuration_passes(dpshard, tmp_path, written):
 
 
 @pytest.mark.usefixtures("known_secret")
-@pytest.mark.parametrize("model", [["--model", "cnn"], ["--task", "pydoc", "--model", "gpt"]])
+@pytest.mark.parametrize("model", quick(["--model", "cnn"], rest=[["--task", "pydoc", "--model", "gpt"]]))
 def test_input_canaries_of_any_model(dpshard, tmp_path, written, model):
     flags = "--trials 20 --canaries 10 --canary-kind input --steps 2 --noise-multiplier 1 --batch-size 64".split()
     dpshard("audit", *flags, *model, "--json", tmp_path / "audit.json")
@@ -59,7 +60,7 @@ def test_input_canaries_of_any_model(dpshard, tmp_path, written, model):
 @pytest.mark.usefixtures("known_secret")
 def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, written, monkeypatch):
     faults.weaken_noise(monkeypatch, 3)
-    flags = ["--trials", 300, "--canaries", 0, *SETTINGS, "--clipping-style", "layer-wise"]
+    flags = ["--trials", 160, "--canaries", 0, *SETTINGS, "--clipping-style", "layer-wise"]
     output = dpshard("audit", *flags, "--json", tmp_path / "audit.json", exit_code=3).stdout
     assert "REFUTED" in output
     assert written()["step"]["refuted"]
@@ -70,7 +71,7 @@ def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, writ
 def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     folder = tmp_path / "run"
     dpshard("train", *QUICK, "--clipping-fn", "global", "--max-grad-norm", 4, "--out", folder)
-    dpshard("audit", folder, "--trials", 200, "--canaries", 100)
+    dpshard("audit", folder, "--trials", 100, "--canaries", 100)
     figures = json.loads((folder / "audit.json").read_text())
     assert figures["step"]["mu_lower_bound"] > 1  # clipping drops no canary
     assert figures["run"]["steps"] == 6
@@ -82,7 +83,7 @@ def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     "shard", ["fsdp2", pytest.param("deepspeed-3", marks=[needs_deepspeed, pytest.mark.exhaustive])]
 )
 def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
-    flags = [*FAST, *SETTINGS, "--shard", shard, "--nproc", 2]
+    flags = ["--trials", 30, "--canaries", 100, *SETTINGS, "--shard", shard, "--nproc", 2]
     process = spawn("audit", *flags, "--json", tmp_path / "audit.json")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -124,7 +125,7 @@ def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, w
 
 
 @pytest.mark.usefixtures("known_secret")
-@pytest.mark.parametrize("more", [[], ["--steps-per-trial", 2]])
+@pytest.mark.parametrize("more", quick([], rest=[["--steps-per-trial", 2]]))
 def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, written, monkeypatch, more):
     faults.silence(monkeypatch, "bias")
     flags = ["--trials", 60, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json", *more]
@@ -132,6 +133,7 @@ def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, writte
     assert written()["releases"]["fault"].startswith("layers") or "bias" in written()["releases"]["fault"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("known_secret")
 def test_a_shuffled_loader_is_found_by_several_steps(monkeypatch):
     faults.shuffle(monkeypatch)

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpshard.applications.cli import app
-from tests.applications.cli.conftest import QUICK
+from tests.applications.cli.conftest import QUICK, no_pictures
 
 VOID = {"meta", "br", "img", "link", "use", "path", "rect", "line", "hr"}
 
@@ -50,7 +50,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    result = CliRunner().invoke(app, ["train", *QUICK, "--max-batch-size", "auto", "--out", str(folder)])
+    with no_pictures():
+        result = CliRunner().invoke(app, ["train", *QUICK, "--max-batch-size", "auto", "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return folder
 

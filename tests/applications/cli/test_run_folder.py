@@ -115,7 +115,7 @@ def mode(path):
     return path.stat().st_mode & 0o777
 
 
-def test_only_the_user_reads_what_epsilon_does_not_cover(folder):
+def test_only_the_user_reads_what_epsilon_does_not_cover(folder, pictures):
     with folder.append_metrics(after_step=0) as append:
         append({"step": 1, "loss": 1.0})
     write_atomically(folder.report, b"scores")

@@ -110,7 +110,7 @@ def test_the_epsilon_of_a_run_is_that_of_account(finished, dpshard):
     assert report(finished[0])["privacy"]["epsilon"] == pytest.approx(answer["epsilon"])
 
 
-def test_plot_draws_a_run_again(finished, dpshard):
+def test_plot_draws_a_run_again(finished, pictures, dpshard):
     folder = finished[0]
     shutil.rmtree(folder / "plots")
     output = dpshard("plot", folder).stdout
@@ -263,7 +263,7 @@ def test_a_run_without_matplotlib_still_has_its_report(tmp_path, spawn):
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypatch, dpshard):
+def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypatch, pictures, dpshard):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -382,7 +382,7 @@ def test_edited_settings_are_refused(finished, tmp_path, dpshard):
     assert "noise_multiplier" in dpshard("train", "--resume", folder, exit_code=2).stderr
 
 
-def test_a_run_without_steps_has_no_plots_yet(finished, tmp_path, dpshard):
+def test_a_run_without_steps_has_no_plots_yet(finished, tmp_path, pictures, dpshard):
     folder = shutil.copytree(finished[0], tmp_path / "run")
     (folder / "metrics.jsonl").write_text("")
     assert "has not finished a step" in dpshard("plot", folder, exit_code=2).stderr
