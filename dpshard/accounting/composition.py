@@ -54,7 +54,6 @@ from numpy.typing import NDArray
 from scipy import optimize, special
 
 from dpshard.accounting import mixtures
-from dpshard.accounting.losses import sampled_gaussian
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import check_probability
@@ -292,11 +291,14 @@ def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLos
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
     if release.max_rows_per_unit > 1:
         return mixtures.losses(release, interval)
-    if release.max_batch_size is None:  # the same under both relations
-        return sampled_gaussian(release.noise_multiplier, release.sampling_probability, interval)
-    capped = _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
-    return capped(**_truncated(release), value_discretization_interval=interval, neighboring_relation=neighbours)
+    grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
+    if release.max_batch_size is None:
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            release.noise_multiplier, sampling_prob=release.sampling_probability, **grid
+        )
+    capped = _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
+    return capped(**_truncated(release), **grid)
 
 
 def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:

@@ -99,6 +99,7 @@ def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, h
     assert errors == ""
     assert_same_run(begun, alone)
     assert report(begun)["ranks"] == 2
+    assert (begun / "plots" / "overview.png").exists()
 
 
 @pytest.mark.exhaustive
