@@ -572,7 +572,7 @@ def test_a_collate_fn_that_sorts_the_rows_of_several_units_is_refused(weighted):
         return next(iter(next(batches)))
 
     assert len(first(in_place)[0]) == 12
-    with pytest.raises(VerificationError, match="another order"):
+    with pytest.raises(VerificationError, match="collate_fn reorders the rows of units"):
         first(by_sum)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpshard.records.host import is_at_hand
-from dpshard.records.numerics import flat
+from dpshard.records.numerics import accum_dtype, flat
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
@@ -18,8 +18,8 @@ from dpshard.records.record import Record
 Small = PerSampleGrad | OuterProduct
 """Records that join."""
 
-_SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**23}
-"""Bytes of a small product, by device: copying it takes less time than the calls, or launches, that it saves."""
+_SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
+"""Bytes of a small product with its sum, by device: copies take less time than the calls, or launches, they save."""
 _TOGETHER = 2**5
 """Bytes of a bundle of products, over those of the largest small one; bounds the memory of the copies."""
 
@@ -68,7 +68,7 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
     if gradients:
         shapes = {name: record.gradient.shape[1:] for name, record in gradients.items()}
         rows = [flat(record.gradient) for record in gradients.values()]
-        yield Bundle(PerSampleGrad(_joined(rows)), shapes)
+        yield Bundle(PerSampleGrad(_joined(rows, 1)), shapes)
     alike: dict[object, dict[str, OuterProduct]] = {}
     for name, record in records.items():
         if isinstance(record, OuterProduct):
@@ -82,13 +82,16 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
 def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
     """Join products of equal sizes: a weight [G, R, C] of each of n parameters is one of [n * G, R, C]."""
     shapes = {name: record.shape for name, record in products.items()}
-    rows = _joined([record.rows for record in products.values()])
-    cols = _joined([record.cols for record in products.values()])
+    # By group, then by sample, as the clipped sum multiplies them.
+    rows, cols = (
+        _joined([x.transpose(0, 1) for x in parts], 0).transpose(0, 1)
+        for parts in zip(*[(record.rows, record.cols) for record in products.values()], strict=True)
+    )
     return Bundle(OuterProduct(rows, cols, torch.Size((rows.shape[1], rows.shape[3], cols.shape[3]))), shapes)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _batches(products: Mapping[str, OuterProduct]) -> Iterable[dict[str, OuterProduct]]:
@@ -100,7 +103,8 @@ def _batches(products: Mapping[str, OuterProduct]) -> Iterable[dict[str, OuterPr
 
 
 def _nbytes(product: OuterProduct) -> int:
-    return product.rows.nbytes + product.cols.nbytes
+    rows, cols = product.rows, product.cols
+    return rows.nbytes + cols.nbytes + rows.shape[1] * rows.shape[3] * cols.shape[3] * accum_dtype(rows).itemsize
 
 
 def _small_product(device: torch.device) -> int:

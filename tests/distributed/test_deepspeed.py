@@ -165,7 +165,7 @@ def assert_guarded(check: str, result: dict[str, Any]) -> None:
             assert result["used"]
             assert result["another optimizer"].startswith("CheckpointError: The checkpoint lacks dampening")
             assert result["unchanged"]
-            assert "AdamW remembers histogram of shape (3,)" in result["unsplittable"]
+            assert "AdamW stores histogram of shape (3,)" in result["unsplittable"]
         case "start_up":
             assert result["same_state"]
             assert result["partitioned"]
