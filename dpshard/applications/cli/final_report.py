@@ -113,7 +113,7 @@ def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
 def mechanism_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return sampling, clipping, noise, releases and accountant as names and values."""
     sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
-    cap = f", at most {privacy['max_batch_size']:,} samples a step" if privacy["max_batch_size"] else ""
+    cap = f", at most {privacy['max_batch_size']:,} samples per step" if privacy["max_batch_size"] else ""
     phases = "; ".join(
         f"{phase['steps']:,} steps with q = {phase['sampling_probability']:.6g} (expected batch "
         f"{phase['expected_batch_size']:,} of {privacy['sample_size']:,})"

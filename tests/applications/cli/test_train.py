@@ -307,7 +307,7 @@ def test_two_runs_share_no_randomness_but_the_seed(tmp_path, dpshard):
 
 
 def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatch, dpshard):
-    monkeypatch.setattr("dpshard.applications.cli.zero.find_spec", lambda name: None)
+    monkeypatch.setattr("dpshard.applications.cli.sharding.find_spec", lambda name: None)
     error = dpshard("train", "--shard", "deepspeed-2", "--out", tmp_path / "run", exit_code=2).stderr
     assert 'pip install --no-build-isolation "dpshard[deepspeed]"' in error
     assert list(tmp_path.iterdir()) == []
