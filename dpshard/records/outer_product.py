@@ -47,8 +47,8 @@ class OuterProduct:
         """Squared norms [B], by Gram matrices or by the gradient itself."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.supports_product(self.rows, self.cols):
-                return floored(triton.gradient_norm_sq(self.rows, self.cols), self.rows, self.cols)
-            return floored(self.instantiated()[1], self.rows, self.cols)
+                return self._floored(triton.gradient_norm_sq(self.rows, self.cols))
+            return self._floored(self.instantiated()[1])
         B, G, T, _ = self.rows.shape
         if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
             return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols)).sum(1)
@@ -58,6 +58,10 @@ class OuterProduct:
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
         return gram_bound(*_ghost_norm_sq(rows, cols)).sum(1)
+
+    def _floored(self, norm_sq_B: Tensor) -> Tensor:
+        dims = 1 if self.rows.shape[1] == 1 else 2  # groups round on their own
+        return floored(norm_sq_B, self.rows, self.cols, dims=dims)
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
         """Per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must use these gradients."""
@@ -102,15 +106,17 @@ class OuterProduct:
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 
-def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0) -> Tensor:
+def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
     """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    The gradients are sums of products of rows and cols. `overlap`: bound on the norm of the columns used (the windows
-    of a convolution) over that of `cols`.
+    The gradients are sums of products of rows and cols with equal indices of the first `dims` dimensions (1: the
+    samples; 2: their groups, too). `overlap`: bound on the norm of the columns used (the windows of a convolution) over
+    that of `cols`.
     """
     # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
-    return torch.maximum(norm_sq, (norms(rows) * rounding * norms(cols)).square())
+    floor = (norms(rows, dims) * rounding * norms(cols, dims)).square()
+    return torch.maximum(norm_sq, floor if dims == 1 else floor.sum(1))
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
