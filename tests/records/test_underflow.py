@@ -85,6 +85,22 @@ def test_groups_of_small_gradients_count_no_more_than_the_threshold(seed):
         assert torch.stack([x.double().norm() for x in sums.values()]).norm() <= 1 + ROUNDING
 
 
+@pytest.mark.usefixtures("underflow")
+@pytest.mark.parametrize("method", list(NormMethod), ids=str)
+def test_joined_products_count_no_more_than_the_threshold(method):
+    alive = joined = 0
+    for seed in range(60):
+        products = {str(i): Adversary(1000 * seed + i).product(3, 5) for i in range(6)}
+        for bundle in bundles(products):
+            norm = bundle.record.norm_sq(method).sqrt()
+            if norm.isfinite():
+                alive, joined = alive + 1, joined + (len(bundle.shapes) > 1)
+                sums = bundle.clipped_sums(NORMALISE.factor(norm, 1.0))
+                assert torch.stack([x.double().norm() for x in sums.values()]).norm() <= 1 + ROUNDING, seed
+    assert alive >= 50
+    assert joined >= 10
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_is_lost_of_all_pairs_of_positions_counts(compiled, monkeypatch):
     """The T^2 inner products of T equal positions underflow; the addition to T diagonal elements compensates."""
