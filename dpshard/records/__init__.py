@@ -9,19 +9,21 @@ from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_joi
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
-from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, wide
+from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, gram, wide
 from dpshard.records.of_samples import of_samples
 from dpshard.records.offload import fetched, offloaded
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.vocabulary import HeadRecord
 
 __all__ = [
     "WIDE",
     "Bundle",
     "Convolution",
     "EmbeddingRecord",
+    "HeadRecord",
     "OuterProduct",
     "PerSampleGrad",
     "Record",
@@ -32,6 +34,7 @@ __all__ = [
     "as_real",
     "bundles",
     "fetched",
+    "gram",
     "is_small",
     "measure",
     "of_samples",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.vocabulary import HeadRecord
 
 
 def join(records: Sequence[Record]) -> list[Record]:
@@ -26,9 +27,18 @@ def join(records: Sequence[Record]) -> list[Record]:
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
-    for record in (r.outer() if isinstance(r, Convolution) else r for r in records):
+    for record in map(_expanded(records), records):
         kinds.setdefault(_kind(record), []).append(record)
     return [_join(kind) if len(kind) > 1 else kind[0] for kind in kinds.values()]
+
+
+def _expanded(records: Sequence[Record]) -> Callable[[Record], Record]:
+    """Return what makes records that can join of several records."""
+    # A tied embedding needs a few rows of a head; any other use needs all.
+    tied = sum(isinstance(r, HeadRecord) for r in records) == 1
+    tied = tied and all(isinstance(r, HeadRecord | EmbeddingRecord) for r in records)
+    kinds = Convolution if tied else (Convolution, HeadRecord)
+    return lambda record: record.outer() if isinstance(record, kinds) else record
 
 
 def _kind(record: Record) -> object:
@@ -37,7 +47,7 @@ def _kind(record: Record) -> object:
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedProduct):
         return RoutedProduct, record.rows.shape[1], record.cols.shape[1]
-    return record.values.shape[2] if isinstance(record, EmbeddingRecord) else PerSampleGrad
+    return record.values.shape[2] if isinstance(record, EmbeddingRecord) else type(record)
 
 
 def _join(kind: Sequence[Record]) -> Record:
@@ -84,6 +94,8 @@ def _scale(record: Record) -> Tensor:
     """Sum of the norms [B] of the terms of a record's gradient; rounding is relative to it."""
     if isinstance(record, OuterProduct):
         return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
+    if isinstance(record, HeadRecord):
+        return record.scale_of_terms()
     if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
     return norms(record.per_sample())
@@ -99,6 +111,10 @@ def inner(first: Record, second: Record) -> Tensor:
     """Upper bounds [B] of the inner products of the per-sample gradients of two records of one parameter."""
     if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
+    if isinstance(first, EmbeddingRecord) and isinstance(second, HeadRecord):
+        first, second = second, first
+    if isinstance(first, HeadRecord) and isinstance(second, EmbeddingRecord):
+        return first.inner_gather(second)
     if (
         isinstance(first, OuterProduct)
         and isinstance(second, EmbeddingRecord)

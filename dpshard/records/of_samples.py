@@ -12,6 +12,7 @@ from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.vocabulary import HeadRecord
 
 
 def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
@@ -20,7 +21,7 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
         return PerSampleGrad(add_rows(wide(record.gradient), sample_N, batch_size))
     if isinstance(record, EmbeddingRecord):
         return _gathered(record, sample_N, batch_size)
-    if isinstance(record, Convolution):
+    if isinstance(record, Convolution | HeadRecord):
         record = record.outer()
     if isinstance(record, OuterProduct):
         N, G, T, _ = record.rows.shape

@@ -1,13 +1,14 @@
 """The kinds of records.
 
 [Note: Records]
-A use of a parameter leaves one of five records. B samples, G groups of a weight, T positions, R rows, C columns:
+A use of a parameter leaves one of six records. B samples, G groups of a weight, T positions, R rows, C columns:
 
     OuterProduct     rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
     Convolution      input [B, k, ...], gradient [B, k, ...]  an OuterProduct with the windows of the input as columns
     EmbeddingRecord  ids [B, T], values [B, T, C]             values_it added to row ids_it, [V, C]
     PerSampleGrad    gradient [B, *shape]                     the gradient itself
     RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
+    HeadRecord       hidden [B, T, D], labels [B, T]          an OuterProduct whose rows are computed again, in chunks
 
 Each gives its squared norms [B], the per-sample gradients [B, *shape], and their sum weighted by factors [B]. The
 gradient of a parameter with several uses is the sum of its records. Records of one kind join; other kinds have inner
@@ -22,5 +23,6 @@ from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.vocabulary import HeadRecord
 
-Record = PerSampleGrad | OuterProduct | Convolution | EmbeddingRecord | RoutedProduct
+Record = PerSampleGrad | OuterProduct | Convolution | EmbeddingRecord | RoutedProduct | HeadRecord

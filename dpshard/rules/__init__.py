@@ -5,7 +5,19 @@ parameters only need no rule: see `derived`. Import new files below, so that `@r
 May import `records` and below. Not for users. Begin with `call.py`, then `linear.py`.
 """
 
-from dpshard.rules import composites, conv, derived, elementwise, embedding, linear, norm, recurrent, routed, vectorized
+from dpshard.rules import (
+    composites,
+    conv,
+    derived,
+    elementwise,
+    embedding,
+    linear,
+    norm,
+    recurrent,
+    routed,
+    vectorized,
+    vocabulary,
+)
 from dpshard.rules.registry import COMPOSITES, ROUTED_RULES, RULES, rule
 
 __all__ = [
@@ -23,4 +35,5 @@ __all__ = [
     "routed",
     "rule",
     "vectorized",
+    "vocabulary",
 ]

@@ -1,0 +1,192 @@
+"""The cross-entropy of a vocabulary head, a chunk of classes at a time: no logits [B, T, V] exist.
+
+[Note: A head in chunks]
+Let l_tv be the logits of position t, and y its label. With m the largest logit but the label's, and S the sum of
+exp(l_tv - m) over v != y, the gradient of position t's loss by its logits is
+
+    u_t rho_t,    rho_tv = exp(l_tv - m) / S for v != y,  rho_ty = -1,    u_t = 1 - softmax_y.
+
+Every entry of rho_t is exact to a few roundings, and |rho_t| is between 1 and sqrt(2), even if u_t is 1e-30; a
+difference of softmax and one-hot label would cancel. m and S change with each chunk, so all sums over classes are
+scaled as they grow (Milakov & Gimelshein 2018, arXiv:1805.02867). So one product with the head gives the losses, the
+gradient of the input, and the Gram matrix <rho_t, rho_s> that per-sample norms need. Gradients of the head repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import LogicalBatchError
+
+_CHUNK = 2**22
+"""Logits of a chunk: 16 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A linear map to V classes."""
+
+    weight: Tensor
+    """[V, D]"""
+    bias: Tensor | None
+    """[V]"""
+    dtype: torch.dtype
+    """Dtype of products: autocast's, or that of the input."""
+    chunk: int
+    """Classes at a time."""
+    version: int | None = None
+    """Version of the weight in forward, because gradients need the same logits again; None: not compared."""
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield the chunks of classes."""
+        V = len(self.weight)
+        return (slice(start, min(start + self.chunk, V)) for start in range(0, V, self.chunk))
+
+    def logits(self, hidden_BTD: Tensor, classes: slice) -> Tensor:
+        """Logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
+        if self.version is not None and self.weight._version != self.version:
+            raise LogicalBatchError(
+                "The weight of chunked_cross_entropy was written between forward and backward; its gradient needs the "
+                "weight of the forward. Step, load or average weights after the backward."
+            )
+        product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
+        if self.bias is not None:
+            product = product + self.bias[classes].to(self.dtype)
+        return wide(product)
+
+    def logits_at(self, hidden_BTD: Tensor, ids_BK: Tensor) -> Tensor:
+        """Logits [B, T, K] of each position for K classes of its sample."""
+        product = hidden_BTD.to(self.dtype) @ self.weight[ids_BK].to(self.dtype).mT
+        if self.bias is not None:
+            product = product + self.bias[ids_BK].to(self.dtype)[:, None]
+        return wide(product)
+
+
+@dataclass(slots=True)
+class Positions:
+    """What [Note: A head in chunks] knows of positions [B, T]; float32 or wider."""
+
+    label_logit: Tensor
+    """[B, T]"""
+    top: Tensor
+    """[B, T]: m, the largest logit but the label's"""
+    total: Tensor
+    """[B, T]: S, at least 1"""
+    pulled: Tensor | None
+    """[B, T, D]: sum_v rho_tv weight_v; u_t times this is the gradient of the input"""
+    gram: Tensor | None
+    """[B, T, T]: <rho_t, rho_s>"""
+
+    @property
+    def loss(self) -> Tensor:
+        """Cross-entropy [B, T]."""
+        margin = self.margin
+        return torch.logaddexp(margin, torch.zeros_like(margin))
+
+    @property
+    def missing(self) -> Tensor:
+        """One minus the probability of the label, u [B, T]."""
+        return torch.sigmoid(self.margin)
+
+    @property
+    def margin(self) -> Tensor:
+        """log(u / (1 - u)) [B, T]."""
+        return (self.top - self.label_logit) + self.total.log()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in float32 or wider."""
+    return x.float() if x.element_size() < 4 else x
+
+
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> Head:
+    """Return the head for an input [..., D]; chunks have `chunk_size` classes, or some 4 million logits."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    positions = max(1, hidden.shape[:-1].numel())
+    return Head(weight, bias, dtype, chunk_size or max(128, _CHUNK // positions))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a block in which products keep their dtype."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def positions_of(
+    head: Head, hidden: Tensor, labels: Tensor, *, pull: bool, gram: Callable[[Tensor], Tensor] | None
+) -> Positions:
+    """Read the head once, for `hidden` [B, T, D] and labels [B, T] in range.
+
+    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T]; None: no Gram matrix.
+    """
+    label_logit = torch.empty(labels.shape, dtype=wide(hidden.new_empty(0)).dtype, device=hidden.device)
+    at = Positions(
+        label_logit, label_logit.new_full(labels.shape, -torch.inf), torch.zeros_like(label_logit), None, None
+    )
+    for classes in head.chunks():
+        logits = head.logits(hidden, classes)
+        own = _own(labels, classes)
+        label_logit.copy_(torch.where(own.any, logits.gather(2, own.index).squeeze(2), label_logit))
+        logits.scatter_(2, own.index, logits.gather(2, own.index).masked_fill(own.any[..., None], -torch.inf))
+        top = torch.maximum(at.top, logits.amax(2))
+        # A chunk of only the label, or of classes that the bias rules out, has nothing to add.
+        base = top.masked_fill(top == -torch.inf, 0)
+        shrink = torch.exp(at.top - base)
+        weights = logits.sub_(base[..., None]).exp_()
+        at.top, at.total = top, at.total * shrink + weights.sum(2)
+        if pull:
+            part = wide(weights.to(head.dtype) @ head.weight[classes].to(head.dtype))
+            at.pulled = part if at.pulled is None else at.pulled.mul_(shrink[..., None]).add_(part)
+        if gram is not None:
+            part = gram(weights)
+            at.gram = part if at.gram is None else at.gram.mul_(shrink[..., None] * shrink[:, None]).add_(part)
+    _finish(at, head, hidden, labels)
+    return at
+
+
+def _finish(at: Positions, head: Head, hidden: Tensor, labels: Tensor) -> None:
+    """Divide by S, and add the label's entry of rho, -1."""
+    if at.pulled is not None:
+        at.pulled = at.pulled / at.total[..., None] - wide(head.weight[labels].to(head.dtype))
+    if at.gram is not None:
+        # Softmax of t, without its own label, at the label of s. The product of both -1 is 1 where labels are equal.
+        crossed = _softmax_but_label(at, head.logits_at(hidden, labels), labels, labels)
+        equal = (labels[..., None] == labels[:, None]).to(crossed.dtype)
+        at.gram = at.gram / (at.total[..., None] * at.total[:, None]) - crossed - crossed.mT + equal
+
+
+def _softmax_but_label(at: Positions, logits: Tensor, labels: Tensor, ids_BK: Tensor) -> Tensor:
+    shares = torch.exp(logits - at.top[..., None]) / at.total[..., None]
+    return shares.masked_fill(labels[..., None] == ids_BK[:, None], 0)
+
+
+def rho_at(at: Positions, head: Head, hidden: Tensor, labels: Tensor, ids_BK: Tensor) -> Tensor:
+    """Return rho [B, T, K] of each position at K classes of its sample."""
+    own = labels[..., None] == ids_BK[:, None]
+    return _softmax_but_label(at, head.logits_at(hidden, ids_BK), labels, ids_BK).masked_fill(own, -1)
+
+
+def rho(at: Positions, head: Head, hidden: Tensor, labels: Tensor, classes: slice) -> Tensor:
+    """Return rho [B, T, c] of a chunk of classes, by one more product."""
+    own = _own(labels, classes)
+    shares = head.logits(hidden, classes).sub_(at.top[..., None]).exp_().div_(at.total[..., None])
+    return shares.scatter_(2, own.index, shares.gather(2, own.index).masked_fill(own.any[..., None], -1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    any: Tensor
+    """bool [B, T]: the label is in the chunk"""
+    index: Tensor
+    """[B, T, 1]: its place there, else 0"""
+
+
+def _own(labels: Tensor, classes: slice) -> _Own:
+    inside = (labels >= classes.start) & (labels < classes.stop)
+    return _Own(inside, (labels - classes.start).masked_fill(~inside, 0)[..., None])
