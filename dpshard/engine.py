@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dpshard import checkpoint
 from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
+from dpshard.accounting.releases import Counts
 from dpshard.backends import choose
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
@@ -93,6 +94,8 @@ class PrivacyEngine:
             changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
+        earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics:
+            epsilon covers them, and calibration leaves room for them.
         model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported; ranks
             outside the data-parallel group then train other models.
 
@@ -127,6 +130,7 @@ class PrivacyEngine:
         noise: NoiseName = "gaussian",
         verify: bool = True,
         on_budget: Literal["raise", "continue"] = "raise",
+        earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
         _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
@@ -135,17 +139,16 @@ class PrivacyEngine:
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
         self._backend = backend = choose(model, model_parallel_group)
-        sharding = backend.sharding
         with ExitStack() as undo:
             undo.callback(backend.detach)
-            sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
-            groups = partition(sharding.core, clipping_style, list(sharding.parameters), max_grad_norm)
+            backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
+            groups = partition(backend.sharding.core, clipping_style, list(backend.sharding.parameters), max_grad_norm)
             mechanism = Mechanism(
                 schedule=schedule,
                 sample_size=sample_size,
                 max_batch_size=parse_cap(max_batch_size, schedule),
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
-                discretized_elements=None if noise == "gaussian" else sharding.elements,
+                discretized_elements=None if noise == "gaussian" else backend.sharding.elements,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -156,6 +159,7 @@ class PrivacyEngine:
                 accountant=accountant,
                 target_delta=target_delta,
                 target_epsilon=target_epsilon,
+                earlier=earlier,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
             self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")

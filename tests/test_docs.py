@@ -27,7 +27,7 @@ from dpshard.rules import COMPOSITES, RULES
 ROOT = Path(__file__).parents[1]
 NAMES = (
     *("guide", "privacy-model", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
-    *("recipes", "sources", "known-failures"),
+    *("recipes", "sources", "known-failures", "tables"),
     *("integrations", "coming-from-opacus", "coming-from-fastdp", "benchmarks"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]

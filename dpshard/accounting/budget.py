@@ -23,7 +23,7 @@ class Budget:
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool, run: str = "") -> None:
         self.mechanism = mechanism
-        self.ledger = PrivacyLedger(mechanism.accountant, run)
+        self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier)
         self._history = History()
         self.allow_overspend = allow_overspend
         """True to warn about a step over the budget instead of raising."""

@@ -18,8 +18,10 @@ from dpshard.errors import CheckpointError
 class PrivacyLedger:
     """The releases so far, and their epsilon."""
 
-    def __init__(self, accountant: AccountantName = "pld", run: str = ""):
+    def __init__(self, accountant: AccountantName = "pld", run: str = "", earlier: Counts = ()):
         check_accountant(accountant)
+        for release, _ in earlier:
+            check_supported(release, accountant)
         self.accountant: AccountantName = accountant
         self.run = run
         """Identity of the current run; see Span."""
@@ -27,7 +29,10 @@ class PrivacyLedger:
         """Index of the next step; `releases` is larger after repeated steps."""
         self._spans: list[Span] = []
         self._own: list[Span] = []  # of the releases made here
-        self._cost: Counter[Release] = Counter()  # of all spans
+        self._earlier: Counter[Release] = Counter()  # before any step
+        for release, count in earlier:
+            self._earlier[release] += count
+        self._cost = Counter(self._earlier)  # with that of all spans
         # By budget (epsilon, delta): a multiset that fits it, and so do all parts of it.
         self._fitting: dict[tuple[float, float], Counter[Release]] = {}
 
@@ -136,10 +141,12 @@ class PrivacyLedger:
         trust = f" ({fed} of them of batches that the script fed, if it drew them so)" if fed else ""
         again = self.releases - self.steps
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
+        before = self._earlier.total()
+        earlier = f", {before} releases about all samples before them" if before else ""
         releases = f"{self.releases} releases{counts}{noise}{repeated}"
         return (
             f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation} "
-            f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust} "
+            f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust}{earlier} "
             f"(accountant: {self.accountant}{note}{source})"
         )
 
@@ -167,4 +174,4 @@ class PrivacyLedger:
         self.run, self.steps = run, steps
         if not visited:
             self._spans = [*spans, *map(copy, self._own)]
-            self._cost = total_cost(self._spans)
+            self._cost = self._earlier + total_cost(self._spans)

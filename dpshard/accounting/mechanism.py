@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from dpshard.accounting.releases import Counts, Release
-from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit
+from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit, is_count
 from dpshard.errors import ConfigurationError
 
 
@@ -28,6 +28,8 @@ class SampledMechanism:
     discretized_elements: int | None = None
     """Number of elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in noise/keyed.py);
     None if the noise is Gaussian."""
+    earlier: Counts = ()
+    """Releases about the same samples before the run, such as private statistics; epsilon covers them, too."""
 
     @property
     def noise(self) -> NoiseName:
@@ -39,11 +41,11 @@ class SampledMechanism:
         return self._release(self.schedule[step])
 
     def releases(self, steps: int | None = None) -> Counts:
-        """Return the releases of the first `steps` steps, or of the whole run."""
+        """Return the earlier releases, and those of the first `steps` steps, or of the whole run."""
         sizes = Counter(self.schedule.sizes[:steps])
         if not sizes:
             raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
-        return tuple((self._release(size), count) for size, count in sizes.items())
+        return (*self.earlier, *((self._release(size), count) for size, count in sizes.items()))
 
     def _release(self, batch_size: int) -> Release:
         return Release(
@@ -96,3 +98,9 @@ class Mechanism(SampledMechanism):
 
     def __post_init__(self) -> None:
         check_rows_per_unit(self.rows_per_unit)
+        for release, count in self.earlier:
+            if not (isinstance(release, Release) and is_count(count) and release.sample_size == self.sample_size):
+                raise ConfigurationError(
+                    f"earlier={self.earlier!r}: give pairs of a Release about the same {self.sample_size} samples and "
+                    f"its positive count."
+                )

@@ -80,6 +80,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
 def _plain(mechanism: Mechanism) -> dict[str, Any]:
     plain = asdict(mechanism)
     plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
+    plain["earlier"] = [[asdict(release), count] for release, count in mechanism.earlier]
     plain["secure"] = SECURE_NOISE if mechanism.secure else False
     plain["clipping_groups"] = [list(names) for names in mechanism.clipping_groups]
     return plain

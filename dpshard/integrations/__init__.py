@@ -1,4 +1,5 @@
 """dpshard in other frameworks, and under other libraries' interfaces; begin with `transformers.py`.
 
-They may import the public package, `accounting`, `config`, `losses`, `replacements`, `sampling` and `step`.
+They may import the public package, `accounting`, `config`, `losses`, `replacements`, `sampling` and `step`;
+`sklearn.py` also `applications.tabular` and `applications.advice`.
 """

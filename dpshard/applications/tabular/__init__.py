@@ -1,0 +1,25 @@
+"""Tables: what the command line and the estimators for scikit-learn share.
+
+`columns.py`: what is public about each column. `statistics.py`: private bounds of the others. `encoding.py`: rows as
+numbers for a network. `networks.py`: networks that are good under noise. `objectives.py`: losses and scores. Needs
+pandas, imported late. Errors name columns and places, never a value of a row.
+"""
+
+from dpshard.applications.tabular.columns import Column, parse_columns
+from dpshard.applications.tabular.encoding import Encoder
+from dpshard.applications.tabular.networks import make_network
+from dpshard.applications.tabular.objectives import Classes, Numbers, Objective
+from dpshard.applications.tabular.statistics import Statistics, noise_for, private_bounds
+
+__all__ = [
+    "Classes",
+    "Column",
+    "Encoder",
+    "Numbers",
+    "Objective",
+    "Statistics",
+    "make_network",
+    "noise_for",
+    "parse_columns",
+    "private_bounds",
+]

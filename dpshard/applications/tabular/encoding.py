@@ -1,0 +1,152 @@
+"""Rows of a table as numbers for a network.
+
+[Note: What an encoder knows]
+Of the table it keeps the names of the columns, their kinds, and private bounds. A kind that nobody gave is that of most
+cells: it counts as public. Public facts (bounds, names of categories) come from the user. Cells that do not fit (no
+number in a column of numbers, no day in one of dates) are missing, and nothing says which.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpshard.applications.extras import require
+from dpshard.applications.tabular.columns import Column, Kind, cell_name
+from dpshard.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+BUCKETS = 16
+"""Buckets of a category without names."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Columns with their public facts, and private bounds where no public ones were given."""
+
+    columns: dict[str, Column]
+    """By name, in the order of the table, without dropped ones."""
+
+    @classmethod
+    def of(cls, frame: DataFrame, given: Mapping[str, Column]) -> Encoder:
+        """Return an encoder of the columns of `frame` with their `given` facts; other kinds are those of most cells.
+
+        Raises DataError for a given column that the table lacks, or a table without any.
+        """
+        own = [str(name) for name in frame.columns]
+        if unknown := [name for name in given if name not in own]:
+            raise DataError(
+                f"The table has no column {', '.join(map(repr, unknown))}, but {', '.join(map(repr, own))}."
+            )
+        if len(set(own)) < len(own):
+            raise DataError("Two columns of the table have one name: rename one.")
+        facts = {n: given[n] if n in given else Column(_kind(frame.iloc[:, i])) for i, n in enumerate(own)}
+        found = {name: column for name, column in facts.items() if column.kind != "drop"}
+        if not found:
+            raise DataError("The table has no column to learn from: all are dropped, or hold the label.")
+        return cls(found)
+
+    @property
+    def unbounded(self) -> list[str]:
+        """Columns of numbers and dates without bounds."""
+        return [n for n, column in self.columns.items() if column.kind in ("number", "date") and column.bounds is None]
+
+    def unbounded_cells(self, frame: DataFrame) -> NDArray[np.float64]:
+        """Return the cells [N, D] of the unbounded columns as numbers, NaN if missing."""
+        cells = [_numbers(frame[name], self.columns[name].kind) for name in self.unbounded]
+        return np.stack(cells, axis=1) if cells else np.empty((len(frame), 0))
+
+    def bounded(self, bounds_D2: NDArray[np.float64]) -> Encoder:
+        """Return this encoder with bounds of the unbounded columns."""
+        found = dict(zip(self.unbounded, bounds_D2.tolist(), strict=True))
+        return Encoder({n: replace(c, bounds=tuple(found[n])) if n in found else c for n, c in self.columns.items()})
+
+    @property
+    def numbers(self) -> int:
+        """Number of leading features that are scaled numbers in [-1, 1]."""
+        return sum(column.kind != "category" for column in self.columns.values())
+
+    def encode(self, frame: DataFrame) -> Tensor:
+        """Return float32 features [N, F]: numbers in [-1, 1] (0 if missing), who is missing, then categories, 0 or 1.
+
+        Raises DataError for a missing column, ConfigurationError for a column without bounds.
+        """
+        if missing := [name for name in self.columns if name not in frame.columns]:
+            raise DataError(f"The table has no column {', '.join(map(repr, missing))}.")
+        if self.unbounded:
+            raise ConfigurationError(f"Columns without bounds: {', '.join(self.unbounded)}.")
+        scaled, absent, others = [], [], []
+        for name, column in self.columns.items():
+            if column.bounds is None:
+                others.append(_one_hot(frame[name], column))
+                continue
+            low, high = column.bounds
+            cells_N = _numbers(frame[name], column.kind)
+            absent.append(np.isnan(cells_N))
+            with np.errstate(over="ignore"):
+                scaled.append(np.nan_to_num((2 * (cells_N - low) / (high - low) - 1).clip(-1, 1), nan=0.0))
+        features = [np.stack(part, axis=1) for part in (scaled, absent) if part] + others
+        return torch.from_numpy(np.concatenate(features, axis=1, dtype=np.float32))
+
+
+def numbers_of(cells: Any) -> NDArray[np.float64]:
+    """Return cells as numbers, NaN where they are none."""
+    return _numbers(cells, "number")
+
+
+def _pandas() -> Any:
+    require("pandas", "train", "a table")
+    import pandas
+
+    return pandas
+
+
+def _kind(cells: Any) -> Kind:
+    types = _pandas().api.types
+    if types.is_bool_dtype(cells) or types.is_numeric_dtype(cells):
+        return "number"
+    if types.is_datetime64_any_dtype(cells):
+        return "date"
+    for kind in ("number", "date"):
+        if 2 * np.isfinite(_numbers(cells, kind)).sum() > _present(cells).sum():
+            return kind
+    return "category"
+
+
+def _present(cells: Any) -> NDArray[np.bool_]:
+    return (cells.notna() & (cells.astype(str).str.strip() != "")).to_numpy(dtype=bool)
+
+
+def _numbers(cells: Any, kind: Kind) -> NDArray[np.float64]:
+    pandas = _pandas()
+    if kind == "number":
+        numeric = pandas.to_numeric(cells, errors="coerce")
+        return numeric.to_numpy(dtype=np.float64, na_value=np.nan)
+    if not pandas.api.types.is_datetime64_any_dtype(cells):
+        texts = cells.astype("string").str.strip()  # a number is no date
+        cells = pandas.to_datetime(texts, format="ISO8601", errors="coerce", utc=True)
+    epoch = pandas.Timestamp(0, tz=cells.dt.tz)
+    return ((cells - epoch) / pandas.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _one_hot(cells: Any, column: Column) -> NDArray[np.float32]:
+    """Return [N, K]: a column for missing cells, for other names, and for each name; or for each bucket."""
+    present = _present(cells)
+    names = [cell_name(cell) for cell in cells.astype(object)]
+    if column.names:
+        number = {name: index for index, name in enumerate(column.names, start=2)}
+        chosen, width = [number.get(name, 1) for name in names], 2 + len(column.names)
+    else:
+        chosen, width = [1 + zlib.crc32(name.encode()) % BUCKETS for name in names], 1 + BUCKETS
+    found = np.zeros((len(names), width), np.float32)
+    found[np.arange(len(names)), np.where(present, chosen, 0)] = 1
+    return found

@@ -1,0 +1,368 @@
+"""scikit-learn: private estimators of classes and of numbers in tables."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpshard.applications.advice import Advice, advise
+from dpshard.applications.extras import require
+from dpshard.applications.tabular import (
+    Classes,
+    Column,
+    Encoder,
+    Numbers,
+    Objective,
+    make_network,
+    noise_for,
+    parse_columns,
+    private_bounds,
+)
+from dpshard.config import check_choice
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import ConfigurationError, DataError
+from dpshard.sampling.units import UnitDataset
+
+
+class _PrivateEstimator(BaseEstimator):
+    """What both estimators share. Settings are kept as they are, and checked by `fit`."""
+
+    def __init__(
+        self,
+        *,
+        target_epsilon: float = 3.0,
+        target_delta: float | None = None,
+        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
+        bounds: tuple[Any, Any] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        statistics_share: float = 0.3,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        learning_rate: float | None = None,
+        max_grad_norm: float = 1.0,
+        rows_per_unit: int = 8,
+        micro_batch_size: int = 1024,
+        random_state: int | None = None,
+    ) -> None:
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.model = model
+        self.bounds = bounds
+        self.columns = columns
+        self.statistics_share = statistics_share
+        self.batch_size = batch_size
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.max_grad_norm = max_grad_norm
+        self.rows_per_unit = rows_per_unit
+        self.micro_batch_size = micro_batch_size
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        """Say that missing values are allowed, and that noise differs from fit to fit."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = tags.input_tags.string = tags.input_tags.categorical = True
+        tags.non_deterministic = True
+        return tags
+
+    def _frame(self, X: Any, *, reset: bool) -> Any:
+        """Return X as a DataFrame; columns of an array are named x0, x1, ..."""
+        require("pandas", "train", "a table")
+        import pandas
+
+        if isinstance(X, pandas.DataFrame):
+            validate_data(self, cast(Any, X), skip_check_array=True, reset=reset)
+            if X.empty:
+                raise ValueError(f"Found array with {X.shape[0]} sample(s) and {X.shape[1]} feature(s): give some.")
+            return X.rename(columns=str).reset_index(drop=True)
+        # No conversion, because its errors name values.
+        array: Any = validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+        return pandas.DataFrame(array, columns=[f"x{i}" for i in range(array.shape[1])])
+
+    def _given(self, frame: Any) -> dict[str, Column]:
+        given = parse_columns(self.columns or {})
+        if self.bounds is None:
+            return given
+        try:
+            low, high = (np.broadcast_to(np.asarray(b, float), frame.shape[1]).tolist() for b in self.bounds)
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"bounds: give (low, high), two numbers or {frame.shape[1]} numbers each, one for each column of X."
+            ) from None
+        of_all = parse_columns({name: pair for name, *pair in zip(frame.columns, low, high, strict=True)})
+        numbers = Encoder.of(frame, given).unbounded
+        return {name: column for name, column in of_all.items() if name in numbers} | given
+
+    def _fit(self, frame: Any, y: Tensor | None, target: NDArray[np.float64], objective: Any, groups: Any) -> Self:
+        """Fit to rows: y [N] of known scale, or None and `target` [N] without public bounds."""
+        units = None if groups is None else _units(groups, len(frame))
+        samples = len(frame) if units is None else 1 + int(units.max())
+        # The advice takes seconds.
+        advice = None if self.batch_size and self.steps and self.target_delta else self._advice(samples)
+        delta = advice.target_delta if advice and self.target_delta is None else self.target_delta
+        encoder = Encoder.of(frame, self._given(frame))
+        cells_ND = encoder.unbounded_cells(frame)
+        if y is None:
+            cells_ND = np.concatenate([cells_ND, target[:, None]], axis=1)
+        earlier: Any = ()
+        if cells_ND.shape[1]:
+            budget = {"target_epsilon": self.target_epsilon, "target_delta": delta}
+            statistics = private_bounds(
+                cells_ND, noise_for(self.statistics_share, samples=samples, **budget), units=units
+            )
+            earlier, bounds = statistics.earlier, statistics.bounds
+            encoder = encoder.bounded(bounds if y is not None else bounds[:-1])
+            if y is None:
+                objective = Numbers(*bounds[-1].tolist())
+        if isinstance(objective, Numbers):
+            y = objective.scaled(torch.from_numpy(target))
+        self.encoder_, self.objective_ = encoder, objective
+        assert y is not None
+        x = encoder.encode(frame)
+        with torch.random.fork_rng(devices=[]):
+            if self.random_state is None:
+                torch.seed()
+            else:
+                torch.manual_seed(self.random_state)
+            self.model_ = self._network(x.shape[1], encoder.numbers, objective)
+        self._train(TensorDataset(x, y), units, samples, delta, advice, earlier)
+        return self
+
+    def _advice(self, samples: int) -> Advice:
+        return advise(sample_size=samples, target_epsilon=self.target_epsilon, target_delta=self.target_delta)
+
+    def _network(self, features: int, numbers: int, objective: Objective) -> nn.Module:
+        if isinstance(self.model, nn.Module):
+            return copy.deepcopy(self.model)
+        check_choice("model", self.model, ("auto", "linear", "mlp"))
+        return make_network("mlp" if self.model == "auto" else self.model, features, numbers, objective.outputs)
+
+    def _train(self, rows: Any, units: Any, samples: int, delta: Any, advice: Advice | None, earlier: Any) -> None:
+        K = 1 if units is None else self.rows_per_unit
+        dataset = rows if units is None else UnitDataset(rows, units, K)
+        batch_size = self.batch_size or (advice.batch_size if advice else 0)
+        engine = PrivacyEngine(
+            self.model_,
+            batch_size=min(batch_size, samples),
+            sample_size=samples,
+            steps=self.steps or (advice.steps if advice else 0),
+            target_epsilon=self.target_epsilon,
+            target_delta=delta,
+            max_grad_norm=self.max_grad_norm,
+            rows_per_unit=K,
+            earlier=earlier,
+        )
+        rate = LEARNING_RATES[type(self.objective_)]
+        optimizer = torch.optim.AdamW(self.model_.parameters(), self.learning_rate or rate)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, engine.steps)
+        self.model_.train()
+        try:
+            for logical_batch in engine.batches(dataset, min(self.micro_batch_size, samples)):
+                for x_B, y_B, *weights in logical_batch:
+                    losses_B = self.objective_.losses(self.model_(x_B), y_B)
+                    for weight_B in weights:  # of rows of units
+                        losses_B = losses_B * weight_B
+                    losses_B.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            self.epsilon_, self.delta_, self.statement_ = engine.epsilon(), delta, engine.statement()
+            self.n_iter_ = engine.step
+        finally:
+            engine.detach()
+        self.model_.eval()
+
+    def _outputs(self, X: Any) -> Tensor:
+        check_is_fitted(self, "epsilon_")
+        with torch.no_grad():
+            return self.model_(self.encoder_.encode(self._frame(X, reset=False)))
+
+
+LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
+"""Of classes that of the advice for tables; numbers are learnt better more slowly (docs/tables.md)."""
+
+
+def _targets(y: Any, rows: int) -> NDArray[Any]:
+    """Return y as [N]; its errors name no value."""
+    if y is None:
+        raise ValueError("requires y to be passed, but the target y is None.")
+    targets = np.asarray(column_or_1d(y, warn=True))
+    if len(targets) != rows:
+        raise ValueError(f"Found input variables with inconsistent numbers of samples: {[rows, len(targets)]}")
+    cells = targets.astype(object)
+    if any(cell is None or cell != cell or cell in (math.inf, -math.inf) for cell in cells.tolist()):
+        raise ValueError("Input y contains NaN or infinity: leave such rows out.")
+    return targets
+
+
+def _units(groups: Any, rows: int) -> NDArray[np.int64]:
+    ids = np.asarray(groups, dtype=object)
+    if ids.shape != (rows,) or any(cell is None or cell != cell for cell in ids.tolist()):
+        raise DataError(f"groups: give the unit of each of the {rows} rows, none missing.")
+    return np.unique(ids.astype(str), return_inverse=True)[1].astype(np.int64)
+
+
+class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
+    """A classifier of tables; epsilon covers its weights and its private bounds, as `statement_` says.
+
+    Args:
+        target_epsilon: Budget of a fit, private bounds included. Every fit has its own: k folds cost k times.
+        target_delta: Delta of the guarantee; by default a power of ten, at most 1e-5 and 1 / (2 N).
+        model: "linear", "mlp" ("auto" is this), or a module from encoded features [B, F] to logits [B, classes].
+        bounds: Public bounds (low, high) of all columns of X, numbers or one for each. Values are clipped to them.
+        columns: Public facts of columns by name (an array has x0, x1, ...): [low, high], categories [a, b], "category",
+            "drop"; see docs/tables.md. They override `bounds`. Columns of numbers without bounds get private ones.
+        statistics_share: Share of epsilon that private bounds would cost alone.
+        batch_size: Expected logical batch; by default that of `dpshard.advise`, as the steps.
+        steps: Optimizer steps.
+        learning_rate: Of AdamW, falling along a cosine; by default 0.03 for classes, 0.01 for numbers.
+        max_grad_norm: Largest norm of a sample's gradient.
+        rows_per_unit: Rows of a unit in a step, for `fit(X, y, groups)`.
+        micro_batch_size: Samples per forward.
+        random_state: Seed of initial weights only. Noise and batches come from the operating system.
+        classes: Public labels; by default those of y, which the guarantee then takes as public.
+        class_weight: Public weights by label: the model leans to labels of large weights.
+
+    Attributes:
+        epsilon_, delta_, statement_: The guarantee.
+        classes_: Labels, in the order of the columns of `predict_proba`.
+        model_, encoder_, n_iter_, n_features_in_, feature_names_in_.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_epsilon: float = 3.0,
+        target_delta: float | None = None,
+        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
+        bounds: tuple[Any, Any] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        statistics_share: float = 0.3,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        learning_rate: float | None = None,
+        max_grad_norm: float = 1.0,
+        rows_per_unit: int = 8,
+        micro_batch_size: int = 1024,
+        random_state: int | None = None,
+        classes: Sequence[Any] | None = None,
+        class_weight: Mapping[Any, float] | None = None,
+    ) -> None:
+        super().__init__(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            model=model,
+            bounds=bounds,
+            columns=columns,
+            statistics_share=statistics_share,
+            batch_size=batch_size,
+            steps=steps,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            rows_per_unit=rows_per_unit,
+            micro_batch_size=micro_batch_size,
+            random_state=random_state,
+        )
+        self.classes = classes
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
+        """Fit to rows X [N, D] with labels y [N]; `groups` [N] name the unit of each row, which is then protected."""
+        frame = self._frame(X, reset=True)
+        y = _targets(y, len(frame))
+        check_classification_targets(y)
+        self.classes_ = np.unique(y if self.classes is None else np.asarray(self.classes))
+        known = np.isin(y, self.classes_)
+        if not known.all():
+            raise DataError("y has a label that classes= lacks: name all labels.")
+        if len(self.classes_) < 2:
+            raise ValueError("Classifier can't train when only one class is present: give rows of two or more classes.")
+        weights = None
+        if self.class_weight is not None:
+            given = dict(self.class_weight)
+            if given.keys() - set(self.classes_.tolist()):
+                raise ConfigurationError("class_weight has a label that is no class: give weights of classes only.")
+            weights = tuple(float(given.get(label, 1.0)) for label in self.classes_.tolist())
+        numbers = torch.from_numpy(np.searchsorted(self.classes_, y))
+        return self._fit(frame, numbers, np.empty(0), Classes(len(self.classes_), weights), groups)
+
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """Return the probability [N, classes] of each class."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Return the likeliest label [N]."""
+        best_N = self._outputs(X).argmax(1).numpy()
+        return self.classes_[best_N]
+
+
+class PrivateRegressor(RegressorMixin, _PrivateEstimator):
+    """A regressor of tables; epsilon covers its weights and its private bounds, as `statement_` says.
+
+    Args:
+        target_bounds: Public bounds (low, high) of y, to which it is clipped; by default private ones.
+        Others: as of PrivateClassifier; `model` may be a module to outputs [B, 1], y scaled to [-1, 1].
+    """
+
+    def __init__(
+        self,
+        *,
+        target_epsilon: float = 3.0,
+        target_delta: float | None = None,
+        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
+        bounds: tuple[Any, Any] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        statistics_share: float = 0.3,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        learning_rate: float | None = None,
+        max_grad_norm: float = 1.0,
+        rows_per_unit: int = 8,
+        micro_batch_size: int = 1024,
+        random_state: int | None = None,
+        target_bounds: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            model=model,
+            bounds=bounds,
+            columns=columns,
+            statistics_share=statistics_share,
+            batch_size=batch_size,
+            steps=steps,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            rows_per_unit=rows_per_unit,
+            micro_batch_size=micro_batch_size,
+            random_state=random_state,
+        )
+        self.target_bounds = target_bounds
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
+        """Fit to rows X [N, D] with numbers y [N]; `groups` [N] name the unit of each row, which is then protected."""
+        frame = self._frame(X, reset=True)
+        targets = _targets(y, len(frame))
+        if targets.dtype.kind not in "biuf":
+            raise ValueError("Unknown label type: y must be numbers.")
+        target = targets.astype(np.float64)
+        if self.target_bounds is None:
+            return self._fit(frame, None, target, None, groups)
+        low, high = parse_columns({"target_bounds": list(self.target_bounds)})["target_bounds"].bounds or (0.0, 1.0)
+        return self._fit(frame, torch.empty(0), target, Numbers(low, high), groups)
+
+    def predict(self, X: Any) -> NDArray[np.float64]:
+        """Return numbers [N] within the bounds."""
+        outputs = self._outputs(X)
+        return self.objective_.values(outputs).numpy()
