@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import dpshard.kernels.triton.operators  # noqa: F401
 from dpshard.kernels.native import ghost_flops
-from dpshard.kernels.triton.dispatch import ghost_tile, triangle
+from dpshard.kernels.triton.tiles import ghost_tile, triangle
 
 _ops = torch.ops.dpshard
 

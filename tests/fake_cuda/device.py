@@ -40,7 +40,7 @@ def load(library):
     state = torch.zeros(16, dtype=torch.uint8)
     torch.cuda.get_rng_state = lambda *_: state
     torch.cuda.set_rng_state = lambda *_: None
-    dispatch._is_installed = dispatch._runs = lambda *_: True
+    dispatch._is_installed = dispatch._runs = dispatch._multiplies = lambda *_: True
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def _triton() -> Finding:
     if dispatch.run_on(torch.device("cuda")):
         return Finding(part, State.ON, f"triton {installed}")
     return Finding(
-        part, State.BROKEN, f"triton {installed} does not run here: see the warning above", "install a C compiler"
+        part, State.BROKEN, f"triton {installed} is not used here: see the warning above", "install a C compiler"
     )
 
 

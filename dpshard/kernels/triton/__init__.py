@@ -19,12 +19,14 @@ additions. Tensor cores do not round their sums: each of the K / 16 additions in
 bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024;
 the other sums are as long as a sample.
 
-The kernels run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests without a GPU, in Triton's
-interpreter (TRITON_INTERPRET=1) on CPU tensors. DPSHARD_TRITON=0 switches them off.
+At their first use on a device, trial.py holds the kernels against torch's own results; a kernel that differs switches
+them off, with a warning. They run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests without a GPU, in
+Triton's interpreter (TRITON_INTERPRET=1) on CPU tensors. DPSHARD_TRITON=0 switches them off.
 """
 
-from dpshard.kernels.triton.dispatch import ghost_tile, run_on, supports_ghost_norm, supports_product
+from dpshard.kernels.triton.dispatch import run_on, supports_ghost_norm, supports_product
 from dpshard.kernels.triton.operators import ghost_norm_sq, gradient_norm_sq, per_sample, release_, weighted_sum
+from dpshard.kernels.triton.tiles import ghost_tile
 
 __all__ = [
     "ghost_norm_sq",

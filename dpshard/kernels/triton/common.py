@@ -1,8 +1,7 @@
-"""Multiplication in kernels, and a test launch of Triton. Needs Triton."""
+"""Multiplication in kernels. Needs Triton."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,14 +16,3 @@ def factor_of_dot(x):
         return x.to(tl.float32)
     else:  # noqa: RET505 - Triton compiles only the taken branch, and needs both
         return x
-
-
-@triton.jit
-def _touch(x):
-    tl.store(x, 1.0)
-
-
-def launch(device: torch.device) -> None:
-    """Compile and launch a kernel, to raise its errors: no C compiler, an old driver, ..."""
-    with torch.cuda.device(device):
-        _touch[(1,)](torch.empty(1, device=device))

@@ -1,4 +1,7 @@
-"""The choice of kernels: it depends only on the device, dtypes and sizes."""
+"""The choice of kernels: it depends only on the device, dtypes and sizes.
+
+On every device, kernels are first held against torch's own results. One that differs switches them off.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,17 @@ import functools
 import os
 import subprocess
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_HALF = (torch.bfloat16, torch.float16)
-_SMALLEST = 16
-"""Least number of positions, rows or columns for tensor cores; fewer would be padded with zeros."""
+from dpshard.kernels.triton import tiles
 
-_MANY = 128
-"""Number of programs that keep a GPU busy, about. With fewer tiles, torch is better: Gram matrices fit into the cache,
-and it splits sums over long rows."""
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def run_on(device: torch.device) -> bool:
@@ -41,10 +43,19 @@ def _is_installed() -> bool:
 def _runs(device: torch.device) -> bool:
     if not _has_tensor_cores(device):
         return False
-    try:
-        from dpshard.kernels.triton import common
+    return _passes(device, lambda trial: trial.wrong_noise(device))
 
-        common.launch(device)
+
+@functools.cache
+def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    return interpreted() or _passes(device, lambda trial: trial.wrong_product(device, dtype))
+
+
+def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
+    """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
+    try:
+        with ThreadPoolExecutor(1) as thread:  # which has no modes of torch, streams or settings of the caller
+            wrong = thread.submit(_try_out, find_wrong).result()
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         warnings.warn(
             f"Triton cannot launch kernels on {device} ({type(error).__name__}: {error}). torch computes the "
@@ -53,7 +64,25 @@ def _runs(device: torch.device) -> bool:
             stacklevel=2,
         )
         return False
-    return True
+    if wrong is None:
+        return True
+    warnings.warn(
+        f"The Triton kernel {wrong} computes wrongly on {device}, so torch computes what it would. Please report "
+        f"this with the output of `dpshard doctor`. DPSHARD_TRITON=0 silences this warning.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _try_out(find_wrong: Callable[[Any], str | None]) -> str | None:
+    from triton.errors import TritonError
+
+    from dpshard.kernels.triton import trial
+
+    try:
+        return find_wrong(trial)
+    except TritonError as error:  # a plain Exception
+        raise RuntimeError(str(error)) from error
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
@@ -67,34 +96,13 @@ def supports_product(rows: Tensor, cols: Tensor) -> bool:
     return (
         rows.dtype == cols.dtype
         and rows.dtype in _HALF
-        and min(*rows.shape[2:], cols.shape[3]) >= _SMALLEST
+        and min(*rows.shape[2:], cols.shape[3]) >= tiles.SMALLEST
         and rows.shape[0] * rows.shape[1] > 0
         and run_on(rows.device)
+        and _multiplies(rows.device, rows.dtype)
     )
 
 
 def supports_ghost_norm(BG: int, T: int) -> bool:
     """Return True if kernels compute the ghost norm of a supported product; BG: samples times groups."""
-    return BG * triangle(T, ghost_tile(BG, T)) >= _MANY
-
-
-def ghost_tile(BG: int, T: int) -> int:
-    """Positions on the side of a tile of the Gram matrices: large tiles are read less often."""
-    return 128 if T >= 256 and BG * triangle(T, 128) >= _MANY else tile(T, 64)
-
-
-def triangle(T: int, tile: int) -> int:
-    """Count tiles of a symmetric matrix [T, T] on and below the diagonal."""
-    n = -(-T // tile)
-    return n * (n + 1) // 2
-
-
-def gradient_tile(BG: int, R: int, C: int) -> tuple[int, int]:
-    """Rows and columns of a tile of BG gradients [R, C]."""
-    largest = 128 if BG * -(-R // 128) * -(-C // 128) >= _MANY else 64
-    return tile(R, largest), tile(C, largest)
-
-
-def tile(n: int, most: int) -> int:
-    """Power of two that covers n, between 16 and `most`."""
-    return min(most, max(_SMALLEST, 1 << (n - 1).bit_length()))
+    return BG * tiles.triangle(T, tiles.ghost_tile(BG, T)) >= tiles.MANY

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpshard.kernels.triton.common import factor_of_dot
-from dpshard.kernels.triton.dispatch import ghost_tile, triangle
+from dpshard.kernels.triton.tiles import ghost_tile, triangle
 from dpshard.kernels.underflow import hidden
 
 _CHUNK = 1024

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpshard.kernels.triton.common import factor_of_dot
-from dpshard.kernels.triton.dispatch import gradient_tile
+from dpshard.kernels.triton.tiles import gradient_tile
 from dpshard.kernels.underflow import hidden
 
 _STEP = 32

@@ -11,41 +11,69 @@ from dpshard.kernels import triton
 from dpshard.kernels.triton import dispatch
 
 GPU = torch.device("cuda", 0)
+TritonError = pytest.importorskip("triton.errors").TritonError
 
 
 @pytest.fixture
 def gpu():
-    """A machine with a GPU and Triton, and a stand-in for its first launch."""
-    launch = mock.Mock()
-    module = SimpleNamespace(launch=launch)
+    """A machine with a GPU and Triton, and a stand-in for its trials."""
+    trial = SimpleNamespace(wrong_noise=mock.Mock(return_value=None), wrong_product=mock.Mock(return_value=None))
     dispatch._runs.cache_clear()
+    dispatch._multiplies.cache_clear()
     with (
         mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
         mock.patch.object(dispatch, "_is_installed", return_value=True),
-        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.common": module}),
-        mock.patch.object(triton, "common", module, create=True),
+        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.trial": trial}),
+        mock.patch.object(triton, "trial", trial, create=True),
     ):
-        yield launch
+        yield trial
     dispatch._runs.cache_clear()
+    dispatch._multiplies.cache_clear()
 
 
 def test_kernels_run_where_triton_launches(gpu):
     assert triton.run_on(GPU)
     assert triton.run_on(GPU)
-    gpu.assert_called_once_with(GPU)
+    gpu.wrong_noise.assert_called_once_with(GPU)
 
 
 def test_a_machine_without_a_compiler_goes_on_without_kernels(gpu):
-    gpu.side_effect = RuntimeError("Failed to find C compiler")
+    gpu.wrong_noise.side_effect = RuntimeError("Failed to find C compiler")
     with pytest.warns(UserWarning, match=r"cuda:0.*C compiler.*DPSHARD_TRITON=0"):
         assert not triton.run_on(GPU)
     assert not triton.run_on(GPU)
 
 
+def test_kernels_that_do_not_compile_are_not_used(gpu):
+    gpu.wrong_noise.side_effect = TritonError("unsupported layout")
+    with pytest.warns(UserWarning, match="cannot launch kernels on cuda:0.*unsupported layout"):
+        assert not triton.run_on(GPU)
+
+
+def test_noise_that_differs_switches_kernels_off(gpu):
+    gpu.wrong_noise.return_value = "release_"
+    with pytest.warns(UserWarning, match="kernel release_ computes wrongly on cuda:0"):
+        assert not triton.run_on(GPU)
+    assert not triton.run_on(GPU)
+
+
+def test_products_that_differ_are_left_to_torch_for_their_dtype(gpu):
+    """The trial of each dtype runs once, when its first product is asked for."""
+    gpu.wrong_product.side_effect = lambda device, dtype: "weighted_sum" if dtype == torch.float16 else None
+    rows = torch.empty(2, 1, 16, 16, device="meta", dtype=torch.bfloat16)
+    with mock.patch.object(dispatch, "run_on", return_value=True):
+        assert triton.supports_product(rows, rows)
+        with pytest.warns(UserWarning, match="kernel weighted_sum computes wrongly"):
+            assert not triton.supports_product(rows.half(), rows.half())
+        assert not triton.supports_product(rows.half(), rows.half())
+        assert triton.supports_product(rows, rows)
+    assert gpu.wrong_product.call_count == 2
+
+
 def test_kernels_can_be_switched_off(gpu, monkeypatch):
     monkeypatch.setenv("DPSHARD_TRITON", "0")
     assert not triton.run_on(GPU)
-    gpu.assert_not_called()
+    gpu.wrong_noise.assert_not_called()
 
 
 def test_nothing_runs_on_a_cpu_but_in_the_interpreter(monkeypatch):

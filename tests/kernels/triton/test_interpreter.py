@@ -13,7 +13,9 @@ from tests.grids import quick
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", quick("test_gaussian.py", rest=["test_products.py", "test_training.py"]))
+@pytest.mark.parametrize(
+    "name", quick("test_gaussian.py", "test_trial.py", rest=["test_products.py", "test_training.py"])
+)
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install dpshard[triton]")
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
 def test_the_kernels_in_tritons_interpreter(name):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.kernels import triton
-from dpshard.kernels.triton import dispatch
+from dpshard.kernels.triton import tiles
 from dpshard.records import OuterProduct, PerSampleGrad
 from dpshard.records.measure import measure
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
@@ -78,7 +78,7 @@ def test_long_rows_are_summed_in_chunks():
 
 @pytest.mark.parametrize("most", [1, 128])
 def test_large_tiles(most):
-    with mock.patch.object(dispatch, "_MANY", most):
+    with mock.patch.object(tiles, "MANY", most):
         check(randn(1, 1, 300, 150), randn(1, 1, 300, 130))
 
 
@@ -166,7 +166,7 @@ def without_kernels():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_record_says_the_same_with_and_without_kernels(dtype):
     one = record(dtype=dtype)
-    with mock.patch.object(dispatch, "_MANY", 1):
+    with mock.patch.object(tiles, "MANY", 1):
         assert one.size.kernels
         found = results(one)
     with without_kernels():
@@ -182,7 +182,7 @@ def test_norms_have_the_floors_of_what_rounding_hides():
     """Positions that cancel: the rest of the norm is rounding, and must not pass for the norm."""
     one = record(T=64)
     opposite = OuterProduct(torch.cat([one.rows, -one.rows], 2), torch.cat([one.cols, one.cols], 2), one.shape)
-    with mock.patch.object(dispatch, "_MANY", 1):
+    with mock.patch.object(tiles, "MANY", 1):
         found = [opposite.norm_sq(method) for method in NormMethod]
     with without_kernels():
         expected = [opposite.norm_sq(method) for method in NormMethod]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpshard.kernels import triton
-from dpshard.kernels.triton import dispatch
+from dpshard.kernels.triton import tiles
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
 from tests.oracle import clipped_mean, norm, per_sample_gradients, private_step, ramp_loss, relative_error
 
@@ -59,7 +59,7 @@ def test_a_step_with_kernels_is_the_step_without_and_the_oracles(mode, used):
         return mock.patch.object(triton, name, call)
 
     # Half-precision parameters round their gradients, so compare the sums.
-    with mock.patch.object(dispatch, "_MANY", 1):
+    with mock.patch.object(tiles, "MANY", 1):
         patches = [watched(name) for name in KERNELS]
         for patch in patches:
             patch.start()

@@ -1,0 +1,32 @@
+"""Sizes of tiles: they depend only on the sizes of a product."""
+
+from __future__ import annotations
+
+SMALLEST = 16
+"""Least number of positions, rows or columns for tensor cores; fewer would be padded with zeros."""
+
+MANY = 128
+"""Number of programs that keep a GPU busy, about. With fewer tiles, torch is better: Gram matrices fit into the cache,
+and it splits sums over long rows."""
+
+
+def ghost_tile(BG: int, T: int) -> int:
+    """Positions on the side of a tile of the Gram matrices: large tiles are read less often."""
+    return 128 if T >= 256 and BG * triangle(T, 128) >= MANY else tile(T, 64)
+
+
+def triangle(T: int, tile: int) -> int:
+    """Count tiles of a symmetric matrix [T, T] on and below the diagonal."""
+    n = -(-T // tile)
+    return n * (n + 1) // 2
+
+
+def gradient_tile(BG: int, R: int, C: int) -> tuple[int, int]:
+    """Rows and columns of a tile of BG gradients [R, C]."""
+    largest = 128 if BG * -(-R // 128) * -(-C // 128) >= MANY else 64
+    return tile(R, largest), tile(C, largest)
+
+
+def tile(n: int, most: int) -> int:
+    """Power of two that covers n, between 16 and `most`."""
+    return min(most, max(SMALLEST, 1 << (n - 1).bit_length()))

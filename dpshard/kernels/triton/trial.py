@@ -1,0 +1,71 @@
+"""The kernels held against torch's own results, once on each device. Needs Triton.
+
+A wrong kernel would understate norms, or leave out noise, without a sign. Trials have small inputs of several tiles and
+cut edges; errors of a forgotten factor, mask or tile are far outside of the tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dpshard.kernels import philox
+from dpshard.kernels.triton import operators
+
+_SIZES = ((2, 2, 70, 40, 33), (22, 1, 257, 17, 16), (64, 1, 16, 130, 20))
+"""Samples, groups, positions, rows, columns: small tiles, large ones of Gram matrices, large ones of gradients."""
+
+_BLOCK = 4 * philox.HALF
+
+
+def wrong_noise(device: torch.device) -> str | None:
+    """Return the name of the kernel of the noise if it differs from philox.py on `device`, else None."""
+    x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
+    streams = torch.tensor([[3**30 + i, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)], device=device)
+    expected = x.clone()
+    expected_norm_sq = philox.release_(expected, streams, _BLOCK, _BLOCK - 7, 0.3, 7.0)
+    norm_sq = operators.release_(x, streams, _BLOCK, _BLOCK - 7, 0.3, 7.0)
+    found = ((x, expected, 1.0), (norm_sq, expected_norm_sq, expected_norm_sq))
+    return None if all(_is_near(*pair) for pair in found) else "release_"
+
+
+def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the name of the first kernel whose products of `dtype` differ from torch's in float64, else None."""
+    generator = _generator(device)
+    for B, G, T, R, C in _SIZES:
+        rows = torch.randn(B, G, T, R, generator=generator, device=device).to(dtype)
+        cols = torch.randn(B, G, T, C, generator=generator, device=device).to(dtype)
+        factors = torch.rand(B, generator=generator, device=device)
+        for name, found, expected, scale in _products(rows, cols, factors):
+            if not _is_near(found, expected, scale):
+                return name
+    return None
+
+
+def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield names of kernels, their results, those of float64, and the sums of magnitudes that rounding follows."""
+    r, c = rows.double(), cols.double()
+    gradients, sizes = r.mT @ c, r.abs().mT @ c.abs()
+    ghost_sq, ghost_scale = operators.ghost_norm_sq(rows, cols)
+    scale = (r.norm(dim=3) * c.norm(dim=3)).sum(2)
+    yield "ghost_norm_sq", ghost_sq, gradients.square().sum((2, 3)), scale.square()
+    yield "ghost_norm_sq", ghost_scale, scale, scale
+    norm_sq = gradients.square().sum((1, 2, 3))
+    yield "gradient_norm_sq", operators.gradient_norm_sq(rows, cols), norm_sq, norm_sq
+    kept, squares = operators.per_sample(rows, cols)
+    yield "per_sample", squares, norm_sq, norm_sq
+    yield "per_sample", kept, gradients, sizes
+    weights = factors.double()
+    total, total_size = (torch.einsum("b,bgrc->grc", weights, x) for x in (gradients, sizes))
+    yield "weighted_sum", operators.weighted_sum(rows, cols, factors), total, total_size
+
+
+def _is_near(found: Tensor, expected: Tensor, scale: Tensor | float) -> bool:
+    """Return True if `found` is `expected` within 1e-5 of `scale`; NaN is not near."""
+    return bool(((found.double() - expected.double()).abs() <= 1e-5 * scale).all())
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)

@@ -1,0 +1,70 @@
+"""The trial of kernels at their first use on a device: sound ones pass, and each planted fault is named."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from dpshard.kernels.triton import operators, tiles, trial
+from tests.kernels.triton.support import DEVICE, skip_without_kernels
+
+skip_without_kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sound_kernels_pass(dtype):
+    assert trial.wrong_product(DEVICE, dtype) is None
+
+
+def test_trials_have_small_and_large_tiles():
+    ghost = {tiles.ghost_tile(B * G, T) for B, G, T, _, _ in trial._SIZES}
+    gradient = {max(tiles.gradient_tile(B * G, R, C)) for B, G, _, R, C in trial._SIZES}
+    assert {64, 128} <= ghost
+    assert {64, 128} <= gradient
+
+
+def test_sound_noise_passes():
+    assert trial.wrong_noise(DEVICE) is None
+
+
+def doubled_last_tile(result):
+    result[-1] *= 2
+    return result
+
+
+def not_finite(result):
+    return result * float("nan")
+
+
+@pytest.mark.parametrize("fault", [doubled_last_tile, not_finite])
+@pytest.mark.parametrize("name", ["ghost_norm_sq", "gradient_norm_sq", "per_sample", "weighted_sum"])
+def test_a_product_that_differs_is_named(name, fault):
+    sound = getattr(operators, name)
+
+    def faulty(*args):
+        found = sound(*args)
+        return (fault(found[0].clone()), found[1]) if isinstance(found, tuple) else fault(found.clone())
+
+    with mock.patch.object(trial, "_SIZES", ((2, 1, 20, 18, 17),)), mock.patch.object(operators, name, faulty):
+        assert trial.wrong_product(DEVICE, torch.bfloat16) == name
+
+
+@pytest.mark.parametrize("std", [0.0, 0.3001])
+def test_noise_of_another_size_is_named(std):
+    sound = operators.release_
+
+    def faulty(x, streams, block, start, _std, divisor):
+        return sound(x, streams, block, start, std, divisor)
+
+    with mock.patch.object(operators, "release_", faulty):
+        assert trial.wrong_noise(DEVICE) == "release_"
+
+
+def test_noise_of_another_stream_is_named():
+    sound = operators.release_
+
+    def faulty(x, streams, *rest):
+        return sound(x, streams.roll(1, 0), *rest)
+
+    with mock.patch.object(operators, "release_", faulty):
+        assert trial.wrong_noise(DEVICE) == "release_"
