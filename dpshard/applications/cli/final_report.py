@@ -12,9 +12,10 @@ from rich.table import Table
 
 import dpshard
 from dpshard.accounting import relation_of, rounded_up
+from dpshard.accounting.risk import profile
 from dpshard.applications.cli.data import size
-from dpshard.applications.cli.formats import NEIGHBOURS
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
+from dpshard.applications.cli.texts import Texts, english
 from dpshard.applications.cli.training import Run
 
 NOT_COVERED = (
@@ -45,6 +46,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
         "privacy": {
             "epsilon": engine.epsilon(),
             "delta": mechanism.target_delta,
+            "profile": profile(engine.epsilon) if mechanism.noise_multiplier else [],
             "protected_unit": data.sample,
             "neighbouring_relation": relation_of([mechanism.release(0)]),
             "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
@@ -80,60 +82,70 @@ def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None
     console.print(f"Report, plots and weights: {folder.path}  (what epsilon does not cover: {folder.report})")
 
 
-def result_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return results as names and values."""
+def result_rows(report: Mapping[str, Any], texts: Texts | None = None) -> list[tuple[str, str]]:
+    """Return results as names and values, in English without `texts`."""
+    say = texts or english()
 
     def shown(scores: Mapping[str, float]) -> str:
-        return f"perplexity {scores['perplexity']:.2f}" if "perplexity" in scores else f"{scores['accuracy']:.1%} right"
+        if "perplexity" in scores:
+            return say("result.perplexity", value=f"{scores['perplexity']:.2f}")
+        return say("result.right", share=f"{scores['accuracy']:.1%}")
 
     test, samples = report["test"], report["samples"]
     after, guessing = test["after"], test.get("guessing")
-    guess = "" if guessing is None else f"; the commonest class, always: {guessing:.1%}"
-    result = f"{shown(after)} (before training: {shown(test['before'])}{guess})" if after else "no test samples"
+    guess = "" if guessing is None else say("result.guess", share=f"{guessing:.1%}")
+    result = say("result.none")
+    if after:
+        result = say("result.change", after=shown(after), before=shown(test["before"]), guess=guess)
     failed = bool(after) and guessing is not None and after["accuracy"] <= guessing
-    hint = [("hint", 'no better than guessing; see "Accuracy is low" in docs/guide.md')] if failed else []
     return [
-        ("test", f"{result}, {samples['test']} held-out samples"),
-        *hint,
-        ("trained on", f"{samples['train']} samples, {report['parameters']:,} parameters"),
+        (say("row.test"), say("result.held_out", result=result, count=samples["test"])),
+        *([(say("row.hint"), say("result.hint"))] if failed else []),
+        (say("row.trained"), say("result.trained", count=samples["train"], parameters=f"{report['parameters']:,}")),
     ]
 
 
 def _privacy_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
-    name = privacy["neighbouring_relation"]
+    say, name = english(), privacy["neighbouring_relation"]
     target = f" (budget {privacy['target_epsilon']:g})" if privacy["target_epsilon"] else ""
     return [
-        ("epsilon", f"{rounded_up(privacy['epsilon'])}{target} at delta = {privacy['delta']:g}"),
-        ("protects", privacy["protected_unit"]),
-        ("neighbours", f"{name}: {NEIGHBOURS[name]}"),
+        (say("row.epsilon"), f"{rounded_up(privacy['epsilon'])}{target} at delta = {privacy['delta']:g}"),
+        (say("row.protects"), privacy["protected_unit"]),
+        (say("row.neighbours"), f"{name}: {say(f'neighbours.{name}')}"),
         *mechanism_rows(privacy),
     ]
 
 
-def mechanism_rows(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return sampling, clipping, noise, releases and accountant as names and values."""
+def mechanism_rows(privacy: Mapping[str, Any], texts: Texts | None = None) -> list[tuple[str, str]]:
+    """Return sampling, clipping, noise, releases and accountant as names and values, in English without `texts`."""
+    say = texts or english()
     sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
-    cap = f", at most {privacy['max_batch_size']:,} samples per step" if privacy["max_batch_size"] else ""
+    capped = privacy["max_batch_size"]
+    cap = say("sampling.cap", cap=f"{capped:,}") if capped else ""
     phases = "; ".join(
-        f"{phase['steps']:,} steps with q = {phase['sampling_probability']:.6g} (expected batch "
-        f"{phase['expected_batch_size']:,} of {privacy['sample_size']:,})"
+        say(
+            "sampling.phase",
+            steps=f"{phase['steps']:,}",
+            q=f"{phase['sampling_probability']:.6g}",
+            batch=f"{phase['expected_batch_size']:,}",
+            size=f"{privacy['sample_size']:,}",
+        )
         for phase in privacy["phases"]
     )
-    discrete = privacy.get("noise") == "discrete-gaussian"
-    noise = "exact discrete Gaussian on a grid of 2^-24 standard deviations" if discrete else "Gaussian"
-    if quantile is None:
-        unit, moves, counts = f"norm: standard deviation {sigma * norm:.6g} on every sum", "", ""
-    else:
-        unit = "sensitivity of a step's sum and counts, which changes with thresholds"
-        moves = f" at first; then thresholds follow quantile {quantile:g} of the norms, by noisy counts"
-        counts = ", and with it noisy counts of the samples that were not clipped"
-    caution = " (an approximation that may under-state epsilon)" if privacy["accountant"] == "gdp" else ""
+    noise = say("noise.discrete" if privacy.get("noise") == "discrete-gaussian" else "noise.gaussian")
+    unit, moves, counts = say("noise.fixed", deviation=f"{sigma * norm:.6g}"), "", ""
+    if quantile is not None:
+        unit, counts = say("noise.moving"), say("releases.counts")
+        moves = say("clipping.moves", quantile=f"{quantile:g}")
+    released = say("releases.sums", steps=f"{privacy['steps']:,}")
+    caution = say("accountant.caution") if privacy["accountant"] == "gdp" else ""
+    clipped = {"function": privacy["clipping_fn"], "style": privacy["clipping_style"], "norm": f"{norm:g}"}
     return [
-        ("sampling", f"{privacy['sampling']}{cap}: {phases}"),
-        ("clipping", f"{privacy['clipping_fn']}, {privacy['clipping_style']}: norm at most {norm:g}{moves}"),
-        ("noise", f"{noise}, sigma = {sigma:.6g} times the {unit}"),
-        ("releases", f"{privacy['steps']:,} noisy sums, each divided by its public expected batch size{counts}"),
-        ("accountant", f"{privacy['accountant']}{caution}"),
+        (say("row.sampling"), f"{say('sampling.truncated' if capped else 'sampling.poisson')}{cap}: {phases}"),
+        (say("row.clipping"), f"{say('clipping.norm', **clipped)}{moves}"),
+        (say("row.noise"), say("noise.sigma", kind=noise, sigma=f"{sigma:.6g}", unit=unit)),
+        (say("row.releases"), f"{released}{counts}"),
+        (say("row.accountant"), f"{privacy['accountant']}{caution}"),
     ]
 
 

@@ -1,28 +1,17 @@
-"""`dpshard report`: the privacy report of a finished run, in one self-contained HTML file."""
+"""`dpshard report`: the privacy report of a finished run, as one HTML file, and as PDF."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpshard.applications.cli import console, plots
+from dpshard.applications.cli import console, plots, texts
 from dpshard.applications.cli.audit import Attack, attacks
-from dpshard.applications.cli.formats import NEIGHBOURS
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import RunFolderError
-
-_CAPTIONS = {
-    "loss": "Mean loss of the samples of a step, and of held-out ones.",
-    "accuracy": "Share of held-out answers that the model gets right: labels, or masked bytes.",
-    "perplexity": "Perplexity of held-out text.",
-    "clip_fraction": "Share of samples with a gradient longer than the clipping norm.",
-    "gradient_snr": "Norm of the clipped sum over the expected norm of the noise: below 1, most of an update is noise.",
-}
-"""Captions of pictures that epsilon does not cover."""
 
 
 def command(
@@ -30,66 +19,63 @@ def command(
     public: Annotated[
         bool, typer.Option("--public", help="Leave out scores, losses, norms and audits: epsilon does not cover them.")
     ] = False,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Write a PDF beside it, to sign: by WeasyPrint, or an installed browser.")
+    ] = False,
+    by: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Who trained. [dim]\\[default: the login name, if not --public][/]"),
+    ] = None,
+    words: Annotated[
+        Path | None, typer.Option("--texts", metavar="FILE", help="Translation of the page's texts, as YAML.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write it. [dim]\\[default: RUN/report.html][/]")
     ] = None,
 ) -> None:
-    """Write the privacy report of a run: its guarantee, its mechanism, its cost, and its limits.
+    """Write the privacy report of a run: a page for everybody, the technical part, and a place to sign.
 
     The report is one HTML file without external links, for a browser or a printer. It includes the
     bounds of `dpshard audit RUN`, if you ran that before.
     """
     folder = RunFolder.open(run)
     target = out or folder.path / ("report-public.html" if public else "report.html")
-    write_atomically(target, render(folder, public=public).encode(), public=public)
+    page = render(folder, public=public, by=by, say=texts.load(words))
+    write_atomically(target, page.encode(), public=public)
     console.out.print(str(target))
+    if pdf:
+        from dpshard.applications.cli import pdf as printer
+
+        with console.out.status("printing ..."):
+            printer.write(page, target.with_suffix(".pdf"), public=public)
+        console.out.print(str(target.with_suffix(".pdf")))
 
 
-def render(folder: RunFolder, *, public: bool = False) -> str:
-    """Return the page; raise RunFolderError if the run has not finished."""
-    from dpshard.accounting import rounded_up
-    from dpshard.applications.cli.final_report import mechanism_rows, result_rows
+def render(folder: RunFolder, *, public: bool = False, by: str | None = None, say: texts.Texts | None = None) -> str:
+    """Return the page, in English without `say`; raise RunFolderError if the run has not finished."""
+    from dpshard.applications.cli import report_page
 
+    say = say or texts.english()
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
         raise RunFolderError(f"{folder.path} has not finished: run {resume} first.")
     settings = folder.settings()  # raises for a damaged config.yaml
     quoted = folder.config.read_text("utf-8")
     if public and settings.data is not None:  # file names may identify people
-        quoted = quoted.replace(settings.data, "(your data)")
+        quoted = quoted.replace(settings.data, say("data.private_name"))
     rows = folder.read_metrics()
     with intact(folder.metrics, "restore it from a copy"):
+        spent = report_page.spent(rows)
         pictures = plots.svgs([{"step": 0, "epsilon": 0.0}, *rows], settings.target_epsilon)
-        points = [(f"{row['step']:,}", rounded_up(row["epsilon"])) for row in rows if row.get("epsilon") is not None]
+    found = None if public else _attacks(folder)
     with intact(written, f"remove it and {folder.report.name}, and {resume} writes them again"):
         report = _read(written)
-        return _filled(
-            report=report,
-            mechanism=mechanism_rows(report["privacy"]),
-            results=[] if public else result_rows(report),
-            public=public,
-            folder=folder.path.resolve().name,
-            settings=quoted,
-            budget=settings.target_epsilon,
-            spent=[points[i * (len(points) - 1) // 4] for i in range(5)] if len(points) > 5 else points,
-            pictures=pictures,
-            captions=_CAPTIONS,
-            attacks=None if public else _attacks(folder),
-            neighbours=NEIGHBOURS,
-            rounded_up=rounded_up,
-            exp=math.exp,
-        )
-
-
-def _filled(**context: Any) -> str:
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    try:
-        return environment.get_template("report.html.jinja").render(context)
-    except jinja2.UndefinedError as error:
-        raise ValueError(str(error)) from error
+        facts = report_page.facts(folder, report, say, settings, by, public=public)
+        if not public:
+            facts.append(report_page.tested(found, say))
+        context = report_page.context(report, say, settings, public=public)
+        run = {"folder": folder.path.resolve().name, "settings": quoted, "facts": facts, "attacks": found}
+        return report_page.fill(say, **context, **run, spent=spent, pictures=pictures)
 
 
 def _attacks(folder: RunFolder) -> list[Attack] | None:

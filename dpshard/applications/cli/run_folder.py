@@ -39,6 +39,7 @@ class RunFolder:
         self.model = path / "model.pt"  # weights, which epsilon covers
         self.report = path / "report.md"  # as report.json
         self.audit = path / "audit.json"
+        self.provenance = path / "provenance.json"  # with a fingerprint of the data: NOT private
 
     @classmethod
     def create(cls, path: Path | None, settings: TrainSettings) -> RunFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import warnings
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,7 @@ def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
-        from dpshard.applications.cli import data, final_report, training
+        from dpshard.applications.cli import data, final_report, provenance, training
 
         samples = data.load(settings)
         run = training.Run.prepare(settings, samples, ranks)
@@ -128,6 +129,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         ranks.on_first(lambda: stack.enter_context(folder.locked()))
         if not resumed and ranks.first:
             stack.enter_context(_kept_if_released(folder, run.engine))
+        ranks.on_first(lambda: provenance.record(folder, settings, samples, resumed=resumed))
         checkpoints = run.checkpointer(folder)
         if not resumed:
             checkpoints.save()  # a run killed early resumes with the same secret
@@ -169,13 +171,15 @@ def _kept_if_released(folder: RunFolder, engine: PrivacyEngine) -> Iterator[None
 def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]) -> None:
     import torch
 
-    from dpshard.applications.cli import final_report, plots
+    from dpshard.applications.cli import final_report, plots, provenance
 
     content = io.BytesIO()
     torch.save(weights, content)
     write_atomically(folder.model, content.getvalue())
+    provenance.conclude(folder)
     try:
         plots.draw(folder)
     except Exception as error:  # noqa: BLE001 (a missing plot must not cost the report)
         warnings.warn(f"There are no plots: {error}", stacklevel=2)
+    result["model_sha256"] = hashlib.sha256(content.getbuffer()).hexdigest()
     final_report.write(folder, result)  # last: the report marks a finished run

@@ -1,0 +1,137 @@
+"""Who trained on what, when, and with which code: recorded by `dpshard train`, told by `dpshard report`.
+
+A fingerprint of the data is an exact function of them. With all other samples, an attacker can try out the last one, so
+epsilon does not cover fingerprints, and no public page shows them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dpshard.applications.cli.data import Data
+from dpshard.applications.cli.run_folder import RunFolder, intact, write_json
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.errors import RunFolderError
+
+
+def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: bool) -> None:
+    """Write provenance.json at the start of a run, and add each resume; check that the data are the same.
+
+    A run that started without one stays without. Raises RunFolderError if they are not: the report would name data that
+    the model was not trained on.
+    """
+    if resumed and not folder.provenance.exists():
+        return
+    found, told = fingerprint(settings, data), read(folder)
+    before = told.get("data")
+    if None not in (before, found) and before != found:
+        raise RunFolderError(
+            f"{settings.data or settings.task} has changed since the run started (fingerprint {str(before)[:12]}, now "
+            f"{str(found)[:12]}): a resumed run trains on the same data. Restore them, or start a new run."
+        )
+    start = {"at": _now(), "by": _user(), "code": commit(Path.cwd()), "python": platform.python_version()}
+    write_json(folder.provenance, {**told, "data": before or found, "starts": [*told.get("starts", []), start]})
+
+
+def conclude(folder: RunFolder) -> None:
+    """Add when the run has finished, unless that is known."""
+    told = read(folder)
+    if told and "finished" not in told:
+        write_json(folder.provenance, told | {"finished": _now()})
+
+
+def read(folder: RunFolder) -> dict[str, Any]:
+    """Return what was recorded, {} for a run of before; raise RunFolderError if it is damaged."""
+    if not folder.provenance.exists():
+        return {}
+    with intact(folder.provenance, "restore it from a copy, or remove it: the report will lack it"):
+        found = json.loads(folder.provenance.read_bytes())
+        for start in found.get("starts", []):
+            datetime.fromisoformat(start["at"])
+            if not all(start[name] is None or type(start[name]) is str for name in ("by", "code", "python")):
+                raise ValueError("a start is not told in words")
+        datetime.fromisoformat(found.get("finished", "2026-01-01"))
+        return found
+
+
+def weights_digest(folder: RunFolder, recorded: str | None) -> str | None:
+    """Return SHA-256 of model.pt, in hex; None if there is no such file and none was recorded.
+
+    Raises RunFolderError if the file is another than the one that training wrote.
+    """
+    found = file_digest(folder.model) if folder.model.exists() else None
+    if None not in (found, recorded) and found != recorded:
+        raise RunFolderError(
+            f"{folder.model} is not the file that training wrote (SHA-256 {str(found)[:12]}, then "
+            f"{str(recorded)[:12]}): the report would speak of other weights. Restore it from a copy."
+        )
+    return found or recorded
+
+
+def fingerprint(settings: TrainSettings, data: Data) -> str | None:
+    """Return SHA-256 of the data in hex: of a file's bytes, of a folder's paths and files, or of the tensors; or None.
+
+    That of a file is what `sha256sum FILE` prints. None means that nothing here can be read twice.
+    """
+    path = None if settings.data is None else Path(settings.data)
+    if path is not None and path.is_file():
+        return file_digest(path)
+    if path is not None and path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return _digest(f"{file.relative_to(path).as_posix()}\n{file_digest(file)}\n".encode() for file in files)
+    splits = (data.train, data.validation, data.test)
+    tensors = [tensor for split in splits for tensor in getattr(getattr(split, "dataset", split), "tensors", ())]
+    return _digest(tensor.contiguous().numpy().tobytes() for tensor in tensors) if tensors else None
+
+
+def file_digest(path: Path) -> str:
+    """Return SHA-256 of a file, in hex; raise RunFolderError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your permissions.") from error
+
+
+def commit(folder: Path) -> str | None:
+    """Return the git commit of the repository at `folder`, "+ changes" if files differ from it; None without one."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str:
+        command = [git, "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        changed = ask("status", "--porcelain", "--untracked-files=no")
+        return f"{ask('rev-parse', 'HEAD')}{' + changes' if changed else ''}"
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # no name for this number, as in some containers
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

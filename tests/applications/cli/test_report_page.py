@@ -1,0 +1,358 @@
+"""The report that is signed: page one answers a lay reader, all words are in one catalogue, everybody can read it."""
+
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dpshard.applications.cli import app, pdf, report_page, texts
+from dpshard.errors import ConfigurationError
+from tests.applications.cli.conftest import QUICK, no_pictures
+
+CLI = Path(report_page.__file__).parent
+MORE = "--max-batch-size auto --clipping-quantile 0.5".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    with no_pictures():
+        result = CliRunner().invoke(app, ["train", *QUICK, *MORE, "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    found = {"noise_multiplier": 1.0, "trials": 40, "steps": 1, "lower_bound": 0.5, "accounted": 4.0}
+    found |= {"confidence": 0.95, "delta": 1e-5, "refuted": False}
+    (folder / "audit.json").write_text(json.dumps({"step": found, "noise": found}))
+    return folder
+
+
+def written(dpshard, run, *flags, name="report.html"):
+    dpshard("report", run, *flags)
+    return (run / name).read_text("utf-8")
+
+
+class Text(HTMLParser):
+    """Text of a page outside of styles, pictures, programs and words that are marked as English."""
+
+    def __init__(self, page, *, aside=("style", "svg", "pre")):
+        super().__init__()
+        self.aside, self.open, self.parts, self.alone, self.tables = aside, [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.alone += [values[name] for name in ("aria-label", "alt", "title") if name in values]
+        if tag == "table":
+            self.tables.append([])
+        if tag == "th":
+            self.tables[-1].append(values.get("scope"))
+        if tag not in ("meta", "br", "path", "use", "rect", "image", "link"):
+            hidden = tag in self.aside or (values.get("lang") == "en" and tag != "html")
+            self.open.append((tag, hidden))
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data):
+        if not any(hidden for _, hidden in self.open):
+            self.parts.append(data)
+
+
+def spoken(page):
+    return " ".join(" ".join(Text(page).parts).split())
+
+
+def page_one(page):
+    return spoken(page.partition('<section id="technical">')[0].partition("<body>")[2])
+
+
+# --- page one -------------------------------------------------------------------------------------------------------
+
+
+QUESTIONS = {
+    "Which file is this about?": r"model\.pt, SHA-256 {model}",
+    "Is a person protected, or a record?": "One record: one handwritten digit, one of 1,258",
+    "Is that strong?": r"Privacy loss ε = [\d.]+: (strong|reasonable|weak) protection\. Smaller is stronger",
+    "What is the worst for one person?": r"Belief afterwards: 50% \(1 to 1\) [\d.]+% \([\d.,]+ to 1\)",
+    "Can it fail?": r"exception: with a probability of at most δ = 1e-05 \(1 in 100,000\)",
+    "Against whom?": "This attacker knows all other records, the whole method and the finished model",
+    "Does it wear off with use?": "however often the model is used",
+    "What may we publish?": r"Only model\.pt is covered, and may be given away",
+    "Which data, and how do I check that?": r"1,258 records for training Data fingerprint SHA-256 {data}",
+    "Who did it, when, and with what?": r"Jane Doe When \(UTC\) \d{{4}}-\d\d-\d\d .* dpshard \d\.\d\.\d, torch",
+    "Did somebody try to break it?": "attacks were tried; none found more than is promised here",
+    "Were trials counted?": "Each one, trials included, costs privacy of its own",
+    "Is the model anonymous by law?": "Judgements of law, such as whether the model is personal data",
+    "How good is the model?": r"How good it is [\d.]+% right",
+}
+
+
+def test_page_one_answers_who_knows_nothing_of_privacy(dpshard, run):
+    said = page_one(written(dpshard, run, "--by", "Jane Doe"))
+    model = hashlib.sha256((run / "model.pt").read_bytes()).hexdigest()
+    data = json.loads((run / "provenance.json").read_text())["data"]
+    for question, answer in QUESTIONS.items():
+        assert re.search(answer.format(model=model, data=data), said), f"{question}\n{said}"
+
+
+def test_figures_of_page_one_are_rounded_against_us():
+    say = texts.english()
+    privacy = {"epsilon": 3.0, "delta": 1e-5, "sample_size": 1000, "profile": [[1.0, 0.01]]}
+    odds = report_page._odds(privacy, say)
+    # (e + 0.01) / (1 + e) = 0.7338; e * 0.01 + 0.01 = 0.0372; e^3 = 20.086, 1 / (1 + e^-3) = 0.95257
+    assert (odds["guess"], odds["found"]) == ("74 of 100", "4 of 100")
+    assert odds["after"] == "95.3% (20.1 to 1)"
+    assert odds["one_in"] == "100,000"
+    assert not odds["large_delta"]
+    assert report_page._odds(privacy | {"delta": 1e-3}, say)["large_delta"]
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "band", "place"),
+    [(1.0, "strong", "33.3%"), (1.0001, "reasonable", "33.3%"), (10.0, "reasonable", "66.7%"), (10.1, "weak", "66.8%"),
+     (0.0, "strong", "0.0%"), (1e9, "weak", "100.0%")],
+)  # fmt: skip
+def test_bands_of_the_scale(epsilon, band, place):
+    assert report_page._strength(epsilon) == {"band": band, "place": place}
+
+
+def test_what_identifies_stays_out_of_a_public_page(dpshard, run):
+    folder = run.parent / "identifying"
+    shutil.copytree(run, folder)
+    told = json.loads((folder / "provenance.json").read_text())
+    told["starts"][0]["by"] = "jdoe7"
+    (folder / "provenance.json").write_text(json.dumps(told))
+    whole, public = written(dpshard, folder), written(dpshard, folder, "--public", name="report-public.html")
+    for secret in ("jdoe7", told["data"], texts.english()("fact.score")):
+        assert secret in whole
+        assert secret not in public
+    assert "Jane Doe" in written(dpshard, folder, "--public", "--by", "Jane Doe", name="report-public.html")
+
+
+def test_a_report_of_other_weights_is_refused(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "model.pt").write_bytes(b"other")
+    assert "model.pt is not the file that training wrote" in dpshard("report", folder, exit_code=2).stderr
+    (folder / "model.pt").unlink()  # it was moved to where it is used
+    assert json.loads((folder / "report.json").read_text())["model_sha256"] in written(dpshard, folder)
+
+
+def test_a_run_from_before_has_a_page_too(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    report = json.loads((folder / "report.json").read_text())
+    del report["privacy"]["profile"], report["model_sha256"]
+    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "provenance.json").unlink()
+    text = spoken(written(dpshard, folder))
+    assert "the run recorded no privacy profile" in text
+    assert "When (UTC) not recorded" in text
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff", b'{"starts": [{}]}', b'{"finished": 3}'])
+def test_damaged_provenance(dpshard, run, tmp_path, content):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "provenance.json").write_bytes(content)
+    assert "provenance.json was damaged or edited" in dpshard("report", folder, exit_code=2).stderr
+
+
+# --- who trained on what --------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_reads_the_same_data(dpshard, tmp_path):
+    file, folder = tmp_path / "table.csv", tmp_path / "run"
+    rows = [f"{i % 7},{i % 5},{i % 2}" for i in range(60)]
+    file.write_text("\n".join(["a,b,label", *rows]))
+    options = "--steps 2 --batch-size 8 --noise-multiplier 1 --checkpoint-every 1".split()
+    dpshard("train", "--data", file, *options, "--out", folder)
+    told = json.loads((folder / "provenance.json").read_text())
+    assert told["data"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (folder / "provenance.json").stat().st_mode & 0o077 == 0
+    (folder / "report.md").unlink()
+    dpshard("train", "--resume", folder)
+    again = json.loads((folder / "provenance.json").read_text())
+    assert len(again["starts"]) == 2
+    assert (again["data"], again["finished"]) == (told["data"], told["finished"])
+    file.write_text("\n".join(["a,b,label", *reversed(rows)]))
+    (folder / "report.md").unlink()
+    assert "has changed since the run started" in dpshard("train", "--resume", folder, exit_code=2).stderr
+
+
+def test_commit_of_the_repository(tmp_path, monkeypatch):
+    from dpshard.applications.cli.provenance import commit
+
+    assert commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "a.py").write_text("1")
+    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    first = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert commit(tmp_path) == first
+    (tmp_path / "a.py").write_text("2")
+    assert commit(tmp_path) == f"{first} + changes"
+    monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) is None
+
+
+# --- one catalogue --------------------------------------------------------------------------------------------------
+
+
+def test_the_template_holds_no_prose():
+    template = (CLI / "report.html.jinja").read_text("utf-8")
+    bare = re.sub(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}", " ", template, flags=re.DOTALL)
+    assert not re.search(r"[^\W\d_]", re.sub(r"<pre>.*?</pre>|<[^>]*>", " ", bare, flags=re.DOTALL))
+    # Texts within expressions are names of texts, marks, formats, and formulas.
+    quoted = [
+        text for pair in re.findall(r"\{[{%].*?[%}]\}", template, re.DOTALL) for text in re.findall(r'"([^"]*)"', pair)
+    ]
+    assert not [text for text in quoted if re.search(r"[a-z]{2,} [a-z]{2,}", text)]
+
+
+def test_another_catalogue_translates_every_word(dpshard, run, tmp_path):
+    """Every text becomes X: what is left are names of programs and settings, and figures."""
+    other = {}
+    for key, text in texts.english().by_key.items():
+        names = " ".join(re.findall(r"\{\w+\}", text))
+        other[key] = "xx" if key == "language" else f"X {names} X"
+    file = tmp_path / "xx.yaml"
+    file.write_text(yaml.safe_dump(other))
+    page = written(dpshard, run, "--texts", file, "--by", "Jane")
+    assert '<html lang="xx">' in page
+    left = set(re.findall(r"[^\W\d_]{2,}", spoken(page)))
+    data = set(
+        "digits mlp finished one handwritten digit Jane pld dpshard torch python cpu root commit changes".split()
+    )
+    settings = {"automatic", "all", "layer", "replace", "special", "min"}
+    digests = {word for word in left if re.fullmatch(r"[a-f]+", word)}
+    assert left - data - settings - digests - {"XX"} == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"foot": None}, "must be `key: text` lines"),
+        ({"foot": "{epsilon}"}, "'foot' must name nothing in braces"),
+        ({"strength.sentence": "ε"}, "must name {band}, {epsilon}"),
+        ({"strength.sentence": "{epsilon.__class__} {band}"}, "must name {band}, {epsilon}"),
+        ({"more": "X"}, "'more' is unknown"),
+    ],
+)
+def test_a_catalogue_that_does_not_fit(tmp_path, change, message):
+    file = tmp_path / "xx.yaml"
+    file.write_text(yaml.safe_dump(dict(texts.english().by_key) | change))
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        texts.load(file)
+    file.write_text("title: X")
+    with pytest.raises(ConfigurationError, match="it lacks 'language'"):
+        texts.load(file)
+
+
+def test_every_text_is_used():
+    sources = "".join(path.read_text("utf-8") for path in [*CLI.glob("*.py"), CLI / "report.html.jinja"])
+    parts = ("limit.", "caption.", "word.", "means.", "band.", "neighbours.")
+    unused = [
+        key
+        for key in texts.english().by_key
+        if not re.search(f"[\"']{key}[\"']", sources) and not key.startswith(parts)
+    ]
+    assert unused == []
+
+
+# --- everybody can read it ------------------------------------------------------------------------------------------
+
+
+def luminance(colour):
+    """Relative luminance by WCAG 2.2."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_contrast_is_computed_as_wcag_says():
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # the well-known grey that just fails
+
+
+def test_every_text_has_contrast_in_light_and_dark():
+    styles = (CLI / "report.css").read_text("utf-8")
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+        for block in re.findall(r":root \{(.*?)\}", styles, re.DOTALL)
+    )
+    assert light.keys() == dark.keys()
+    pairs = [
+        *product(("ink", "soft", "accent", "alarm"), ("paper",)),
+        *product(("ink", "soft"), ("pale",)),
+        ("alarm", "alarm-pale"),
+        *product(("on-band",), ("strong", "reasonable", "weak")),
+    ]
+    for colours, (text, ground) in product((light, dark), pairs):
+        assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground, colours)
+    used = set(re.findall(r"(?<![-\w])color: var\(--([\w-]+)\)", styles))
+    assert used <= {text for text, _ in pairs}
+    assert set(re.findall(r"background: var\(--([\w-]+)\)", styles)) <= {ground for _, ground in pairs} | {"desk"}
+
+
+def test_pictures_have_words_and_tables_have_headers(dpshard, run):
+    page = written(dpshard, run)
+    text = Text(page)
+    assert page.count('role="img"') == len(text.alone) > 3
+    assert all(len(words) > 10 for words in text.alone)
+    assert page.count("<svg") == page.count('<svg role="img" aria-label="')
+    assert len(text.tables) >= 7
+    assert all(headers and set(headers) <= {"row", "col"} for headers in text.tables)
+    levels = [int(level) for level in re.findall(r"<h(\d)", page)]
+    assert levels[0] == 1
+    assert all(later <= earlier + 1 for earlier, later in pairwise(levels))
+
+
+# --- paper ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_pdf_with_one_page_for_everybody(dpshard, run):
+    weasyprint = pytest.importorskip("weasyprint", exc_type=(ImportError, OSError))
+    shown = dpshard("report", run, "--pdf").stdout.split()
+    assert shown == [str(run / "report.html"), str(run / "report.pdf")]
+    assert (run / "report.pdf").read_bytes().startswith(b"%PDF-1.")
+    assert (run / "report.pdf").stat().st_mode & 0o077 == 0
+    pages = weasyprint.HTML(filename=str(run / "report.html")).render().pages
+    where = {anchor: number for number, page in reversed([*enumerate(pages, 1)]) for anchor in page.anchors}
+    assert (where["page-one"], where["technical"]) == (1, 2)
+    assert where["glossary"] == where["signatures"] == len(pages)
+
+
+def test_a_pdf_by_a_browser(monkeypatch, tmp_path):
+    """A program that writes down how it was called stands in for a browser."""
+    monkeypatch.setattr(
+        pdf, "_by_weasyprint", lambda page: (_ for _ in ()).throw(ModuleNotFoundError(name="weasyprint"))
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"WeasyPrint is not installed, and no chromium, .* is on PATH"):
+        pdf.content("<p>page</p>")
+    browser = tmp_path / "google-chrome"
+    browser.write_text(
+        '#!/bin/sh\nfor a; do case "$a" in --print-to-pdf=*) t="${a#*=}";; file:*) s="${a#file://}";; esac; done\n'
+        'while read -r line || [ -n "$line" ]; do echo "$line $*"; done < "$s" > "$t"\n'
+    )
+    browser.chmod(0o755)
+    made = html.unescape(pdf.content("<p>page</p>").decode())
+    assert made.startswith("<p>page</p>")
+    assert "--headless" in made
+    browser.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigurationError, match="did not print the report"):
+        pdf.content("<p>page</p>")
