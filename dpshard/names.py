@@ -1,4 +1,7 @@
-"""Names of parameters without the prefixes of wrappers: the keys of noise, groups and states."""
+"""Names of parameters without the prefixes of wrappers: the keys of noise, groups and states.
+
+And walks through modules, for steps: those of nn.Module call several functions a module.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,33 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     # Importing torch._dynamo takes longer than importing torch; a wrapper exists only after that import.
     compiler = sys.modules.get("torch._dynamo")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return `[*model.named_modules()]`."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append((path, module))
+        children = module._modules
+        if children:
+            prefix = f"{path}." if path else ""
+            waiting += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+    return found
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return `[*model.named_parameters()]`."""
+    found: list[tuple[str, nn.Parameter]] = []
+    seen: set[int] = set()  # torch hashes a tensor by a function in Python
+    for path, module in modules_of(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((f"{path}.{name}" if path else name, parameter))
+    return found

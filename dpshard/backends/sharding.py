@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
-from dpshard.names import WRAPPERS, canonical_name
+from dpshard.names import WRAPPERS, canonical_name, modules_of, parameters_of
 from dpshard.records import WIDE
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Sharding(ABC):
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
         """Names of all parameters, including frozen ones."""
+        self._held: set[Tensor] = set(self.parameters.values())
         self.anchored: Mapping[str, Tensor] = self.parameters
         """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -62,8 +63,8 @@ class Sharding(ABC):
 
     @property
     def held(self) -> set[Tensor]:
-        """Tensors that identify an optimizer of this model."""
-        return set(self.parameters.values())
+        """Tensors that identify an optimizer of this model; not to be changed."""
+        return self._held
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +92,7 @@ class Sharding(ABC):
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
-        for name, parameter in self.core.named_parameters():
+        for name, parameter in parameters_of(self.core):
             if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
                     f"{name} became trainable, or replaced another parameter, after the engine was made, so its "
@@ -107,13 +108,13 @@ class Sharding(ABC):
         for name in self.parameters:
             self.guard.refuse_hooks(name)
 
-    def _accumulated(self, name: str) -> None:
+    def _accumulated(self, name: str, _: object = None) -> None:
         self.guard.note(name)
 
     def _hooked(self) -> bool:
         if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:
             return True
-        return any(module._backward_hooks or module._backward_pre_hooks for module in self.outermost.modules())
+        return any([m._backward_hooks or m._backward_pre_hooks for _, m in modules_of(self.outermost)])
 
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training

@@ -110,7 +110,8 @@ class Slot(torch.autograd.Function):
         """Make the dummies."""
         ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors[:count])
+        with torch._C.DisableTorchFunction():  # function modes need not see each of several hundred
+            return tuple([x.view_as(x) for x in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

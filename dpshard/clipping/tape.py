@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from dpshard.clipping.forwards import HALFWAY, Forwards
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots, Use
 from dpshard.clipping.groups import ClippingGroup
+from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import Record
@@ -88,21 +88,28 @@ class Tape:
         """
         return self.region([(use, templates)])[0]
 
-    def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
+    def region(self, asked: Asked) -> list[tuple[Tensor, ...]]:
         """Return the slots of all uses of a compiled region, from one node; `asked`: uses with templates."""
         if not asked:
             return []
-        tokens, arrivals = zip(*[self.expect(use) for use, _ in asked], strict=True)
-        distinct = {id(token): token for some in tokens for token in some}
-        sizes = [len(templates) for _, templates in asked]
+        plan = self.clipper.plan_of(asked)
+        for anchor in plan.anchors:
+            self._tokens[anchor] = self.clipper.token(anchor)
+        for names in plan.names:
+            if self.clipper.execution.backward_passes == 2:
+                self.kept_outputs.note()
+            for name in names:
+                self._begun_group(name).expect(name)
+        arrive = functools.partial(self._region_arrives, self.forwards.use(), plan)
+        templates = [x for _, some in asked for x in some]
+        made = Slot.apply(arrive, len(templates), *templates, *[self._tokens[anchor] for anchor in plan.anchors])
+        return [made[place] for place in plan.places]
 
-        def arrive(gradients: Sequence[Tensor | None]) -> None:
-            parts = iter(gradients)
-            for arrival, tensors in reversed([(a, [*islice(parts, n)]) for a, n in zip(arrivals, sizes, strict=True)]):
-                arrival(tensors)
-
-        made = iter(Slot.apply(arrive, sum(sizes), *(x for _, some in asked for x in some), *distinct.values()))
-        return [tuple(islice(made, n)) for n in sizes]
+    def _region_arrives(self, forward: int, plan: RegionPlan, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a region's slots, those of its last use first."""
+        self._begin_arrival(forward, plan.uses[-1], plan.anchors)
+        for use, place in zip(reversed(plan.uses), reversed(plan.places), strict=True):
+            self.arrive(use, gradients[place])
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
         """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
@@ -130,10 +137,16 @@ class Tape:
         return [token for token in tokens if token.requires_grad]
 
     def _arrive_from(self, forward: int, use: Use, anchors: list[int], tensors: Sequence[Tensor | None]) -> None:
+        """Receive a use; autograd calls this once per use and pass."""
+        self._begin_arrival(forward, use, anchors)
+        self.arrive(use, tensors)
+
+    def _begin_arrival(self, forward: int, use: Use, anchors: list[int]) -> None:
         self._require_open(use, anchors)
         if self.current is not Pass.NORMS:
             self.forwards.reach(forward, trained=True)
-        self.arrive(use, anchors, tensors)
+        for anchor in anchors:
+            self.clipper.pending.setdefault(anchor, {})[id(self)] = self
 
     def _require_open(self, use: Use, anchors: list[int]) -> None:
         """Raise LogicalBatchError if records come too late, or a second time."""
@@ -148,10 +161,8 @@ class Tape:
                 f"a sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
             )
 
-    def arrive(self, use: Use, anchors: list[int], tensors: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a slot; autograd calls this once per use and pass."""
-        for anchor in anchors:
-            self.clipper.pending.setdefault(anchor, {})[id(self)] = self
+    def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
+        """Take the tensors kept for a use, and its gradient, as records."""
         if all(map(_is_there, tensors)):
             for source, record in use.build(*tensors):
                 self._add(source, record.real())
@@ -271,6 +282,7 @@ class Clipper:
         self.sink = sink
         self.pending: dict[int, dict[int, Tape]] = {}
         """Tapes with records, by anchor."""
+        self._plans: dict[Use, RegionPlan] = {}  # by the first use of a region
         self.epoch = 0
         """Tapes of earlier epochs take no records, which would count in another release."""
         self._tokens: dict[int, Tensor] = {}
@@ -298,6 +310,15 @@ class Clipper:
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
         """Return the sorted numbers of the anchors for the roots of `sources`."""
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
+
+    def plan_of(self, asked: Asked) -> RegionPlan:
+        """Return the plan of a region; regions ask for the same uses in each call."""
+        plan = self._plans.get(asked[0][0])
+        if plan is None or not plan.fits(asked):
+            plan = plan_region(asked, self._anchor_of)
+            if len(asked) > 1:  # a single use may be of one forward only
+                self._plans[asked[0][0]] = plan
+        return plan
 
     def token(self, anchor: int) -> Tensor:
         """Return the output of an anchor; all forwards up to its next backward share it."""

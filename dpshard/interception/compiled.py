@@ -25,6 +25,7 @@ from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
+from dpshard.names import parameters_of
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
 
@@ -37,10 +38,10 @@ class _Rehearsed:
     numbering: Numbering
     layout: Layout
     """Calls within, with sources by number."""
-    inside: Asked
-    """Uses with sources by number."""
     outside: Asked
     """Uses with sources by name, for the tape."""
+    labels: list[tuple[str, ...]]
+    """Labels of the sources of each use, by number."""
     refusal: Refusal
 
 
@@ -73,13 +74,14 @@ class CompiledRegions:
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
         # Parameters of the module, and sources among its arguments, have the same numbers in every call.
-        first = [x for x in (*module.parameters(), *leaves) if isinstance(x, Tensor) and x in mode.sources]
+        sources = mode.sources
+        tensors = [*(p for _, p in parameters_of(module)), *leaves]
+        first = [x for x in tensors if isinstance(x, Tensor) and x in sources]
         if key not in self._rehearsed:
             self._rehearsed[key] = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
         region = self._rehearsed[key]
         uses = region.outside if mode.slots.compiled else self._with_values(region.outside, mode.slots.batch_size)
-        labels = [tuple([source.label for source in use.sources]) for use, _ in region.inside]
-        made = list(zip(labels, mode.slots.region(uses), strict=True))
+        made = list(zip(region.labels, mode.slots.region(uses), strict=True))
         known = self._known(region, mode, first)
         slots = PreallocatedSlots(mode.slots.batch_size, made)
         inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit)
@@ -100,7 +102,8 @@ class CompiledRegions:
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()
         outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
-        return _Rehearsed(numbering, dict(layout), recorder.asked, outside, refusal)
+        labels = [tuple([source.label for source in use.sources]) for use, _ in recorder.asked]
+        return _Rehearsed(numbering, dict(layout), outside, labels, refusal)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
         """Return the sources, by number, that the trace of a region may meet."""
@@ -114,7 +117,9 @@ class CompiledRegions:
         return known
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
-        values = self._parameters.values() if any(use.copies for use, _ in asked) else {}
+        if not any([use.copies for use, _ in asked]):
+            return asked
+        values = self._parameters.values()
 
         def templates(use: Use, noted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             if not use.copies:
