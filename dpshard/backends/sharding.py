@@ -114,7 +114,7 @@ class Sharding(ABC):
     def _hooked(self) -> bool:
         if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:
             return True
-        return any([m._backward_hooks or m._backward_pre_hooks for _, m in modules_of(self.outermost)])
+        return any(m._backward_hooks or m._backward_pre_hooks for _, m in modules_of(self.outermost))
 
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training

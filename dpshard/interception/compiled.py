@@ -117,7 +117,7 @@ class CompiledRegions:
         return known
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
-        if not any([use.copies for use, _ in asked]):
+        if not any(use.copies for use, _ in asked):
             return asked
         values = self._parameters.values()
 
