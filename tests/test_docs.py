@@ -31,6 +31,8 @@ NAMES = (
     *("integrations", "coming-from-opacus", "coming-from-fastdp", "benchmarks"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+START = [f"docs/start/{name}.md" for name in ("table", "images", "language", "own-loop", "several-gpus")]
+"""Their blocks run in tests/test_start.py."""
 
 BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -96,7 +98,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES + START)
 def test_links_within_the_repository_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -108,7 +110,7 @@ def test_links_within_the_repository_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(file), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES + START)
 def test_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     for name in set(re.findall(r"`((?:dpshard|tests|docs)/[\w/.]+)`", text)):
