@@ -32,7 +32,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test test-all gpu gpu-site wheels lint check bench clean
+.PHONY: venv demo test test-all docs gpu gpu-site wheels lint check bench clean
 
 venv: $(STAMP)
 
@@ -65,6 +65,10 @@ test: venv
 # With whole grids, kills and long runs, which CI runs.
 test-all: venv
 	$(PYTEST)
+
+# The site in ./site: pages, API and search; it loads nothing from elsewhere. A test builds it, too.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # dpshard and its peers on W1 to W5; `ROUNDS=50 make bench` for narrower quartiles. Results: benchmarks/results.
 # Opacus is installed without what it asks for: all of it is there, and it must not move the torch that is used.
@@ -118,4 +122,4 @@ lint: venv
 check: lint test
 
 clean:
-	rm -rf .venv $(GPU_SITE) build *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/kernels/native/*.so
+	rm -rf .venv $(GPU_SITE) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis dpshard/kernels/native/*.so

@@ -7,8 +7,17 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("dpshard", "docs", "examples", "tests", "benchmarks")
-FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "MANIFEST.in", "README.md", "constraints.txt")
+PARTS = (".ci", "dpshard", "docs", "examples", "tests", "benchmarks")
+FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "MANIFEST.in",
+    "README.md",
+    "constraints.txt",
+    "mkdocs.yml",
+)
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 
 
