@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
     from dpshard.replacements import replace_unsupported
+    from dpshard.sampling.packing import Packing
     from dpshard.sampling.units import UnitDataset, augment
     from dpshard.step.logical_batch import LogicalBatch
 
@@ -20,6 +21,7 @@ __all__ = [
     "Checkpointer",
     "DpshardError",
     "LogicalBatch",
+    "Packing",
     "PrivacyEngine",
     "QuantileTracking",
     "UnitDataset",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "dpshard.checkpoint.checkpointer",
     "LogicalBatch": "dpshard.step.logical_batch",
+    "Packing": "dpshard.sampling.packing",
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
     "UnitDataset": "dpshard.sampling.units",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 from dpshard.errors import ConfigurationError
 
@@ -231,3 +231,15 @@ def check_delta(target_delta: float, sample_size: int) -> None:
             f"publishes one random sample in the clear counts as private. Choose a delta well below 1/N.",
             stacklevel=3,
         )
+
+
+def check_choices(
+    accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
+) -> None:
+    """Raise ConfigurationError unless these settings of the engine are ones that it has."""
+    check_choice("accountant", accountant, get_args(AccountantName))
+    check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+    check_choice("on_budget", on_budget, ("raise", "continue"))
+    check_choice("secure_mode", secure_mode, (False, True))
+    check_choice("noise", noise, get_args(NoiseName))
+    check_choice("verify", verify, (False, True))

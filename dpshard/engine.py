@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
@@ -29,27 +30,31 @@ from dpshard.config import (
     Execution,
     LossReduction,
     NoiseName,
-    check_choice,
+    check_choices,
     parse_clipping_mode,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.interception import Interception, Run, by_unit
+from dpshard.interception import Interception, Run
 from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
     MicroBatchPlan,
+    PackedTokens,
+    Packing,
     check_feed,
+    check_packing,
     load,
     parse_cap,
+    plan_packed,
     poisson_plans,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.verification import Loss, Verifier, verified_collation
+from dpshard.verification import Verifier, loss_on, verified_collation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,7 +138,8 @@ class PrivacyEngine:
         earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
-        _check_choices(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
+        optimizer_hook.check_model(model)
+        check_choices(accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
@@ -276,6 +282,7 @@ class PrivacyEngine:
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         pad: bool = True,
+        packing: Packing | None = None,
     ) -> Iterator[LogicalBatch]:
         """Yield the remaining logical batches of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
 
@@ -283,17 +290,24 @@ class PrivacyEngine:
         each is one micro-batch. `pad=False` yields smaller last micro-batches instead (one padding row if none was
         drawn). Loops that sort, shuffle or augment rows need it. Call `optimizer.step()`
         after each logical batch, also after an empty one.
+        `packing` packs documents into rows of fixed length; `micro_batch_size` is then the largest number of documents
+        in a micro-batch. See `dpshard.Packing`.
         `steps` requests another number of logical batches: part of the run, or steps beyond the plan, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
         """
-        check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=self.mechanism.rows_per_unit)
+        K = self.mechanism.rows_per_unit
+        check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
+        if packing is not None:
+            plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
+            check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
         loaded = load(
             dataset,
-            self._plans(dataset, micro_batch_size, steps, pad=pad),
+            self._plans(dataset, micro_batch_size, steps, pad=pad, packing=packing),
             sample_size=self.mechanism.sample_size,
-            rows_per_unit=self.mechanism.rows_per_unit,
-            collate_fn=verified_collation(collate_fn, self.mechanism.rows_per_unit) if self._verify else collate_fn,
+            rows_per_unit=K,
+            packed=packing is not None,
+            collate_fn=verified_collation(collate_fn, K) if self._verify else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
@@ -302,7 +316,7 @@ class PrivacyEngine:
         return self._collector.batches(loaded, lambda: self.step)
 
     def _plans(
-        self, dataset: Any, micro_batch_size: int | None, steps: int | None, *, pad: bool
+        self, dataset: Any, micro_batch_size: int | None, steps: int | None, *, pad: bool, packing: Packing | None
     ) -> Iterator[MicroBatchPlan]:
         # A generator reads the engine only at the first batch: load_state_dict() may come before.
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
@@ -317,7 +331,17 @@ class PrivacyEngine:
             world_size=ranks.world_size,
             pad=pad,
             rows_per_unit=self.mechanism.rows_per_unit,
+            pack=None if packing is None else functools.partial(plan_packed, dataset, packing),
         )
+
+    def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
+        """Return a block in which the model gets packed rows [R, T] with these units; for loops that feed their own.
+
+        Forwards and `verify` belong in it. `unit_ids` [R, T]: the unit of every token, 0, 1, ..., and -1 for padding.
+        `units`: the most units of a micro-batch, a public number; the divisor of a mean loss. Raises BatchLayoutError
+        for a unit that is not one run of tokens in one row.
+        """
+        return self._collector.own_packed(PackedTokens(unit_ids, units), verified=self._verify)
 
     def privatize(self) -> None:
         """Add the noise to the clipped sums and divide by the expected batch size.
@@ -381,8 +405,7 @@ class PrivacyEngine:
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         with self._backend.sharding.guard_disabled():
             run = self._interception.plan(model_inputs, model_kwargs)
-            K = self.mechanism.rows_per_unit
-            loss = None if loss_fn is None else Loss(loss_fn, tuple(by_unit(t, 0, K) for t in targets), K)
+            loss = None if loss_fn is None else loss_on(run, loss_fn, targets)
             self._verifier.verify(self._interception.replay, run, loss, thorough=True)
 
     def detach(self) -> None:
@@ -461,15 +484,3 @@ class PrivacyEngine:
     def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:
             self._verifier.before_forward(self._interception.replay, run, kind)
-
-
-def _check_choices(
-    model: Any, accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
-) -> None:
-    optimizer_hook.check_model(model)
-    check_choice("accountant", accountant, get_args(AccountantName))
-    check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-    check_choice("on_budget", on_budget, ("raise", "continue"))
-    check_choice("secure_mode", secure_mode, (False, True))
-    check_choice("noise", noise, get_args(NoiseName))
-    check_choice("verify", verify, (False, True))

@@ -27,7 +27,7 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
-from dpshard.records import Record
+from dpshard.records import Owners, Record
 from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
@@ -54,9 +54,19 @@ class Tape:
     compiled: bool = False
     rehearses: bool = False
 
-    def __init__(self, clipper: Clipper, batch_size: int, is_padding_B: Tensor | None, loss_scale: float) -> None:
+    def __init__(
+        self,
+        clipper: Clipper,
+        batch_size: int,
+        is_padding_B: Tensor | None,
+        loss_scale: float,
+        owners: Owners | None = None,
+    ) -> None:
+        """Take B = `batch_size` samples; with `owners`, as many rows of packed samples, each of one owner."""
         self.clipper = clipper
         self.batch_size = batch_size
+        """Samples that rules record: B, or the rows of packed samples."""
+        self.owners = owners
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
         """Factor from recorded gradients to those of each sample's own loss (B under a mean)."""
@@ -165,7 +175,7 @@ class Tape:
         """Take the tensors kept for a use, and its gradient, as records."""
         if all(map(_is_there, tensors)):
             for source, record in use.build(*tensors):
-                self._add(source, record.real())
+                self._add(source, (record if self.owners is None else self.owners.assign(record)).real())
         arriving = [name for source in use.sources for name in source.roots]
         for source in use.sources:
             for name in source.roots:

@@ -11,6 +11,7 @@ from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
+from dpshard.interception.packed import PackedRun
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
 from dpshard.interception.rows import Copies, Doubt, Doubts, RowIdentity
@@ -27,6 +28,7 @@ __all__ = [
     "Draws",
     "Interception",
     "IsolatedForward",
+    "PackedRun",
     "Replay",
     "RowIdentity",
     "Run",

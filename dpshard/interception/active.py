@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from dpshard.interception.batch_dims import Layout
 from dpshard.interception.call import Refusal
 from dpshard.interception.mode import InterceptionMode
+from dpshard.interception.packed import TokenGrid
 from dpshard.interception.slots import RecomputeSlots, Slots
 from dpshard.rules.call import Source
 
@@ -27,6 +28,7 @@ class Region:
     slots: Slots
     refusal: Refusal
     rows_per_unit: int
+    grid: TokenGrid | None
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -37,6 +39,7 @@ class Region:
             self.slots,
             self.refusal,
             self.rows_per_unit,
+            self.grid,
         )
         self.entered = True
         try:

@@ -72,7 +72,7 @@ class CompiledRegions:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
-        key = (module, tree, shapes, any(torch.is_autocast_enabled(device) for device in devices))
+        key = (module, tree, shapes, mode.grid, any(torch.is_autocast_enabled(device) for device in devices))
         # Parameters of the module, and sources among its arguments, have the same numbers in every call.
         sources = mode.sources
         tensors = [*(p for _, p in parameters_of(module)), *leaves]
@@ -84,7 +84,7 @@ class CompiledRegions:
         made = list(zip(region.labels, mode.slots.region(uses), strict=True))
         known = self._known(region, mode, first)
         slots = PreallocatedSlots(mode.slots.batch_size, made)
-        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit)
+        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit, mode.grid)
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
@@ -97,7 +97,7 @@ class CompiledRegions:
         for x in first:
             numbering.number(mode.sources[x])
         refusal = _renaming(mode.refusal, numbering)
-        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit)
+        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()

@@ -29,6 +29,7 @@ from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
 from dpshard.interception.mode import InterceptionMode, UnknownCall
 from dpshard.interception.module_hooks import refuse_hooks
+from dpshard.interception.packed import PackedRun, plan_packed_run
 from dpshard.interception.parameter_writes import WriteGuard
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.patching import ModulePatcher
@@ -39,6 +40,7 @@ from dpshard.interception.replay import Replay
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.names import is_compiled_wrapper
 from dpshard.rules.call import Source
+from dpshard.sampling import MicroBatchPlan
 
 _NOT_COMPILED = (
     "dpshard runs forward around a compiled model, not within it. Compile the model, or its blocks, before you make "
@@ -95,8 +97,14 @@ class Interception:
     def plan(self, args: Any, kwargs: Any) -> Run:
         """Return the probed call of the model with these arguments, to repeat outside training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
-        run = plan_run(self._model, self.patcher.original(self._model), args, kwargs, None, self._rows_per_unit)
-        return self.layouts.probed(run)
+        run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
+        return run if isinstance(run, PackedRun) else self.layouts.probed(run)
+
+    def _planned(self, module: nn.Module, original: Any, args: Any, kwargs: Any, plan: MicroBatchPlan | None) -> Run:
+        packed = self._session.packed
+        if packed is not None:
+            return plan_packed_run(module, original, args, kwargs, packed)
+        return plan_run(module, original, args, kwargs, plan, self._rows_per_unit)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         """Run a patched forward: outermost, inner, repeated, or ordinary."""
@@ -143,7 +151,7 @@ class Interception:
             original = with_recomputed_weights(module, original)
         session, parameters = self._session, self._parameters
         repeatable = parameters.repeatable(module, original)
-        run = plan_run(module, repeatable, args, kwargs, session.plan, self._rows_per_unit)
+        run = self._planned(module, repeatable, args, kwargs, session.plan)
         rows = session.rows
         if rows is not None:
             rows.enter(run)
@@ -165,18 +173,20 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        run = self.layouts.as_read(run)
+        packed = isinstance(run, PackedRun)
+        run = run if packed else self.layouts.as_read(run)
         contents = kind_of_contents(run)  # before a probe can change them
-        run = self.layouts.probed(run)
+        run = run if packed else self.layouts.probed(run)
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
         self._parameters.unshard(run.module)
-        return run, self.layouts.found[kind]
+        return run, {} if packed else self.layouts.found[kind]
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):
             sources, refusal = self._parameters.trainable(), self._parameters.refusal
-            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit)
+            grid = run.grid if isinstance(run, PackedRun) else None
+            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid)
             try:
                 with self._active.recorded(mode):
                     return call()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
+from dpshard.interception.packed import NOT_BY_TOKEN, TokenGrid, replaced, writes_in_place
 from dpshard.interception.routed_calls import ONE_BY_ONE, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
 from dpshard.interception.slots import ANOTHER_COURSE, Slots
@@ -56,10 +57,18 @@ class InterceptionMode(TorchFunctionMode):
     """Redirects calls that use parameters to their rules."""
 
     def __init__(
-        self, sources: dict[Tensor, Source], layout: Layout, slots: Slots, refusal: Refusal, rows_per_unit: int = 1
+        self,
+        sources: dict[Tensor, Source],
+        layout: Layout,
+        slots: Slots,
+        refusal: Refusal,
+        rows_per_unit: int = 1,
+        grid: TokenGrid | None = None,
     ) -> None:
         super().__init__()
         self._refusal = refusal
+        self.grid = grid
+        """Rows and tokens of a forward on packed rows, which needs no layout; None for any other."""
         self.rows_per_unit = rows_per_unit
         self.layout = layout
         self.slots = slots
@@ -70,7 +79,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return a mode with the same sources and layout that records in `slots`."""
-        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit)
+        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid)
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Add a gathered parameter to the sources; remove a frozen one."""
@@ -144,6 +153,8 @@ class InterceptionMode(TorchFunctionMode):
         key = call_key(func, tensors, self.sources)
         if key[0] in PASS_THROUGH or not (torch.is_grad_enabled() or self.slots.rehearses):
             return func(*args, **kwargs)
+        if self.grid is not None:
+            return self._by_token(self.grid, func, args, kwargs, tensors, compiling=compiling)
         layout = self.layout.get(key)
         in_region = self.slots.compiled and not self.slots.rehearses
         if layout is None and not compiling and not in_region:
@@ -165,6 +176,45 @@ class InterceptionMode(TorchFunctionMode):
                 return self._run_routed(call)
         result = self._rule(func, call)(call, *args, **kwargs)
         if routes is not None or (not compiling and func in STARTING):
+            self.routing.follow(func, args, kwargs, result)
+        return result
+
+    def _by_token(
+        self, grid: TokenGrid, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], *, compiling: bool
+    ) -> Any:
+        """Run a call on packed rows, with every token as a row; see [Note: Tokens as rows]."""
+        routing = None if compiling else self._routing
+        routes = routing is not None and not routing.idle
+        routed = [routes and x not in self.sources and self.routing.samples(x) is not None for x in tensors]
+        places = [
+            None if x in self.sources or of_route else grid.place(x)
+            for x, of_route in zip(tensors, routed, strict=True)
+        ]
+        axes = [BatchAxis(0, routed=r) if r or p is not None else None for p, r in zip(places, routed, strict=True)]
+        flat = [x if p is None else grid.by_token(x, p) for x, p in zip(tensors, places, strict=True)]
+        layout = CallLayout(axes, BatchAxis(0, routed=any(routed)) if any(axes) else None)
+        call = InterceptedCall(func, args, kwargs, flat, layout, self.sources, self.slots, self.refusal)
+        if layout.derives:
+            if any(x.requires_grad for x in tensors if x not in self.sources):
+                raise call.refuse(NOT_BY_TOKEN, advise=False)
+            return self._derive(func, args, kwargs)
+        if routes:
+            call = with_routed_rows(call, self.routing)
+            if call.samples is not None:
+                return self._run_routed(call)
+        place = grid.common_place(places)
+        # Compiled regions were rehearsed.
+        stale = not compiling and writes_in_place(func) and flat[0].data_ptr() != tensors[0].data_ptr()
+        if place is None or stale:
+            raise call.refuse(NOT_BY_TOKEN, advise=False)
+        call.args, call.kwargs = replaced(args, tensors, flat), replaced(kwargs, tensors, flat)
+        result = self._rule(func, call)(call, *call.args, **call.kwargs)
+        outputs = outputs_of(result)
+        back = [grid.back(x, place) for x in outputs]
+        if any(x is None for x in back):
+            raise call.refuse(NOT_BY_TOKEN, advise=False)
+        result = replaced(result, outputs, back)
+        if not compiling and (routing is not None or func in STARTING):
             self.routing.follow(func, args, kwargs, result)
         return result
 
@@ -208,6 +258,8 @@ class InterceptionMode(TorchFunctionMode):
         return self._routing
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
+        if self.grid is not None:
+            return x.shape[dim] == self.slots.batch_size
         known = self.layout.get(rows_key(x, dim))
         whole = self.slots.batch_size * self.rows_per_unit
         if known is None and read and x.requires_grad and x.shape[dim] == whole:

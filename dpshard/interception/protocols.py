@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpshard.clipping.tape import Tape
 from dpshard.interception.rows import RowIdentity
-from dpshard.sampling import MicroBatchPlan
+from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 
 class TapeProvider(Protocol):
@@ -26,6 +26,11 @@ class TapeProvider(Protocol):
     @property
     def rows(self) -> RowIdentity | None:
         """The check of that micro-batch's rows."""
+        ...
+
+    @property
+    def packed(self) -> PackedTokens | None:
+        """The units of the tokens, if the forward is on packed rows."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:

@@ -16,6 +16,7 @@ from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Dra
 from dpshard.interception.isolation import Isolate, IsolatedForward, eager
 from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
 from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.packed import PackedRun
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.run import Run
 
@@ -51,11 +52,12 @@ class Replay:
         self, run: Run, samples: list[int], tape: Callable[[], Tape], state: IsolatedForward, draws: Draws = AS_DRAWN
     ) -> Any:
         """Return the output for `samples`, recorded on a tape from `state`, without dropout or compilation."""
-        layout = self.layouts.of(run)
+        grid = run.grid if isinstance(run, PackedRun) else None
+        layout = self.layouts.of(run) if grid is None else {}
         for _ in range(ATTEMPTS):
             state.rewind(draws)
             sources, refusal = self.parameters.trainable(), self.parameters.refusal
-            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit)
+            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid)
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,3 +44,34 @@ def sample_losses(
     if per == "sample-sum":
         return total_B
     return total_B / (labels != ignore_index).view(len(labels), -1).sum(1).clamp(min=1)
+
+
+def packed_cross_entropy(
+    logits: Tensor, labels: Tensor, unit_ids: Tensor, units: int, *, causal: bool = True, ignore_index: int = -100
+) -> Tensor:
+    """Return the mean cross-entropy [units] of each unit of packed rows, float32 or wider; 0 for one without labels.
+
+    Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding. `causal`:
+    each token predicts the next one's label, if that is of its unit; otherwise its own. `units` is the public number of
+    units of a micro-batch: `micro_batch_size` of `engine.batches`. Call backward() on the mean, which divides by
+    `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
+
+    A mean over the tokens of the rows would divide by the number of tokens that were drawn: a unit's gradient would
+    depend on the others before clipping. Raises ConfigurationError for other shapes.
+    """
+    if logits.dim() != 3 or logits.shape[:-1] != labels.shape or labels.shape != unit_ids.shape:
+        raise ConfigurationError(
+            f"logits have shape {tuple(logits.shape)}, labels {tuple(labels.shape)} and unit_ids "
+            f"{tuple(unit_ids.shape)}. Pass logits [R, T, C] with labels and unit_ids [R, T]."
+        )
+    counted = unit_ids >= 0
+    if causal:
+        counted = counted[:, 1:] & (unit_ids[:, 1:] == unit_ids[:, :-1])
+        logits, labels, unit_ids = logits[:, :-1], labels[:, 1:], unit_ids[:, 1:]
+    counted = counted & (labels != ignore_index)
+    wide = logits.float() if logits.element_size() < 4 else logits
+    targets = labels.masked_fill(~counted, ignore_index)
+    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignore_index)
+    place = torch.where(counted, unit_ids, units).flatten()  # the last sum is dropped
+    totals, counts = (x.new_zeros(units + 1).index_add(0, place, x)[:units] for x in (losses, torch.ones_like(losses)))
+    return totals / counts.clamp(min=1)

@@ -10,7 +10,7 @@ from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
 from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, gram, wide
-from dpshard.records.of_samples import of_samples
+from dpshard.records.of_samples import Owners, of_samples
 from dpshard.records.offload import fetched, offloaded
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
@@ -25,6 +25,7 @@ __all__ = [
     "EmbeddingRecord",
     "HeadRecord",
     "OuterProduct",
+    "Owners",
     "PerSampleGrad",
     "Record",
     "RoutedProduct",

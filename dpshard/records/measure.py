@@ -14,7 +14,7 @@ from dpshard.kernels.underflow import hidden
 from dpshard.records.convolution import Convolution
 from dpshard.records.cost import ProductSize
 from dpshard.records.embedding import EmbeddingRecord
-from dpshard.records.numerics import flat, gram_bound, norms, wide
+from dpshard.records.numerics import add_rows, flat, gram_bound, norms, wide
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
@@ -98,6 +98,10 @@ def _scale(record: Record) -> Tensor:
         return record.scale_of_terms()
     if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
+    if isinstance(record, RoutedProduct):
+        met = (record.group >= 0) & (record.group < record.groups)
+        sizes = torch.where(met, norms(record.rows) * norms(record.cols), 0)
+        return add_rows(sizes, record.sample, record.batch_size)
     return norms(record.per_sample())
 
 
@@ -122,8 +126,28 @@ def inner(first: Record, second: Record) -> Tensor:
         and first.cols.shape[3] == second.values.shape[2]
     ):
         return _inner_outer_gather(first, second)
+    if isinstance(first, EmbeddingRecord) and isinstance(second, RoutedProduct):
+        first, second = second, first
+    if isinstance(first, RoutedProduct) and isinstance(second, EmbeddingRecord) and _is_tied(first, second):
+        return _inner_routed_gather(first, second)
     products = flat(first.per_sample()) * flat(second.per_sample())
     return products.sum(1) + hidden(products[0].numel(), products.dtype)
+
+
+def _is_tied(routed: RoutedProduct, gather: EmbeddingRecord) -> bool:
+    return routed.groups == 1 and routed.cols.shape[1] == gather.values.shape[2]
+
+
+def _inner_routed_gather(routed: RoutedProduct, gather: EmbeddingRecord) -> Tensor:
+    """Return `_inner_outer_gather` of packed samples, without padding all of them to the longest."""
+    total = torch.zeros(routed.batch_size, dtype=wide(routed.rows).dtype, device=routed.rows.device)
+    for samples, product in routed.by_length():
+        longest = int((gather.ids[samples] >= 0).sum(1).max())
+        ids, order = gather.ids[samples].sort(dim=1, descending=True, stable=True)  # padding (-1) goes last
+        values = gather.values[samples].gather(1, order[:, :longest, None].expand(-1, -1, gather.values.shape[2]))
+        part = EmbeddingRecord(ids[:, :longest], values, gather.shape)
+        total = total.index_copy(0, samples, _inner_outer_gather(product, part))
+    return total
 
 
 def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:

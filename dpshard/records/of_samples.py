@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -42,3 +44,29 @@ def _gathered(record: EmbeddingRecord, sample_N: Tensor, batch_size: int) -> Emb
     values = record.values.new_zeros(batch_size, longest, T, C)
     ids[sample_N, place], values[sample_N, place] = record.ids, record.values
     return EmbeddingRecord(ids.flatten(1), values.flatten(1, 2), record.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The sample of each row of packed samples; rows without one (padding) are left out of every record."""
+
+    sample_N: Tensor
+    """int64 [N]; negative: no sample"""
+    batch_size: int
+    """B"""
+
+    def assign(self, record: Record) -> Record:
+        """Return the record of N rows as one of B samples."""
+        B, padding_N = self.batch_size, self.sample_N < 0
+        if isinstance(record, PerSampleGrad):
+            spare = torch.where(padding_N, B, self.sample_N)  # a sum of its own: 0 * NaN would reach the others
+            return PerSampleGrad(add_rows(wide(record.gradient), spare, B + 1)[:B])
+        if isinstance(record, EmbeddingRecord):
+            kept = padding_N.logical_not().nonzero()[:, 0]
+            shown = replace(record, ids=record.ids[kept], values=record.values[kept])
+            return of_samples(shown, self.sample_N[kept], B)
+        owned = of_samples(record, torch.arange(len(padding_N), device=padding_N.device), len(padding_N))
+        assert isinstance(owned, RoutedProduct)
+        sample = self.sample_N[owned.sample]
+        group = torch.where(sample < 0, -1, owned.group)
+        return replace(owned, sample=sample.clamp(min=0), group=group, batch_size=B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,11 +54,27 @@ class RoutedProduct:
 
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
+    def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
+        """Yield products of a similar number of rows, with the key sample * G + group of each.
+
+        Padded to a common length, one long sample among many short ones would fill memory with zeros.
+        """
+        met = (self.group >= 0) & (self.group < self.groups)
+        key = torch.where(met, self.sample * self.groups + self.group, -1)
+        keys, place, counts = torch.unique(key, return_inverse=True, return_counts=True)
+        length = counts.double().log2().ceil().long().masked_fill(keys < 0, -1)
+        for some in length.unique().tolist():
+            if some >= 0:
+                chosen = (length == some)[place]
+                part = replace(self, **{name: getattr(self, name)[chosen] for name in _BY_ROW})
+                yield part._by(key[chosen], wide(part.rows))
+
     def norm_sq(self, method: NormMethod) -> Tensor:
         """Squared norms [B]; those of groups add up, because groups are different elements of the weight."""
-        keys, product = self._by(self.sample * self.groups + self.group, wide(self.rows))
-        norm_sq = product.norm_sq(method)
-        return add_rows(norm_sq, keys // self.groups, self.batch_size)
+        total = torch.zeros(self.batch_size, dtype=wide(self.rows).dtype, device=self.rows.device)
+        for keys, product in self.by_length():
+            total = total + add_rows(product.norm_sq(method), keys // self.groups, self.batch_size)
+        return total
 
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
@@ -66,7 +83,11 @@ class RoutedProduct:
     def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
         """sum_i clip_coef_i * gradient_i, [*shape]."""
         rows = wide(self.rows)
-        return self._placed(self.group, rows * clip_coef_B.to(rows.dtype)[self.sample][:, None], 1)[0]
+        rows = rows * clip_coef_B.to(rows.dtype)[self.sample][:, None]
+        if self.groups > 1:
+            return self._placed(self.group, rows, 1)[0]
+        unmet = self.group != 0
+        return (zero_rows(rows, unmet).mT @ zero_rows(wide(self.cols), unmet)).view(self.shape)
 
     def _placed(self, key: Tensor, rows: Tensor, n: int) -> Tensor:
         keys, product = self._by(key, rows)
@@ -91,3 +112,6 @@ class RoutedProduct:
         """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
+
+
+_BY_ROW = ("rows", "cols", "sample", "group")

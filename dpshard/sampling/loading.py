@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from dpshard.errors import DataError
+from dpshard.sampling.packing import PlacedDocuments, collate_packed
 from dpshard.sampling.plans import MicroBatchPlan
 from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors
 
@@ -23,6 +24,7 @@ def load(
     *,
     sample_size: int,
     rows_per_unit: int = 1,
+    packed: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -32,11 +34,13 @@ def load(
     """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
     `plans` is consumed lazily, so it may describe a run of any length. An item of the data set is a sample, or a unit
-    of `rows_per_unit` rows. The other arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once,
-    as `check_dataset` does.
+    of `rows_per_unit` rows; if `packed`, a document. The other arguments are those of `torch.utils.data.DataLoader`.
+    Raises DataError, at once, as `check_dataset` does.
     """
     check_dataset(dataset, sample_size)
-    if type(dataset) is TensorDataset and collate_fn is None:
+    if packed:
+        dataset, collate_fn = PlacedDocuments(dataset), collate_packed
+    elif type(dataset) is TensorDataset and collate_fn is None:
         dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)
         collate_fn = _as_is
     else:
@@ -89,7 +93,10 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A batch sampler that appends each plan to `ahead`; if `keyed`, each index comes with the step's key."""
+    """A batch sampler that appends each plan to `ahead`.
+
+    If `keyed`, each index comes with the step's key; with packed rows, with the placement of its micro-batch.
+    """
 
     plans: Iterable[MicroBatchPlan]
     ahead: deque[MicroBatchPlan]
@@ -100,7 +107,10 @@ class _Announced:
             self.ahead.append(plan)
             # Padding follows collation: a collate_fn that sorts its rows must not move it.
             indices = plan.indices[: max(1, plan.samples)]
-            yield [(i, plan.rows_key) for i in indices] if self.keyed else indices
+            if plan.placement is not None:
+                yield [(i, plan.placement) for i in indices]
+            else:
+                yield [(i, plan.rows_key) for i in indices] if self.keyed else indices
 
 
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
@@ -109,6 +119,8 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also in nested tuples,
     lists and dicts. Raises DataError if no part of `data` has a row per sample.
     """
+    if plan.placement is not None:
+        return data
     K = plan.rows_per_unit
     rows, B = max(1, plan.samples) * K, len(plan.indices) * K
     places = torch.tensor([min(place, rows - K + place % K) for place in range(B)], device="cpu")

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -124,6 +124,8 @@ class MicroBatchPlan:
     """Key that draws the rows of a unit."""
     rows_per_unit: int = 1
     """Consecutive rows per sample; the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
+    placement: Any = None
+    """Where units lie in packed rows (packing.Placement), or None."""
 
     @cached_property
     def samples(self) -> int:
@@ -209,11 +211,18 @@ def poisson_plans(
     world_size: int = 1,
     pad: bool = True,
     rows_per_unit: int = 1,
+    pack: Callable[..., Sequence[MicroBatchPlan]] | None = None,
 ) -> Iterator[MicroBatchPlan]:
-    """Yield the micro-batches of `rank` in `steps`; with `micro_batch_size` None, one per logical batch."""
+    """Yield the micro-batches of `rank` in `steps`; with `micro_batch_size` None, one per logical batch.
+
+    `pack` plans the micro-batches of packed rows, in place of `plan_micro_batches`.
+    """
     sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
     for step in steps:
         drawn = sampler.draw(step)
+        if pack is not None:
+            yield from pack(drawn, step, micro_batch_size, rank, world_size)
+            continue
         size = micro_batch_size or max(1, math.ceil(len(drawn) / world_size))
         of_units = {"rows_per_unit": rows_per_unit, "rows_key": derive_key(secret, "rows of units", step)}
         yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad, **of_units)

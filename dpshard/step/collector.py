@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
 
@@ -17,10 +18,11 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
-from dpshard.errors import EngineInUseError, LogicalBatchError
+from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
 from dpshard.interception import Copies, Doubts, RowIdentity
 from dpshard.noise.keyed import Shard
-from dpshard.sampling import MicroBatchPlan
+from dpshard.records import Owners
+from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
@@ -81,6 +83,7 @@ class Collector:
         self._device = backend.sharding.device
         self._mean, self._rows_per_unit = mean, rows_per_unit
         self._loop: Feed | None = None  # feed of the running loop over `batches`
+        self._own_packed: PackedTokens | None = None
         self._own: list[Tape] = []  # forwards of a user's own loop since the last release
         self._silence = Silence()
         self._begin_doubts()
@@ -110,11 +113,34 @@ class Collector:
     def rows(self) -> RowIdentity | None:
         """See TapeProvider."""
         micro = self._micro
-        if micro is None:
+        if micro is None or micro.plan.placement is not None:
             return None
         if micro.rows is None:
             micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
         return micro.rows
+
+    @property
+    def packed(self) -> PackedTokens | None:
+        """See TapeProvider."""
+        micro = self._micro
+        if micro is None:
+            return self._own_packed
+        if micro.packed is None and micro.plan.placement is not None:
+            micro.packed = packed_tokens(micro.data, micro.plan)
+        return micro.packed
+
+    @contextmanager
+    def own_packed(self, packed: PackedTokens, *, verified: bool) -> Iterator[None]:
+        """Take the forwards of a block of a user's own loop for ones on packed rows."""
+        if not verified or self._rows_per_unit > 1:
+            raise ConfigurationError(refusals.PACKED_UNVERIFIED)
+        if self.batch is not None:
+            raise LogicalBatchError(refusals.PACKED_TWICE)
+        before, self._own_packed = self._own_packed, packed
+        try:
+            yield
+        finally:
+            self._own_packed = before
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See TapeProvider."""
@@ -127,15 +153,19 @@ class Collector:
             self._backend.sharding.refuse_changed_parameters()
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
-        micro = self._micro
+        micro, packed, owners, is_padding_B = self._micro, self.packed, None, None
+        if packed is not None:
+            scale = float(packed.units) if self._mean else 1.0
+            owners = Owners(packed.owners(self._device), packed.units)
+            is_padding_B = packed.is_padding.to(self._device)
         if micro is None:
             self._require_own_loop(module)
-            tape = Tape(self.clipper, batch_size, None, scale)
+            tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
             self._own = [*(earlier for earlier in self._own if earlier.unfinished), tape]
         else:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
-                micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale)
+                micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
                 if micro.rows is not None and micro.rows.copies is not None:
                     self._watched.append((is_padding_B, micro.rows.copies))
             tape = micro.tape
@@ -207,7 +237,7 @@ class Collector:
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """See Sink."""
         self.metrics.observe(group, norm_B, is_padding_B)
-        if is_padding_B is not None:
+        if is_padding_B is not None and self.batch is not None:
             self._silence.observe(group, norm_B, is_padding_B)
         for padding_B, copies in self._watched:
             if padding_B is is_padding_B:

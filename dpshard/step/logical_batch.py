@@ -12,7 +12,7 @@ from torch import Tensor
 from dpshard.clipping.tape import Tape
 from dpshard.errors import LogicalBatchError, UnknownLengthError
 from dpshard.interception import RowIdentity
-from dpshard.sampling import MicroBatchPlan
+from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 """Plans of micro-batches with their data."""
@@ -47,6 +47,8 @@ class MicroBatch:
     """Shared by all forwards on it, so a sample has one gradient and one factor."""
     rows: RowIdentity | None = None
     """Watches that its rows stay its samples."""
+    packed: PackedTokens | None = None
+    """The units of its tokens, if it has packed rows."""
 
     @property
     def unfinished(self) -> str | None:

@@ -9,6 +9,15 @@ DETACHED = (
     "state_dict() of this one."
 )
 
+PACKED_UNVERIFIED = (
+    "Packed rows need verify=True, because only a comparison of units shows that attention stays within them, and "
+    "rows_per_unit=1."
+)
+PACKED_TWICE = (
+    "engine.packed(...) is for loops that feed their own batches; engine.batches(..., packing=) knows the units of its "
+    "micro-batches. Leave engine.packed out."
+)
+
 _AGAIN = (
     "Nothing was released. Leave the loop and call engine.batches(...) again: it draws the same logical batch, at no "
     "cost. If memory ran out, take a smaller micro_batch_size."

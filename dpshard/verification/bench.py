@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import DpshardError, VerificationError
-from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, Replay, Run
+from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, PackedRun, Replay, Run
 from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
@@ -65,6 +65,12 @@ class Bench:
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
+            if isinstance(run, PackedRun):
+                raise RunFailedError(
+                    f"{type(run.module).__name__} fails on one unit of its packed rows alone, [1, L] in place of "
+                    f"{list(run.packed.shape)} ({error}). Likely causes: a table or mask of a fixed length, or an "
+                    f"input of the whole stream. Compute them in forward from position_ids or unit ids [R, T]."
+                ) from error
             raise RunFailedError(
                 f"{type(run.module).__name__} fails on only {len(samples)} sample(s) of the micro-batch ({error}), so "
                 f"samples have no gradient of their own. Likely causes: it normalises over samples (BatchNorm), needs "

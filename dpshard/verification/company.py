@@ -82,7 +82,7 @@ def check_company(
             if fourth is None:
                 continue
             for i in scalars:
-                _check_additive(bench, [before[i], after[i], third[i], fourth[i]])
+                check_additive(bench, [before[i], after[i], third[i], fourth[i]])
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
@@ -131,7 +131,8 @@ _MIXES = (
 )
 
 
-def _check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
+def check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
+    """Raise VerificationError unless a change in both halves is the sum of the changes in each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):

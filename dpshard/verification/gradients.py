@@ -40,7 +40,7 @@ class Differentiated(Protocol):
     differentiated: Mapping[str, Tensor]
 
 
-class _Found:
+class Found:
     """Norms by group, and sketches of clipped sums by parameter, of one backward pass."""
 
     def __init__(self) -> None:
@@ -82,20 +82,20 @@ def check_gradients(
     bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
     plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
     for objective in objectives:
-        found = _Found()
+        found = Found()
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
         output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
-        _differentiate(size * objective(output, chosen), twin.differentiated())
+        differentiate(size * objective(output, chosen), twin.differentiated())
         del output
-        singles = [_sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
+        singles = [sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
         watched = [i != outlier for i in chosen]
-        _check(
+        check_norms_and_sums(
             found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size
         )
 
 
-def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
+def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
     """Run backward from `value` to `parameters`; hooks and anchors take the gradients."""
     if not parameters:
         return
@@ -108,7 +108,7 @@ def _differentiate(value: Tensor, parameters: list[Tensor]) -> None:
         raise UnsupportedParameterError(REENTRANT) from error
 
 
-def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
+def sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
     """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time."""
     found: dict[str, Sketch] = {}
 
@@ -121,11 +121,11 @@ def _sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict
     with ExitStack() as hooks:
         for name, parameter in parameters.items():
             hooks.callback(parameter.register_hook(functools.partial(note, name)).remove)
-        _differentiate(value, list(parameters.values()))
+        differentiate(value, list(parameters.values()))
     return found
 
 
-def _check(
+def check_norms_and_sums(
     together: Mapping[str, Sketch],
     singles: Sequence[Mapping[str, Sketch]],
     norms: Mapping[int, Tensor],
@@ -135,7 +135,9 @@ def _check(
     half: bool,
     watched: Sequence[bool],
     size: float,
+    causes: str | None = None,
 ) -> None:
+    """Raise VerificationError, with `causes` if given, unless `norms` and the sums `together` are of `singles`."""
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     whole = [_norm(single.values()) for single in singles]
@@ -154,7 +156,7 @@ def _check(
         norms_agree = (found - exact)[finite].abs().max() <= tolerance * exact[finite].max() + rounding
         if not of_all:
             if not bool(norms_agree):
-                raise _failure(group, group.names[0], exact, found)
+                raise _failure(group, group.names[0], exact, found, causes)
             continue
         device = clipper.roots.values[group.names[0]].device  # a user's function gets norms there in training
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
@@ -170,7 +172,7 @@ def _check(
             for name in group.names
         )
         if not (bool(norms_agree) and sums_agree and parts_agree):
-            raise _failure(group, max(off, key=lambda name: off[name]), exact, found)
+            raise _failure(group, max(off, key=lambda name: off[name]), exact, found, causes)
 
 
 def _norm(sketches: Iterable[Sketch]) -> float:
@@ -188,7 +190,12 @@ def _difference(
     return float(image.norm())
 
 
-def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor) -> VerificationError:
+def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor, causes: str | None) -> VerificationError:
+    if causes is not None:
+        return VerificationError(
+            f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} units in a stream differ from "
+            f"those of each unit alone. Norms alone: {_list(exact)}; together: {_list(found)}. {causes}"
+        )
     if other := _other_reduction(exact, found):
         return VerificationError(
             f"{worst} (clipping group {group.label!r}): {other} Norms alone: {_list(exact)}; together: {_list(found)}."

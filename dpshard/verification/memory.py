@@ -9,31 +9,35 @@ closures, which cannot be restored. Counters and tables of positions pass: they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.interception import same
+from dpshard.interception import Run, same
 from dpshard.verification.bench import Bench
 from dpshard.verification.samples import another, has_numbers, replaced
 from dpshard.verification.tolerances import moved, one_size, scale
 
 
-def check_memory(bench: Bench, *, thorough: bool) -> set[str]:
-    """Raise UnsupportedParameterError if the model keeps something of a sample that later samples meet.
-
-    Returns the paths that every forward changes alike. `thorough`: also after a plain sample, not only a scaled one.
-    """
-    run = bench.run
-    first, one = bench.chosen[0], [bench.chosen[0]]
+def others_of(bench: Bench) -> list[Run]:
+    """Return runs with another first chosen sample, an outlier first."""
+    run, first = bench.run, bench.chosen[0]
     rows = list(range(run.batch_size))
     other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
     others = [another(run, first) if len(bench.chosen) == 1 else other]
-    if has_numbers(run):
-        others = [replaced(others[0], rows, [first]), *others]
+    return [replaced(others[0], rows, [first]), *others] if has_numbers(run) else others
+
+
+def check_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
+    """Raise UnsupportedParameterError if the model keeps something of a sample that later samples meet.
+
+    Returns the paths that every forward changes alike. `others`: runs with another first chosen sample. `thorough`:
+    also after a plain sample, not only a scaled one.
+    """
+    run, one = bench.run, [bench.chosen[0]]
     alone = bench.values(one)
     state = bench.state
     kept, after, outputs = [], [], []

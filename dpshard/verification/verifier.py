@@ -22,16 +22,17 @@ from dpshard.backends.communicator import Communicator
 from dpshard.backends.sharding import Sharding
 from dpshard.clipping.tape import Clipper
 from dpshard.errors import VerificationError
-from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, Replay, Run
+from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import Others, check_company, check_other_ranks
 from dpshard.verification.gradients import check_gradients
 from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
 from dpshard.verification.lengths import check_lengths
-from dpshard.verification.memory import check_memory
+from dpshard.verification.memory import check_memory, others_of
 from dpshard.verification.objectives import Loss, objectives
-from dpshard.verification.samples import has_numbers, pick
+from dpshard.verification.packed import check_packed, pick_units, shuffled
+from dpshard.verification.samples import SAMPLES, has_numbers, pick
 from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
@@ -110,6 +111,9 @@ class Verifier:
         sharding = self._sharding
         sharding.refuse_changed_parameters()
         random = self._random(self._moment()[0])
+        if isinstance(run, PackedRun):
+            self._verify_packed(replay, run, loss, random, thorough=thorough)
+            return
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
         if thorough:
             fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
@@ -128,7 +132,7 @@ class Verifier:
             del kept, kept_alone
             # With an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
-            counters = check_memory(bench, thorough=thorough) if thorough or not gradients else set()
+            counters = check_memory(bench, others_of(bench), thorough=thorough) if thorough or not gradients else set()
             if thorough:
                 check_other_ranks(bench, self._ranks.rank, self._ranks.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
@@ -141,6 +145,24 @@ class Verifier:
             if self._watch.lengths_vary and not _unshards(replay, run) and run.rows_per_unit == 1:
                 check_lengths(bench)
         self._watch.accept(replay.parameters.model, counters)
+
+    def _verify_packed(
+        self, replay: Replay, run: PackedRun, loss: Loss | None, random: np.random.Generator, *, thorough: bool
+    ) -> None:
+        """Compare packed units with each unit alone; see packed.py."""
+        sharding = self._sharding
+        chosen = pick_units(run, int(random.integers(run.rows)), SAMPLES if thorough else 2)
+        with sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+            bench = Bench(replay, state, run, loss, self._mean, chosen, AS_DRAWN if thorough else Draws.fresh(random))
+            double = functools.partial(self._packed_in_double, bench)
+            check_packed(bench, sharding, self._clipper, random, double, thorough=thorough)
+            bench.draws = AS_DRAWN
+            others = [run.with_contents(chosen[:1], shuffled)]
+            counters = check_memory(bench, others, thorough=thorough)
+        self._watch.accept(replay.parameters.model, counters)
+
+    def _packed_in_double(self, bench: Bench, compare: Callable[..., None], found: Any) -> bool:
+        return can_widen(bench, self._sharding) and self._agrees_in_double(bench, found, compare)
 
     def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
         ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # outlier, magnified gradients

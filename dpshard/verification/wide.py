@@ -89,7 +89,7 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
         kind = kind_of_run(in_double.run)
         if kind not in layouts:
-            made = layouts[kind] = layouts[kind_of_run(run)]
+            made = layouts[kind] = layouts.get(kind_of_run(run), {})  # none for packed rows
         with Doubled():
             yield in_double, Widened(parameters, values), clipper.with_values(values)
     finally:

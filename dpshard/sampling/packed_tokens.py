@@ -1,0 +1,111 @@
+"""Rows of packed samples: the unit of every token.
+
+[Note: Packed rows]
+A stream [R, T] holds whole units (documents) one after another, so its memory and time follow the tokens, not the
+longest unit. A unit is a run of tokens within one row; tokens of no unit are padding. Units of a micro-batch have the
+numbers 0, ..., U - 1. U is public, and so are R and T, so shapes do not depend on the draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpshard.errors import BatchLayoutError
+
+NO_UNIT = -1
+"""Unit id of padding."""
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The unit of every token of a stream [R, T].
+
+    Raises BatchLayoutError unless each unit is one run of tokens in one row.
+    """
+
+    unit_ids: Tensor
+    """int64 [R, T]: 0, ..., U - 1, or negative for padding."""
+    units: int
+    """U."""
+    samples: int | None = None
+    """Units that are not padding, the first ones; None: those with tokens."""
+    everywhere: int | None = None
+    """Units that every rank has in its micro-batch of this number, if known."""
+    given: tuple[Tensor, ...] = field(default=(), compare=False)
+    """Tensors [R, T] that were handed out with them."""
+
+    def __post_init__(self) -> None:
+        ids = self.unit_ids
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise BatchLayoutError(
+                "unit_ids must be a tensor of whole numbers [R, T]: the unit of every token, and -1 for padding. A "
+                "flat stream has R = 1."
+            )
+        if type(self.units) is not int or self.units < 1 or int(ids.max()) >= self.units:
+            raise BatchLayoutError(
+                f"unit_ids has ids up to {int(ids.max())}, and there are units={self.units}. Number the units of a "
+                f"micro-batch 0, 1, ..., and give as `units` the most that a micro-batch may have: a public number."
+            )
+        if ids.shape[0] == ids.shape[1] > 1:
+            raise BatchLayoutError(
+                f"unit_ids has shape {tuple(ids.shape)}, so rows and tokens cannot be told apart in the model. Choose "
+                f"another number of rows."
+            )
+        self._refuse_parts()
+
+    def _refuse_parts(self) -> None:
+        seen: dict[int, int] = {}
+        for unit, row, _, _ in self.runs:
+            if seen.setdefault(unit, row) != row:
+                raise BatchLayoutError(
+                    f"Unit {unit} straddles rows {seen[unit]} and {row}, so attention sees only parts of it. Keep each "
+                    f"unit in one row; dpshard.Packing does."
+                )
+        if len(seen) < len(self.runs):
+            unit = next(unit for i, (unit, *_) in enumerate(self.runs) if unit in {u for u, *_ in self.runs[:i]})
+            raise BatchLayoutError(
+                f"The tokens of unit {unit} are not side by side in row {seen[unit]}. Give every unit one run of "
+                f"tokens, and every document an id of its own."
+            )
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Unit, row, first token and end of every run of tokens of a unit, in their order."""
+        ids = self.unit_ids.detach().to("cpu", torch.int64)
+        found = []
+        for row, of_row in enumerate(ids):
+            units, counts = torch.unique_consecutive(of_row, return_counts=True)
+            ends = counts.cumsum(0).tolist()
+            found += [
+                (unit, row, start, end)
+                for unit, start, end in zip(units.tolist(), [0, *ends[:-1]], ends, strict=True)
+                if unit >= 0
+            ]
+        return found
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int, int]]:
+        """Row, first token and end of every unit."""
+        return {unit: (row, start, end) for unit, row, start, end in self.runs}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R and T."""
+        return self.unit_ids.shape[0], self.unit_ids.shape[1]
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """Bool [U], on the CPU: numbers of units that count nothing."""
+        there = torch.zeros(self.units, dtype=torch.bool)
+        there[list(self.places)] = True
+        if self.samples is not None:
+            there &= torch.arange(self.units) < self.samples
+        return ~there
+
+    def owners(self, device: torch.device) -> Tensor:
+        """Return the unit of every token, int64 [R * T], negative for padding."""
+        return self.unit_ids.detach().to(device, torch.int64).flatten()

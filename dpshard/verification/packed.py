@@ -1,0 +1,282 @@
+"""Compare packed units with each unit alone, in a row at its own positions; see [Note: Packed rows].
+
+The whole stream runs with its real shapes, and only a few units are compared. Their gradients must be those alone, and
+no gradient of theirs may come from other units: so attention that looks across units shows. Then other contents of some
+units may not move the outputs of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpshard.clipping.tape import Clipper, Tape
+from dpshard.errors import VerificationError
+from dpshard.interception import PackedRun, Run, by_unit
+from dpshard.records import Owners
+from dpshard.verification.bench import Bench, RunFailedError
+from dpshard.verification.company import check_additive
+from dpshard.verification.gradients import (
+    Differentiated,
+    Found,
+    check_norms_and_sums,
+    differentiate,
+    sketched_gradients,
+)
+from dpshard.verification.kept import objective_of, statistics_kept
+from dpshard.verification.objectives import Loss, Objective
+from dpshard.verification.samples import OUTLIER
+from dpshard.verification.tolerances import moved, one_size, other_sizes, scale
+
+WHOLE: list[int] = []
+"""Samples of a run of the whole stream."""
+
+CAUSES = (
+    "On packed rows, the likely causes are: attention looks across units (give the model position_ids that restart in "
+    "every unit, cumulative lengths, or a block-diagonal mask, and an attention implementation that uses them); "
+    "positions do not restart; a convolution, a shift or a recurrence over the row; a loss divided by the number of "
+    "tokens, or of units, that were drawn (dpshard.losses.packed_cross_entropy does not)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLoss(Loss):
+    """A loss of the user on packed rows; for one unit alone it gets that unit's part of the targets."""
+
+    run: PackedRun = None  # type: ignore[assignment]
+
+    def of(self, output: Any, samples: Sequence[int]) -> Tensor:
+        """Return the loss of one unit alone, or of the whole stream."""
+        alone = [self.run.alone(t, samples[0]) for t in self.targets] if len(samples) else self.targets
+        return self.loss_fn(output, *alone)
+
+
+def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...]) -> Loss:
+    """Return a loss of the user for a run."""
+    if isinstance(run, PackedRun):
+        return PackedLoss(loss_fn, targets, run=run)
+    return Loss(loss_fn, tuple(by_unit(t, 0, run.rows_per_unit) for t in targets), run.rows_per_unit)
+
+
+def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
+    """Return up to n units that every rank has, neighbours and the last one."""
+    units = run.rows
+    return sorted({(start + i) % units for i in range(min(n, units) - 1)} | {units - 1})
+
+
+def shuffled(x: Tensor, everything: Tensor) -> Tensor:
+    """Return other contents of a unit: its numbers halved and in another order, or ids of other tokens."""
+    if x.is_floating_point() or x.is_complex():
+        return x.roll(1, 0) / 2
+    return _other_ids(x, everything[-len(x) :])
+
+
+def _other_ids(x: Tensor, others: Tensor) -> Tensor:
+    """Return the other ids; where one of the two is negative (an ignored label), the ids as they are."""
+    return others if x.dtype == torch.bool else torch.where((x < 0) | (others < 0), x, others)
+
+
+def check_packed(
+    bench: Bench,
+    backend: Differentiated,
+    clipper: Clipper,
+    random: np.random.Generator,
+    in_double: Callable[[Callable[..., None], Any], bool],
+    *,
+    thorough: bool,
+) -> None:
+    """Raise VerificationError unless the chosen units have the gradients that they have alone, in any company."""
+    run, chosen = bench.run, bench.chosen
+    assert isinstance(run, PackedRun)
+    _refuse_objects(run)
+    run.refuse_absolute_positions()
+    together, kept = bench.leaves(WHOLE)
+    _, kept_alone = bench.leaves(chosen[:1])
+    found = [bench.loss.of] if bench.loss is not None else _objectives(run, together, chosen)
+    model = bench.replay.parameters.model
+    for path in statistics_kept(kept, kept_alone):
+        found = [*found, objective_of(model, path, kept[path])]
+    del kept, kept_alone
+    try:
+        check_units(bench, backend, clipper, found)
+    except VerificationError as error:
+        if isinstance(error, RunFailedError) or not in_double(check_units, found):
+            raise
+    rounds = [False, True] if thorough else [bool(random.integers(2))]
+    for scaled in rounds:
+        _check_company(bench, together, random, scaled=scaled)
+
+
+def _refuse_objects(run: PackedRun) -> None:
+    for x in run.leaves:
+        if type(x).__name__ == "BlockMask":
+            raise VerificationError(
+                f"{type(run.module).__name__} gets a BlockMask of the whole stream, so no unit can run alone. Make "
+                f"the mask within the model, from position_ids or unit ids [R, T] that it gets."
+            )
+
+
+def _place(run: PackedRun, x: Tensor) -> str | None:
+    """Return where an output of the whole stream has tokens, or "units" for [U, ...]; None for neither."""
+    R, T = run.packed.shape
+    if x.dim() > 1 and x.shape[:2] == (R, T):
+        return "rt"
+    if x.dim() > 0 and x.shape[0] == R * T:
+        return "n"
+    return "units" if x.dim() > 0 and x.shape[0] == run.packed.units else None
+
+
+def _part(run: PackedRun, x: Tensor, place: str, unit: int) -> Tensor:
+    if place == "units":
+        return x[unit]
+    row, start, end = run.packed.places[unit]
+    return x[row, start:end] if place == "rt" else x.flatten(0, 0)[row * run.packed.shape[1] + start :][: end - start]
+
+
+def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) -> list[Objective]:
+    """Return the model's scalar losses, and a random direction of all other outputs at the tokens of `chosen`."""
+    found: list[Objective] = []
+    seeds: list[tuple[int, str, dict[int, Tensor]]] = []
+    generator = torch.Generator().manual_seed(0)
+    for i, x in enumerate(together):
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            continue
+        if x.dim() == 0:
+            found.append(lambda output, _, i=i: pytree.tree_leaves(output)[i])
+            continue
+        place = _place(run, x)
+        if place is None:
+            raise VerificationError(
+                f"An output has shape {tuple(x.shape)} on packed rows {run.packed.shape}: neither a row per token nor "
+                f"one per unit. Pass the loss: engine.verify(*inputs, loss_fn=..., targets=...)."
+            )
+        like = {unit: _part(run, x, place, unit) for unit in chosen}
+        drawn = {unit: torch.randn(part.shape, generator=generator, dtype=torch.float64) for unit, part in like.items()}
+        seeds.append((i, place, {unit: seed.to(like[unit]) for unit, seed in drawn.items()}))
+    if not found and not seeds:
+        raise VerificationError(
+            "No output of the model depends on a trainable parameter in a differentiable way, so there is nothing to "
+            "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
+        )
+
+    def along(output: Any, samples: Sequence[int]) -> Tensor:
+        leaves = pytree.tree_leaves(output)
+        total = torch.zeros((), dtype=torch.float64, device=leaves[seeds[0][0]].device)
+        for i, place, seed in seeds:
+            for unit in samples or chosen:
+                part = leaves[i]
+                if not samples or place == "units":
+                    part = _part(run, part, place, unit)
+                total = total + (part.reshape(seed[unit].shape) * seed[unit]).sum()
+        return total
+
+    return [*found, along] if seeds else found
+
+
+def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
+    """Raise VerificationError unless norms and clipped sums of the chosen units equal those of each unit alone."""
+    run, chosen = bench.run, bench.chosen
+    assert isinstance(run, PackedRun)
+    U, (R, T) = run.packed.units, run.packed.shape
+    device = next(iter(clipper.roots.values.values())).device
+    others_U = torch.ones(U, dtype=torch.bool, device=device)
+    others_U[chosen] = False
+    owners = Owners(run.packed.owners(device), U)
+    bench.state.rewind(bench.draws)
+    plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
+    for objective in objectives:
+        found = Found()
+        twin = clipper.twin(found)
+        tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)  # others are masked as padding is
+        output = bench.replay.recorded(run, WHOLE, tape, bench.state, bench.draws)
+        differentiate(objective(output, WHOLE), twin.differentiated())
+        del output
+        singles = [sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
+        if objective.__name__ == "along":
+            _check_strangers(found.norms, others_U, list(plain.values()), half=bench.half)
+        norms = {index: norm_U[chosen] for index, norm_U in found.norms.items()}
+        check_norms_and_sums(
+            found.sums,
+            singles,
+            norms,
+            clipper,
+            list(plain.values()),
+            half=bench.half,
+            watched=[True] * len(chosen),
+            size=1.0,
+            causes=CAUSES,
+        )
+
+
+def _check_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Sequence[Tensor], *, half: bool) -> None:
+    """Raise VerificationError if outputs of some units have gradients at tokens of others."""
+    for norm_U in norms.values():
+        own, strange = norm_U[~others_U].max(), norm_U[others_U].amax() if others_U.any() else norm_U.new_zeros(())
+        if bool(strange > other_sizes(parameters, half=half) * own):
+            raise VerificationError(
+                f"Outputs of some units have gradients at the tokens of others (norm {float(strange):.4g}, own "
+                f"{float(own):.4g}). {CAUSES}"
+            )
+
+
+def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Generator, *, scaled: bool) -> None:
+    """Raise VerificationError if other contents of half of the units move outputs of the other half."""
+    run = bench.run
+    assert isinstance(run, PackedRun)
+    units = list(range(run.rows))
+    if len(units) < 2:
+        return
+    order = random.permutation(len(units)).tolist()
+    first, second = sorted(order[: len(order) // 2]), sorted(order[len(order) // 2 :])
+    spots = torch.from_numpy(random.permutation(run.packed.unit_ids.numel()))
+
+    def change(x: Tensor, everything: Tensor) -> Tensor:
+        if x.is_floating_point() or x.is_complex():
+            return -x * OUTLIER if scaled else x.roll(1, 0).mul(-1)
+        return _other_ids(x, everything[spots[: len(x)].to(x.device)])
+
+    def values(changed: list[int]) -> list[Tensor] | None:
+        loss = bench.loss
+        if isinstance(loss, PackedLoss) and changed:
+            targets = replace(run, leaves=loss.targets, dims=(None,) * len(loss.targets))
+            loss = replace(loss, targets=targets.with_contents(changed, change).leaves)
+        other = run.with_contents(changed, change) if changed else run
+        return bench.values_if_it_runs(WHOLE, run=other, loss=loss)
+
+    before, after, third = values([]), values(first), values(second)
+    if before is None:
+        return
+    for now, kept in ((after, second), (third, first)):
+        for x, y in zip(before, now or (), strict=False):
+            place = _place(run, x) if x.dim() else None
+            if place is not None and x.shape == y.shape:
+                _check_kept(bench, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
+    scalars = [i for i, x in enumerate(before) if x.dim() == 0]
+    if scalars and not scaled and after is not None and third is not None:
+        fourth = values(units)
+        for i in scalars if fourth is not None else ():
+            try:
+                check_additive(bench, [before[i], after[i], third[i], fourth[i]])  # type: ignore[index]
+            except VerificationError as error:
+                raise VerificationError(f"{str(error).partition(' Likely causes')[0]} {CAUSES}") from error
+
+
+def _check_kept(bench: Bench, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    x, y = (
+        torch.cat([part.reshape(-1, *(part.shape[1:] or (1,))) for part in parts]) for parts in zip(*pairs, strict=True)
+    )
+    apart, size = moved(x, y), scale(x)
+    eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+    allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max() if x.is_floating_point() else 0 * size
+    if bool((apart > allowed).any()):
+        raise VerificationError(
+            f"An output of shape {tuple(x.shape[1:])} per token moves by {float((apart - allowed).max()):.4g} when "
+            f"other units of its packed rows change, also under detach() or no_grad(). {CAUSES}"
+        )
