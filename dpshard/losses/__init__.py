@@ -4,6 +4,6 @@ Plain torch functions, for users. May import `errors` and below. `head.py` has t
 """
 
 from dpshard.losses.chunked import chunked_cross_entropy
-from dpshard.losses.samples import sample_losses
+from dpshard.losses.samples import packed_cross_entropy, sample_losses
 
-__all__ = ["chunked_cross_entropy", "sample_losses"]
+__all__ = ["chunked_cross_entropy", "packed_cross_entropy", "sample_losses"]

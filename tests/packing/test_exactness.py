@@ -7,7 +7,7 @@ from torch import nn
 
 from dpshard import Packing
 from dpshard.config import CLIPPING_MODES
-from dpshard.losses import packed_cross_entropy, sample_losses
+from dpshard.losses import chunked_cross_entropy, packed_cross_entropy, sample_losses
 from tests.oracle import TOLERANCE, clipped_mean, gradients_of, noise_free_engine, norm, relative_error
 from tests.packing.models import (
     LENGTHS,
@@ -15,6 +15,7 @@ from tests.packing.models import (
     LanguageModel,
     R,
     T,
+    U,
     V,
     documents,
     expected,
@@ -190,6 +191,42 @@ def test_experts():
     model, docs = Experts(), documents()
     threshold, update = expected(model, docs)
     assert relative_error(step(model, docs, threshold), update) <= TOLERANCE
+
+
+class ChunkedHead(nn.Module):
+    """The loss of every token without logits, whose tied head and embedding meet in one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.body = nn.Embedding(V, D), nn.Linear(D, D)
+        self.double()
+
+    def forward(self, ids, labels):
+        hidden = self.body(self.tokens(ids)).tanh()
+        return chunked_cross_entropy(hidden, self.tokens.weight, labels, per="token", chunk_size=5)
+
+
+def test_a_head_without_logits():
+    model, docs = ChunkedHead(), documents()
+    after = [torch.cat([ids[1:], torch.tensor([-100])]) for ids in docs]
+    items = [{"input_ids": ids, "labels": ids, "after": labels} for ids, labels in zip(docs, after, strict=True)]
+
+    def alone(model, ids):
+        return model(ids[None, :-1], ids[None, 1:]).mean()
+
+    threshold, update = expected(model, docs, loss=alone)
+    engine = noise_free_engine(model, batch_size=len(docs), sample_size=len(docs), max_grad_norm=threshold)
+    for logical_batch in engine.batches(items, U, packing=Packing(rows=R, tokens=T)):
+        for batch in logical_batch:
+            units = batch["unit_ids"]
+            labels = batch["after"].masked_fill(units < 0, -100)
+            losses, counted = model(batch["input_ids"], labels), labels >= 0
+            mine = [counted & (units == unit) for unit in range(U)]
+            torch.stack([losses[one].sum() / max(1, int(one.sum())) for one in mine]).mean().backward()
+        engine.privatize()
+    assert relative_error(gradients_of(model), update) <= TOLERANCE
+    engine.detach()
 
 
 def test_checkpointed_parts():
