@@ -138,8 +138,7 @@ class PrivacyEngine:
         earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
     ) -> None:
-        optimizer_hook.check_model(model)
-        check_choices(accountant, loss_reduction, on_budget, secure_mode, noise, verify)
+        _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
@@ -484,3 +483,8 @@ class PrivacyEngine:
     def _before_forward(self, run: Run, kind: Any) -> None:
         if self._verify:
             self._verifier.before_forward(self._interception.replay, run, kind)
+
+
+def _check(model: Any, *choices: Any) -> None:
+    optimizer_hook.check_model(model)
+    check_choices(*choices)
