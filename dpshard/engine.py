@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +45,8 @@ from dpshard.sampling import (
     check_feed,
     check_packing,
     load,
+    packer,
     parse_cap,
-    plan_packed,
     poisson_plans,
 )
 from dpshard.step import optimizer_hook
@@ -297,9 +296,8 @@ class PrivacyEngine:
         """
         K = self.mechanism.rows_per_unit
         check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
-        if packing is not None:
-            plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
-            check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
+        plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
+        check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
         loaded = load(
             dataset,
             self._plans(dataset, micro_batch_size, steps, pad=pad, packing=packing),
@@ -330,7 +328,7 @@ class PrivacyEngine:
             world_size=ranks.world_size,
             pad=pad,
             rows_per_unit=self.mechanism.rows_per_unit,
-            pack=None if packing is None else functools.partial(plan_packed, dataset, packing),
+            pack=packer(dataset, packing),
         )
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ units of several rows; `UnitDataset` and `augment` are for users. `packing.py`: 
 
 from dpshard.sampling.loading import check_dataset, load
 from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
-from dpshard.sampling.packing import Packing, check_packing, packed_tokens, plan_packed
+from dpshard.sampling.packing import Packing, check_packing, packed_tokens, packer
 from dpshard.sampling.plans import (
     MicroBatchPlan,
     PoissonSampler,
@@ -31,8 +31,8 @@ __all__ = [
     "default_cap",
     "load",
     "packed_tokens",
+    "packer",
     "parse_cap",
     "plan_micro_batches",
-    "plan_packed",
     "poisson_plans",
 ]

@@ -7,7 +7,8 @@ gradient depends on the packing: attention stays within a unit, and `engine.batc
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,11 @@ class Placement:
     length: tuple[int, ...]
 
 
+def packer(dataset: Any, packing: Packing | None) -> Callable[..., list[MicroBatchPlan]] | None:
+    """Return what plans the packed micro-batches of a data set; None without packing."""
+    return None if packing is None else functools.partial(plan_packed, dataset, packing)
+
+
 def plan_packed(
     dataset: Any,
     packing: Packing,
@@ -142,6 +148,8 @@ def _pack(
 
 def check_packing(packing: Any, micro_batch_size: int | None, sample_size: int, plain: Mapping[str, bool]) -> None:
     """Raise ConfigurationError unless `engine.batches` can pack so; `plain`: options, True where left at default."""
+    if packing is None:
+        return
     if not isinstance(packing, Packing):
         raise ConfigurationError(f"packing={packing!r}: pass a dpshard.Packing(rows=..., tokens=...).")
     for option, unchanged in plain.items():
