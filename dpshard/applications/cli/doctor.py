@@ -23,6 +23,7 @@ from dpshard.applications.cli.run_folder import write_json
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "plots": ("matplotlib", "plots of runs, accounts and plans"),
     "train": ("scikit-learn", "the digits of dpshard train"),
+    "pdf": ("weasyprint", "PDF of dpshard report, unless there is a browser"),
     "hf": ("transformers", "Hugging Face models and data"),
     "lightning": ("lightning", "Lightning's callback"),
     "deepspeed": ("deepspeed", "ZeRO by DeepSpeed"),
@@ -73,11 +74,11 @@ def _compiled_code() -> Finding:
     from dpshard.kernels.native import library
 
     part = "compiled code"
-    if library.is_built():
-        return Finding(part, State.ON, "noise, norms and sums on CPUs are made by C")
     if os.environ.get("DPSHARD_NATIVE") == "0":
         return Finding(part, State.OFF, "DPSHARD_NATIVE=0: numpy and torch replace it, slower", "unset DPSHARD_NATIVE")
     if library.path() is not None:
+        if library.is_built():
+            return Finding(part, State.ON, "noise, norms and sums on CPUs are made by C")
         remedy = "install dpshard again: pip install --force-reinstall --no-deps --no-cache-dir dpshard"
         return Finding(part, State.BROKEN, "the library was built, but cannot be used: see the warning above", remedy)
     compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)

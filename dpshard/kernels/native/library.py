@@ -47,11 +47,18 @@ Vectors = tuple[int, Sequence[int]]
 
 @functools.cache
 def library() -> Library | None:
-    """Return the library built with the package; None without one, or if DPSHARD_NATIVE=0."""
+    """Return the library built with the package; None without one, of which it warns once, or if DPSHARD_NATIVE=0."""
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
     found = path()
-    return None if found is None else load(found)
+    if found is None:
+        warnings.warn(
+            "dpshard is installed without its compiled C, so numpy and torch do its work, more slowly. "
+            "`dpshard doctor` says what to do. DPSHARD_NATIVE=0 silences this warning.",
+            stacklevel=2,
+        )
+        return None
+    return load(found)
 
 
 def path() -> str | None:

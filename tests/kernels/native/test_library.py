@@ -29,6 +29,15 @@ def test_a_variable_switches_it_off():
     assert done.stdout.strip() == "False"
 
 
+def test_a_start_without_it_says_so_once():
+    twice = "print(library.is_built(), library.is_built())"
+    program = f"from dpshard.kernels.native import library; library.path = lambda: None; {twice}"
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"
+    assert done.stderr.count("dpshard is installed without its compiled C") == 1
+    assert "dpshard doctor" in done.stderr
+
+
 @pytest.mark.parametrize("source", ["int other(void) { return 1; }", "int dpshard_interface(void) { return 0; }", None])
 def test_a_library_of_another_version_or_none_at_all_is_not_called(source, tmp_path):
     built = tmp_path / "library.so"
