@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dpshard.checkpoint.checkpointer import Checkpointer
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
+    from dpshard.noise.correlation import BandedInverse, BandMF
     from dpshard.replacements import replace_unsupported
     from dpshard.sampling.packing import Packing
     from dpshard.sampling.units import UnitDataset, augment
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BandMF",
+    "BandedInverse",
     "Checkpointer",
     "DpshardError",
     "LogicalBatch",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BandMF": "dpshard.noise.correlation",
+    "BandedInverse": "dpshard.noise.correlation",
     "Checkpointer": "dpshard.checkpoint.checkpointer",
     "LogicalBatch": "dpshard.step.logical_batch",
     "Packing": "dpshard.sampling.packing",

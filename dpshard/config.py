@@ -19,6 +19,8 @@ ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
 AccountantName = Literal["pld", "rdp", "gdp"]
 NoiseName = Literal["gaussian", "discrete-gaussian"]
+SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order"]
+"""See [Note: Three ways to sample] in accounting/courses.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,15 @@ from dpshard.config import (
     Execution,
     LossReduction,
     NoiseName,
+    SamplingName,
     check_choices,
     parse_clipping_mode,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run
+from dpshard.noise.correlation import BandedInverse, BandMF
 from dpshard.noise.digest import SumDigest
-from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, generator_name
+from dpshard.noise.keyed import generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
@@ -47,12 +49,15 @@ from dpshard.sampling import (
     load,
     packer,
     parse_cap,
-    poisson_plans,
+    plan_steps,
+    sampler_of,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
+from dpshard.step.noise_of_run import NoiseOfRun
+from dpshard.step.refusals import refuse_own_loop
 from dpshard.verification import Verifier, loss_on, verified_collation
 
 if TYPE_CHECKING:
@@ -94,6 +99,10 @@ class PrivacyEngine:
             else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
+        sampling: How `engine.batches` draws: "poisson"; "fixed-order", each sample once an epoch; or "cyclic-poisson",
+            from groups in turn, with BandMF. The last two need one int as batch_size, and fixed thresholds.
+        noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
+            noise. Not with "poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
             changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
@@ -132,6 +141,8 @@ class PrivacyEngine:
         offload_records: bool = False,
         secure_mode: bool = False,
         noise: NoiseName = "gaussian",
+        sampling: SamplingName = "poisson",
+        noise_correlation: BandedInverse | BandMF | None = None,
         verify: bool = True,
         on_budget: Literal["raise", "continue"] = "raise",
         earlier: Counts = (),
@@ -153,6 +164,8 @@ class PrivacyEngine:
                 max_batch_size=parse_cap(max_batch_size, schedule),
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
                 discretized_elements=None if noise == "gaussian" else backend.sharding.elements,
+                sampling=sampling,
+                noise_correlation=noise_correlation,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -178,6 +191,7 @@ class PrivacyEngine:
         self._secret = self._backend.communicator.broadcast(new_run_secret())
         run = derive_key(self._secret, "run")[:8].hex()
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
+        self._noise = NoiseOfRun(self.mechanism)
         self._facts = Facts(self._backend, clipping_mode)
         self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
@@ -282,7 +296,7 @@ class PrivacyEngine:
         pad: bool = True,
         packing: Packing | None = None,
     ) -> Iterator[LogicalBatch]:
-        """Yield the remaining logical batches of the run, Poisson-sampled from `dataset`; resumes at `engine.step`.
+        """Yield the remaining logical batches of the run, sampled from `dataset`; resumes at `engine.step`.
 
         Each is an iterable of micro-batches of `micro_batch_size` samples; padding contributes exactly 0. With None,
         each is one micro-batch. `pad=False` yields smaller last micro-batches instead (one padding row if none was
@@ -319,8 +333,8 @@ class PrivacyEngine:
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
         end = self.steps if steps is None else self.step + steps
         ranks = self._backend.communicator
-        yield from poisson_plans(
-            self.mechanism,
+        yield from plan_steps(
+            sampler_of(self.mechanism, self._secret),
             self._secret,
             range(self.step, end),
             micro_batch_size,
@@ -354,17 +368,24 @@ class PrivacyEngine:
             self._verifier.before_release()
         if collector.batch is None:
             self._thresholds.refuse_own_loop()
+            refuse_own_loop(self.mechanism.sampling)
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
-        std = self._thresholds.gradient_noise(sigma)
+        z_std = self._thresholds.gradient_noise(sigma) * mechanism.sensitivity
         # Everything that gets noise, and how much: see [Note: Equal sums, equal noise].
-        sums = (step, *collector.complete_sums(self._sum_digest().part), std.hex(), *self._thresholds.counts(collector))
+        sums = (
+            step,
+            *collector.complete_sums(self._sum_digest().part),
+            z_std.hex(),
+            *self._thresholds.counts(collector),
+        )
+        of_step = self._noise.of_step(self._secret, step, sums)
         # Counted first: an error after this line can only over-state what was spent.
-        on_disk = self._spend(derive_key(self._secret, "release", *sums)[:16])
-        kind = KeyedGaussian if mechanism.discretized_elements is None else KeyedDiscreteGaussian
-        noise = kind(derive_key(self._secret, "sums", *sums), secure=mechanism.secure)
+        on_disk = self._spend(of_step.identity)
+        self._noise.take(of_step)
+        noise, std = of_step.noise, z_std * of_step.scale
         signal_norm = backend.gradients.privatize(
-            lambda shards: noise.release_(shards, step=step, std=std, divisor=batch_size)
+            lambda shards: noise.release_(shards, step=step, std=z_std, divisor=batch_size)
         )
         collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
         self._gradient_noise_std = std / batch_size
@@ -420,6 +441,7 @@ class PrivacyEngine:
             self._budget.state_dict(),
             facts=self._facts.state_dict(),
             thresholds=self._thresholds.state_dict(),
+            noise=self._noise.state_dict(),
         )
 
     def load_state_dict(
@@ -439,13 +461,13 @@ class PrivacyEngine:
         ranks; LogicalBatchError in the middle of a logical batch.
         """
         self._collector.require_rest()
-        secret, account, saved_facts, thresholds = checkpoint.unpack(state, self.mechanism)
+        secret, account, saved_facts, thresholds, noise = checkpoint.unpack(state, self.mechanism)
         if isinstance(released, int) and (type(released) is not int or released < account["ledger"]["steps"]):
             raise ConfigurationError(
                 f"released={released!r}: give the number of steps that were released in all, at least the "
                 f"{account['ledger']['steps']} of the state."
             )
-        loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released}
+        loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released, "noise": noise}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
                 "Ranks were given different states, so they would draw different batches, repeat different steps, and "
@@ -453,6 +475,7 @@ class PrivacyEngine:
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before = self.step
+        self._noise.load_state_dict(noise, account["ledger"]["steps"])
         self._thresholds.load_state_dict(thresholds)
         visited = self._budget.load_state_dict(account)
         self._secret = secret

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import QuantileTracking, UnitDataset, augment
 from dpshard.audit import audit_releases, audit_steps
-from dpshard.config import CLIPPING_MODES, BatchSchedule
+from dpshard.config import CLIPPING_MODES
 from dpshard.errors import (
     BatchLayoutError,
     CheckpointError,
@@ -21,7 +21,7 @@ from dpshard.errors import (
     LogicalBatchError,
     VerificationError,
 )
-from dpshard.sampling import load, poisson_plans
+from dpshard.sampling import load, plan_steps
 from tests.attacks.oracle import ALLOWED, clipped_sum, influence
 from tests.networks import Network, sentences
 from tests.oracle import (
@@ -485,7 +485,7 @@ def test_more_rows_are_drawn_anew_in_every_step_and_by_the_key():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_shows_other_rows_in_every_step(workers):
     units = UnitDataset(list(range(40)), [0] * 20 + [1] * 20, rows_per_unit=3)
-    plans = list(poisson_plans(_Everyone(), bytes(32), range(3), 2, rows_per_unit=3))
+    plans = list(plan_steps(_Everyone(), bytes(32), range(3), 2, rows_per_unit=3))
     loaded = load(units, plans, sample_size=2, rows_per_unit=3, num_workers=workers)
     seen = [rows.tolist() for _, (rows, weight) in loaded if weight.tolist() == [1] * 6]
     assert len(seen) == len({tuple(rows) for rows in seen}) == 3
@@ -493,13 +493,14 @@ def test_a_run_shows_other_rows_in_every_step(workers):
 
 
 class _Everyone:
-    sample_size, schedule, max_batch_size = 2, BatchSchedule((2,) * 3), None
+    def draw(self, step):
+        return np.arange(2)
 
 
 def test_strings_dicts_and_one_row_a_step():
     rows = [{"text": name, "ids": torch.arange(4)} for name in IDS]
     units = UnitDataset(rows, IDS, rows_per_unit=1)
-    plans = list(poisson_plans(_Everyone(), bytes(32), range(1), 2))
+    plans = list(plan_steps(_Everyone(), bytes(32), range(1), 2))
     ((_, data),) = load(units, plans, sample_size=4)
     assert data["text"] == ["ann", "bob"]
     assert data["row_weight"].tolist() == [1, 1]
@@ -718,7 +719,7 @@ def test_a_replayed_step_has_the_same_augmentations(workers):
     units = augment([(torch.zeros(2), 0)] * 2, jittered, 3)
 
     def steps(secret):
-        plans = list(poisson_plans(_Everyone(), secret, range(2), 2, rows_per_unit=3))
+        plans = list(plan_steps(_Everyone(), secret, range(2), 2, rows_per_unit=3))
         return [x for _, (x, _) in load(units, plans, sample_size=2, rows_per_unit=3, num_workers=workers)]
 
     first, again, other = steps(bytes(32)), steps(bytes(32)), steps(bytes([1] * 32))

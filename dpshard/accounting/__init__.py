@@ -1,13 +1,12 @@
 """Privacy accounting: releases, their ledger, their epsilon, and calibration.
 
-`releases.py`, `mechanism.py`, `correlated.py`: the facts. `composition.py`, `mixtures.py`, `bounds.py`: the
+`releases.py`, `mechanism.py`, `courses.py`: the facts. `composition.py`, `mixtures.py`, `bounds.py`: the
 mathematics. `calibration.py`: the noise for an epsilon. `ledger.py`, `copies.py`, `history.py`, `budget.py`: a run.
 `search.py`: a search over many runs. Imports no torch, and dp-accounting only when needed. Begin with `releases.py`.
 """
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of
 from dpshard.accounting.calibration import calibrate, steps_for_epsilon
-from dpshard.accounting.correlated import CorrelatedMechanism
 from dpshard.accounting.ledger import PrivacyLedger
 from dpshard.accounting.mechanism import Mechanism, MechanismOfUnits, SampledMechanism
 from dpshard.accounting.releases import Release, relation_of, rounded_up
@@ -15,7 +14,6 @@ from dpshard.accounting.search import RunsDistribution, Search
 
 __all__ = [
     "Bound",
-    "CorrelatedMechanism",
     "Mechanism",
     "MechanismOfUnits",
     "PrivacyLedger",

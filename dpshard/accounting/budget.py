@@ -23,7 +23,8 @@ class Budget:
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool, run: str = "") -> None:
         self.mechanism = mechanism
-        self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier)
+        self._course = mechanism.course
+        self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier, course=self._course)
         self._history = History()
         self.allow_overspend = allow_overspend
         """True to warn about a step over the budget instead of raising."""
@@ -46,23 +47,32 @@ class Budget:
         step = self.ledger.steps
         if self._history.contains(step, identity):
             if not self._history.is_own(step, identity):
-                self.ledger.keep(step, self.mechanism.release(step), unverified_sampling=unverified_sampling)
+                facts = {"unverified_sampling": unverified_sampling, "follows": self._follows(identity, of_own=True)}
+                self.ledger.keep(step, self.mechanism.release(step), **facts)
                 self._history.add(step, identity, counts=False)
             self.ledger.take_uncharged()
             return False
-        release = self._affordable(step, unverified_sampling=unverified_sampling)
+        facts = {"unverified_sampling": unverified_sampling, "follows": self._follows(identity)}
+        release = self._affordable(step, **facts)
         self._warn_of_repeat(step)
-        self.ledger.record(release, unverified_sampling=unverified_sampling)
+        self.ledger.record(release, **facts)
         self._history.add(step, identity)
         return True
+
+    def _follows(self, identity: bytes, *, of_own: bool = False) -> bool:
+        return self._course is None or self._history.follows(identity, of_own=of_own)
 
     def _warn_of_repeat(self, step: int) -> None:
         if self._warned_of_repeats or not self._history.was_released(step):
             return
         self._warned_of_repeats = True
+        cost = (
+            "It costs more than a new step, because it draws the same batch; so does every further repeated step."
+            if self._course is None
+            else "It begins another branch of the run, which costs as much as the run up to its end."
+        )
         warnings.warn(
-            f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise. It "
-            f"costs more than a new step, because it draws the same batch; so does every further repeated step. To "
+            f"Step {step + 1} was released before, with other or unknown sums. So it gets independent noise. {cost} To "
             f"repeat steps at no cost, restore model, optimizer, data and random states: see Replay in "
             f"docs/privacy-model.md.",
             stacklevel=5,
@@ -77,7 +87,7 @@ class Budget:
 
         Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """
-        ledger = PrivacyLedger(self.mechanism.accountant)
+        ledger = PrivacyLedger(self.mechanism.accountant, course=self._course)
         ledger.load_state_dict(state["ledger"])
         same_run = ledger.run == self.ledger.run
         history = self._history if same_run else self._history.of_other_run()
@@ -96,19 +106,22 @@ class Budget:
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
             if identity is None or not self._history.contains(step, identity):
-                self.ledger.charge(step, self.mechanism.release(step), unverified_sampling=unverified)
+                follows = identity is None or self._follows(identity)  # unknown ones were one run, says the caller
+                self.ledger.charge(step, self.mechanism.release(step), unverified_sampling=unverified, follows=follows)
                 self._history.add(step, identity)
         return self.ledger.releases - before
 
-    def _affordable(self, step: int, *, unverified_sampling: bool) -> Release:
+    def _affordable(self, step: int, **facts: bool) -> Release:
         mechanism, release = self.mechanism, self.mechanism.release(step)
+        if self._course is not None and step >= self._course.steps:
+            raise BudgetExceededError(
+                f"Step {step + 1} is not planned: sampling={mechanism.sampling!r} plans the noise for "
+                f"{self._course.steps} steps, and a further one would cost more than a step. Plan more steps from the "
+                f"start of a run."
+            )
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(
-            release,
-            target_epsilon=target,
-            target_delta=delta,
-            plan=self._plan,
-            unverified_sampling=unverified_sampling,
+            release, target_epsilon=target, target_delta=delta, plan=self._plan, **facts
         ):
             return release
         message = (

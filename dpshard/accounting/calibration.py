@@ -9,14 +9,13 @@ from functools import cache
 from typing import TypeVar, cast
 
 from dpshard.accounting.bounds import check_accountant, check_supported, epsilon_of
-from dpshard.accounting.correlated import CorrelatedMechanism
 from dpshard.accounting.mechanism import SampledMechanism
 from dpshard.accounting.releases import Release
 from dpshard.accounting.search import Search
 from dpshard.config import AccountantName, check_delta, check_positive
 from dpshard.errors import AccountingError
 
-M = TypeVar("M", bound=SampledMechanism | CorrelatedMechanism)
+M = TypeVar("M", bound=SampledMechanism)
 
 DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
 """Quicker, looser accountants for a first phase of calibration."""

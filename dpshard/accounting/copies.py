@@ -61,11 +61,13 @@ class Span:
         return span
 
 
-def append(spans: list[Span], run: str, step: int, release: Release, *, unverified_sampling: bool) -> None:
-    """Add one release to `spans`."""
+def append(
+    spans: list[Span], run: str, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True
+) -> None:
+    """Add one release to `spans`; `follows`: it may be part of the last span."""
     last = spans[-1] if spans else None
     facts = (run, step, release, unverified_sampling)
-    if last is not None and facts == (last.run, last.stop, last.release, last.unverified_sampling):
+    if follows and last is not None and facts == (last.run, last.stop, last.release, last.unverified_sampling):
         last.stop += 1
     else:
         spans.append(Span(run, step, step + 1, release, unverified_sampling))

@@ -5,6 +5,10 @@ Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/d
 identity of a release. Repeating it publishes the same value, and costs nothing. A step with another or forgotten
 identity has independent noise, and is charged ([Note: Copies of a step share their batch] in copies.py). A history
 remembers the last MEMORY steps.
+
+Where the noise of a step depends on all sums before it, an identity names its predecessor (step/chain.py). So the
+history knows whether a release follows the last counted one, or begins a branch ([Note: Branches of a run] in
+courses.py).
 """
 
 from __future__ import annotations
@@ -18,6 +22,14 @@ from dpshard.errors import CheckpointError
 MEMORY = 2**16
 """Remembered steps, about 20 MiB."""
 
+NAME, OWN = 6, 10
+"""Bytes that name the release before, and a release itself; the first bytes of the latter are its name."""
+
+
+def succeeds(identity: bytes, previous: bytes) -> bool:
+    """Return True if `identity` is of a release that comes directly after `previous`."""
+    return identity[:NAME] == previous[NAME : 2 * NAME] != b""
+
 
 class History:
     """The known releases of a run: those of the loaded state, and those made since, which later loads keep."""
@@ -27,6 +39,8 @@ class History:
         """The first step without a release in the loaded state or since."""
         self._loaded: dict[int, set[bytes]] = {}
         self._own: dict[int, set[bytes]] = {}
+        self._tip = b""  # identity of the last counted release; unknown if empty
+        self._own_tip = b""  # of this process
         self._own_place = b""  # digest of all releases of this process, in order
         self._place = b""  # digest of all counted releases, in order
         self._base = b""  # place of the loaded state whose releases are counted
@@ -36,7 +50,7 @@ class History:
         """Return an empty history that continues this process."""
         history = History()
         if self._own_place:
-            history._own_place, history._visited = self._own_place, {}
+            history._own_place, history._visited, history._own_tip = self._own_place, {}, self._own_tip
         return history
 
     def contains(self, step: int, identity: bytes) -> bool:
@@ -51,6 +65,11 @@ class History:
         """Return True if this process made this release."""
         return identity in self._own.get(step, ())
 
+    def follows(self, identity: bytes, *, of_own: bool = False) -> bool:
+        """Return True if this release is the next one on the path of the last counted one, or of this process."""
+        own = not self._own_place or succeeds(identity, self._own_tip)
+        return own and (of_own or succeeds(identity, self._tip))
+
     def add(self, step: int, identity: bytes | None, *, counts: bool = True) -> None:
         """Remember a release; `identity` is None for unknown sums. `counts`: it was not counted before."""
         self.end = max(self.end, step + 1)
@@ -60,14 +79,15 @@ class History:
         if len(self._own) > MEMORY:
             del self._own[next(iter(self._own))]
         facts = step.to_bytes(8, "little") + (identity or b"")
-        self._own_place = hashlib.sha256(self._own_place + facts).digest()
+        self._own_place, self._own_tip = hashlib.sha256(self._own_place + facts).digest(), identity or b""
         if counts:
+            self._tip = self._own_tip
             self._go_to(hashlib.sha256(self._place + facts).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the place before `step`, and the known releases from there on, as plain JSON."""
         ahead = {str(n): sorted(x.hex() for x in self._known(n)) for n in range(step, self.end)}
-        return {"place": self._place.hex(), "ahead": ahead}
+        return {"place": self._place.hex(), "tip": self._tip.hex(), "ahead": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
@@ -77,7 +97,7 @@ class History:
         change, for a damaged state.
         """
         try:
-            place = bytes.fromhex(state["place"])
+            place, tip = bytes.fromhex(state["place"]), bytes.fromhex(state.get("tip", ""))
             ahead = {int(n): {bytes.fromhex(x) for x in known} for n, known in state["ahead"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
@@ -85,7 +105,7 @@ class History:
                 f"Resume from an older checkpoint."
             ) from error
         if not (visited := self._visited.get(place) in (b"", self._base)):
-            self.end, self._loaded, self._base = 0, {}, place
+            self.end, self._loaded, self._base, self._tip = 0, {}, place, tip
             self._go_to(place)
             if self._own_place:  # releases that the state lacks
                 self._go_to(hashlib.sha256(self._own_place + place).digest())

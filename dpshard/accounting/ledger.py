@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.copies import Span, append, cost, first_missing, total_cost
+from dpshard.accounting.copies import Span, append, cost, first_missing
+from dpshard.accounting.courses import Course, cost_of
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
 from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
@@ -18,10 +20,22 @@ from dpshard.errors import CheckpointError
 class PrivacyLedger:
     """The releases so far, and their epsilon."""
 
-    def __init__(self, accountant: AccountantName = "pld", run: str = "", earlier: Counts = ()):
+    def __init__(
+        self,
+        accountant: AccountantName = "pld",
+        run: str = "",
+        earlier: Counts = (),
+        *,
+        course: Course | None = None,
+    ):
+        """Count for `accountant` the releases of `run`, whose steps compose by `course`; None: each is a release.
+
+        `earlier` releases were made before any step.
+        """
         check_accountant(accountant)
         for release, _ in earlier:
             check_supported(release, accountant)
+        self._course = course
         self.accountant: AccountantName = accountant
         self.run = run
         """Identity of the current run; see Span."""
@@ -51,35 +65,46 @@ class PrivacyLedger:
         """Neighbouring relation: "add-or-remove-one", or "replace-special" once a batch was capped."""
         return relation_of(self._cost)
 
-    def record(self, release: Release, *, unverified_sampling: bool = False) -> None:
+    def record(self, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
         """Count the release of the next step; only the code that makes it calls this.
 
-        `unverified_sampling`: the script drew the batch itself. Raises AccountingError if the release cannot be
-        analysed.
+        `unverified_sampling`: the script drew the batch itself. `follows`: the last counted release is that of the step
+        before, on the same path ([Note: Branches of a run] in courses.py). Raises AccountingError if the release
+        cannot be analysed.
         """
-        self.charge(self.steps, release, unverified_sampling=unverified_sampling)
+        self.charge(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
         self.steps += 1
 
     def take_uncharged(self) -> None:
         """Take the next step without a count: the same release was counted already."""
         self.steps += 1
 
-    def keep(self, step: int, release: Release, *, unverified_sampling: bool) -> None:
+    def keep(self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True) -> None:
         """Keep a release of the loaded state, made here again, counted after later loads."""
-        append(self._own, self.run, step, release, unverified_sampling=unverified_sampling)
+        append(self._own, self.run, step, release, unverified_sampling=unverified_sampling, follows=follows)
 
-    def charge(self, step: int, release: Release, *, unverified_sampling: bool = False) -> None:
+    def charge(self, step: int, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
         """Count a release of `step`; see `record`."""
-        total = self._cost_with(step, release, unverified_sampling=unverified_sampling)
+        total = self._cost_with(step, release, unverified_sampling=unverified_sampling, follows=follows)
         for spans in (self._spans, self._own):
-            append(spans, self.run, step, release, unverified_sampling=unverified_sampling)
+            append(spans, self.run, step, release, unverified_sampling=unverified_sampling, follows=follows)
         self._cost = total
 
-    def _cost_with(self, step: int, release: Release, *, unverified_sampling: bool) -> Counter[Release]:
+    def _cost_with(
+        self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True
+    ) -> Counter[Release]:
         check_supported(release, self.accountant)
+        if self._course is not None:
+            more = self._with(step, release, unverified_sampling=unverified_sampling, follows=follows)
+            return self._earlier + cost_of(more, self._course)
         copies = [span for span in self._spans if span.covers(self.run, step)]
         more = Span(self.run, step, step + 1, release, unverified_sampling)
         return self._cost - cost(copies) + cost([*copies, more])
+
+    def _with(self, step: int, release: Release, *, unverified_sampling: bool, follows: bool) -> list[Span]:
+        spans = [*self._spans[:-1], *map(copy, self._spans[-1:])]
+        append(spans, self.run, step, release, unverified_sampling=unverified_sampling, follows=follows)
+        return spans
 
     def epsilon(self, delta: float) -> float:
         """Return epsilon at `delta` of all releases so far."""
@@ -93,6 +118,7 @@ class PrivacyLedger:
         target_delta: float,
         plan: Counts = (),
         unverified_sampling: bool = False,
+        follows: bool = True,
     ) -> bool:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
@@ -101,6 +127,9 @@ class PrivacyLedger:
         much, bisection finds how many such releases fit, in about log2(steps) evaluations.
         """
         budget = (target_epsilon, target_delta)
+        if self._course is not None:
+            spans = self._with(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
+            return self._allows_spans(spans, target_epsilon, target_delta, self._course)
         total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
         if budget in self._fitting and total <= self._fitting[budget]:
             return True
@@ -118,6 +147,12 @@ class PrivacyLedger:
             return True
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
+    def _allows_spans(self, spans: list[Span], target_epsilon: float, target_delta: float, course: Course) -> bool:
+        """Return True if `spans` fit the budget; first tries them with the rest of the plan, the same at every step."""
+        finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, course.steps))]
+        costs = (tuple((self._earlier + cost_of(each, course)).items()) for each in (finished, spans))
+        return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
+
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
 
@@ -129,25 +164,31 @@ class PrivacyLedger:
             note = f", and this figure is the tighter one of {bound.accountant}"
         source = f"; noise: {generator}" if generator else ""
         released = self._cost or [release for release, _ in plan]
-        relation = relation_of(released)
         sizes = " or ".join(str(size) for size in sorted({release.sample_size for release in released}))
         unit = "one sample" if rows_per_unit == 1 else f"one unit of up to {rows_per_unit} rows,"
         unit = f"{unit} of N = {sizes}" if sizes else unit
-        cap = " with a cap" if relation == "replace-special" else ""
-        groups = max((release.quantile_counts for release in self._cost), default=0)
-        counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
-        noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._cost) else ""
+        return (
+            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, "
+            f"{self._sampled(relation_of(released))} (accountant: {self.accountant}{note}{source})"
+        )
+
+    def _sampled(self, relation: Relation) -> str:
+        """Describe the neighbours and all releases."""
         fed = sum(span.stop - span.start for span in self._spans if span.unverified_sampling)
         trust = f" ({fed} of them of batches that the script fed, if it drew them so)" if fed else ""
         again = self.releases - self.steps
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
         before = self._earlier.total()
         earlier = f", {before} releases about all samples before them" if before else ""
-        releases = f"{self.releases} releases{counts}{noise}{repeated}"
+        if self._course is not None:
+            return f"zero-out neighbours at fixed N, {self._course.in_words(self.releases)}{repeated}{trust}{earlier}"
+        cap = " with a cap" if relation == "replace-special" else ""
+        groups = max((release.quantile_counts for release in self._cost), default=0)
+        counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
+        noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._cost) else ""
         return (
-            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, {relation} "
-            f"neighbours (zero-out at fixed N), {releases} under Poisson sampling{cap}{trust}{earlier} "
-            f"(accountant: {self.accountant}{note}{source})"
+            f"{relation} neighbours (zero-out at fixed N), {self.releases} releases{counts}{noise}{repeated} under "
+            f"Poisson sampling{cap}{trust}{earlier}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,5 +214,5 @@ class PrivacyLedger:
             ) from error
         self.run, self.steps = run, steps
         if not visited:
-            self._spans = [*spans, *map(copy, self._own)]
-            self._cost = self._earlier + total_cost(self._spans)
+            self._spans = [*map(copy, self._own), *spans]  # the last one ends where the state was saved
+            self._cost = self._earlier + cost_of(self._spans, self._course)

@@ -5,20 +5,38 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import get_args
 
+from dpshard.accounting.copies import Span
+from dpshard.accounting.courses import Course, CyclicPoisson, FixedOrder
 from dpshard.accounting.releases import Counts, Release
-from dpshard.config import AccountantName, BatchSchedule, LossReduction, NoiseName, check_rows_per_unit, is_count
+from dpshard.config import (
+    AccountantName,
+    BatchSchedule,
+    LossReduction,
+    NoiseName,
+    SamplingName,
+    check_choice,
+    check_rows_per_unit,
+    is_count,
+)
 from dpshard.errors import ConfigurationError
+from dpshard.noise.correlation import BandedInverse, BandMF, prefix_error, weights_at
+
+INDEPENDENT = BandedInverse(bands=1)
+"""Uncorrelated noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledMechanism:
-    """Noisy sums over Poisson batches of a schedule: what determines epsilon."""
+    """Noisy sums over the batches of a schedule: what determines epsilon."""
 
     noise_multiplier: float = math.nan
-    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration."""
+    """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration.
+
+    Of correlated noise, that of the independent z over `max_grad_norm` times `sensitivity`."""
     schedule: BatchSchedule
-    """Expected logical batch sizes; over sample_size, the sampling probabilities."""
+    """Expected or, in a fixed order, exact logical batch sizes."""
     sample_size: int
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
@@ -30,21 +48,68 @@ class SampledMechanism:
     None if the noise is Gaussian."""
     earlier: Counts = ()
     """Releases about the same samples before the run, such as private statistics; epsilon covers them, too."""
+    sampling: SamplingName = "poisson"
+    """How batches are drawn; see [Note: Three ways to sample] in courses.py."""
+    noise_correlation: BandedInverse | BandMF | None = None
+    """Correlation of the noise over steps; None if it is independent."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self)
 
     @property
     def noise(self) -> NoiseName:
         """Distribution of the noise."""
         return "gaussian" if self.discretized_elements is None else "discrete-gaussian"
 
+    @property
+    def course(self) -> Course | None:
+        """How the steps compose; None if each is a release of its own."""
+        if self.sampling == "poisson":
+            return None
+        correlation = self.noise_correlation or INDEPENDENT
+        whole, size, steps = Release(self.noise_multiplier, 1.0, self.sample_size), self.schedule[0], self._steps
+        if self.sampling == "fixed-order":
+            return FixedOrder(whole, steps, correlation, self.sample_size // size)
+        probability = min(1.0, correlation.bands * size / self.sample_size)
+        return CyclicPoisson(replace(whole, sampling_probability=probability), steps, correlation)
+
+    @property
+    def _steps(self) -> int:
+        if not self.schedule.sizes:
+            raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
+        return self.schedule.steps
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest change by one sample of contributions of norm 1: of a sum, or of C S in correlation.py."""
+        course = self.course
+        return 1.0 if course is None else course.sensitivity
+
+    @property
+    def error(self) -> float:
+        """Root mean square noise in the prefix sums of the releases, in units of max_grad_norm."""
+        correlation = self.noise_correlation or INDEPENDENT
+        return self.noise_multiplier * self.sensitivity * prefix_error(correlation.noising(self._steps))
+
+    def noise_weights(self, step: int) -> tuple[float, ...]:
+        """Return the weights w_0 = 1, w_1, ... of the noise of `step` and of the steps before it."""
+        if self.noise_correlation is None:
+            return (1.0,)
+        return tuple(weights_at(self.noise_correlation, self._steps, step).tolist())
+
     def release(self, step: int) -> Release:
-        """Return the release of `step`; past the end, the last one."""
-        return self._release(self.schedule[step])
+        """Return the release of `step`, or the one it is part of; past the end, the last one."""
+        course = self.course
+        return self._release(self.schedule[step]) if course is None else course.release
 
     def releases(self, steps: int | None = None) -> Counts:
         """Return the earlier releases, and those of the first `steps` steps, or of the whole run."""
+        course, steps = self.course, self._steps if steps is None else min(steps, self._steps)
+        if steps < 1:
+            raise ConfigurationError("No release before the first step: ask for at least one step.")
+        if course is not None:
+            return (*self.earlier, *course.cost([Span("", 0, steps, course.release, False)]).items())
         sizes = Counter(self.schedule.sizes[:steps])
-        if not sizes:
-            raise ConfigurationError("The run has no steps: give the schedule at least one phase (batch_size, steps).")
         return (*self.earlier, *((self._release(size), count) for size, count in sizes.items()))
 
     def _release(self, batch_size: int) -> Release:
@@ -64,6 +129,13 @@ class MechanismOfUnits(SampledMechanism):
 
     max_rows_per_unit: int
     """Samples of one unit, at most; see [Note: Units of several samples] in mixtures.py."""
+
+    def __post_init__(self) -> None:
+        SampledMechanism.__post_init__(self)
+        if self.sampling != "poisson":
+            raise ConfigurationError(
+                f"sampling={self.sampling!r} is analysed for units of one sample: leave max_rows_per_unit out."
+            )
 
     def _release(self, batch_size: int) -> Release:
         release = SampledMechanism._release(self, batch_size)  # super() has lost the class, which slots have replaced
@@ -97,6 +169,7 @@ class Mechanism(SampledMechanism):
     """Budget at which the run stops, or None if noise_multiplier was given."""
 
     def __post_init__(self) -> None:
+        SampledMechanism.__post_init__(self)  # super() has lost the class, which slots have replaced
         check_rows_per_unit(self.rows_per_unit)
         for release, count in self.earlier:
             if not (isinstance(release, Release) and is_count(count) and release.sample_size == self.sample_size):
@@ -104,3 +177,71 @@ class Mechanism(SampledMechanism):
                     f"earlier={self.earlier!r}: give pairs of a Release about the same {self.sample_size} samples and "
                     f"its positive count."
                 )
+
+
+
+def independent_error(noise_multiplier: float, steps: int) -> float:
+    """Return `SampledMechanism.error` of independent noise with this multiplier."""
+    return noise_multiplier * math.sqrt((steps + 1) / 2)
+
+
+def check_sampling(mechanism: SampledMechanism) -> None:
+    """Raise ConfigurationError unless the run can be analysed with its sampling and correlation of noise."""
+    sampling, correlation = mechanism.sampling, mechanism.noise_correlation
+    check_choice("sampling", sampling, get_args(SamplingName))
+    if not isinstance(correlation, BandedInverse | BandMF | None):
+        raise ConfigurationError(
+            f"noise_correlation={correlation!r}: pass dpshard.BandedInverse(bands=p), dpshard.BandMF(bands=b), or None."
+        )
+    if sampling == "poisson":
+        if correlation is not None:
+            raise ConfigurationError(
+                f"noise_correlation={correlation!r} cannot be analysed under sampling='poisson', where a sample may "
+                f"come at any step. Take sampling='fixed-order', or 'cyclic-poisson' with BandMF."
+            )
+        return
+    _check_kind(mechanism)
+    if sampling == "cyclic-poisson":
+        _check_groups(mechanism)
+
+
+def _check_kind(mechanism: SampledMechanism) -> None:
+    where, sizes = f"sampling={mechanism.sampling!r}", mechanism.schedule.sizes
+    if len(set(sizes)) > 1:
+        raise ConfigurationError(
+            f"{where} needs one batch size in all steps: it determines the number of steps between two participations "
+            f"of a sample. Give batch_size as an int."
+        )
+    if sizes and sizes[0] > mechanism.sample_size:
+        raise ConfigurationError(
+            f"batch_size={sizes[0]} is more than sample_size={mechanism.sample_size}. Take smaller batches."
+        )
+    if mechanism.max_batch_size is not None:
+        raise ConfigurationError(
+            f"{where} is not analysed with a cap: leave max_batch_size={mechanism.max_batch_size} out."
+        )
+    if mechanism.quantile_counts:
+        raise ConfigurationError(
+            f"{where} needs fixed thresholds: adaptive_clipping would change the noise from step to step, but steps "
+            f"share their noise, and one sensitivity holds for the run. Leave it out."
+        )
+    if mechanism.discretized_elements is not None:
+        raise ConfigurationError(
+            f"{where} is analysed for Gaussian noise: weighted sums of discrete noise are not on its grid. Take "
+            f"noise='gaussian'."
+        )
+
+
+def _check_groups(mechanism: SampledMechanism) -> None:
+    correlation, samples, sizes = mechanism.noise_correlation, mechanism.sample_size, mechanism.schedule.sizes
+    if not isinstance(correlation, BandMF):
+        raise ConfigurationError(
+            f"sampling='cyclic-poisson' needs BandMF(bands=...): its columns end after their bands. Those of "
+            f"{correlation!r} never end. Take BandMF, or sampling='fixed-order'."
+        )
+    if sizes and correlation.bands * sizes[0] > samples:
+        raise ConfigurationError(
+            f"sampling='cyclic-poisson': BandMF(bands={correlation.bands}) makes groups of "
+            f"{samples / correlation.bands:g} samples, fewer than batch_size={sizes[0]}. Take at most "
+            f"{samples // sizes[0]} bands, or smaller batches."
+        )

@@ -26,6 +26,8 @@ class Unpacked(NamedTuple):
     """See facts.py."""
     thresholds: Any
     """Adaptive thresholds, or None."""
+    noise: Any
+    """Keys of past noise, or None."""
 
 
 def pack(
@@ -35,11 +37,14 @@ def pack(
     *,
     facts: dict[str, Any] | None = None,
     thresholds: dict[str, Any] | None = None,
+    noise: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return `Unpacked` and the mechanism as plain JSON, with the secret in hex and a digest over everything."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
+    if noise is not None:
+        state["noise"] = noise
     return {**state, "digest": _digest(state)}
 
 
@@ -66,7 +71,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             "budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
-    saved = json.loads(json.dumps(saved))
+    saved = {"sampling": "poisson", "noise_correlation": None} | json.loads(json.dumps(saved))  # since they exist
     changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)
@@ -74,11 +79,12 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the resumed "
             f"run, or start a new run with its own budget."
         )
-    return Unpacked(secret, account, facts, state.get("thresholds"))
+    return Unpacked(secret, account, facts, state.get("thresholds"), state.get("noise"))
 
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:
     plain = asdict(mechanism)
+    plain["noise_correlation"] = None if mechanism.noise_correlation is None else repr(mechanism.noise_correlation)
     plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
     plain["earlier"] = [[asdict(release), count] for release, count in mechanism.earlier]
     plain["secure"] = SECURE_NOISE if mechanism.secure else False

@@ -63,13 +63,16 @@ def standard_normals(
     return halves.view(-1)[start - first * 2 * HALF :][: stop - start]
 
 
-def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """See triton.release_; here in float32 or float64."""
     norm_sq = torch.linalg.vector_norm(x).double().square()
     at = 0
-    for number, stream in enumerate(streams.tolist(), start=start // block):
+    for number, of_block in enumerate(streams.unbind(1), start=start // block):
         first = start + at - number * block
-        noise = standard_normals(stream, first, min(block, first + len(x) - at), x.dtype, x.device)
+        last = min(block, first + len(x) - at)
+        noise = torch.zeros(last - first, dtype=x.dtype, device=x.device)
+        for stream, weight in zip(of_block.tolist(), weights.tolist(), strict=True):
+            noise.add_(standard_normals(stream, first, last, x.dtype, x.device), alpha=weight)
         x[at : at + len(noise)].add_(noise, alpha=std)
         at += len(noise)
     x.div_(divisor)

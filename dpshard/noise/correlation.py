@@ -19,6 +19,8 @@ steps 0, b, ..., (k - 1) b. No term is negative, so further participations only 
 
     |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
 
+The same holds for the first n rows alone: of e for T steps, take the first n rows of the sum.
+
 If c is positive and never rises, as with the default weights, E is C, and equal g_i reach the bound: it is the
 sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
 distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
@@ -126,18 +128,35 @@ def sensitivity(strategy: Series, *, separation: int) -> float:
     The sample takes part at most once in any `separation` consecutive steps. Raises ConfigurationError for a strategy
     that overflows.
     """
+    return float(_bounds(strategy, separation)[-1])
+
+
+@lru_cache(maxsize=16)
+def sensitivities(correlation: Correlation, steps: int, separation: int) -> Series:
+    """Bound how far such a sample moves the first n rows of C S in a run of `steps` steps; for n = 1, ..., `steps`."""
+    return _bounds(correlation.strategy(steps), separation)
+
+
+def _bounds(strategy: Series, separation: int) -> Series:
     steps, overlap = len(strategy), strategy[separation:].any()
     column = np.maximum.accumulate(np.abs(strategy[::-1]))[::-1] if overlap else strategy
     moved = np.zeros(steps)
     for first in range(0, steps, separation):
         moved[first:] += column[: steps - first]
-    bound = float(np.linalg.norm(moved))
-    if not math.isfinite(bound):
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounds = np.sqrt(np.cumsum(moved**2))
+    if not math.isfinite(bounds[-1]):
         raise ConfigurationError(
             "The sensitivity of these coefficients overflows: the inverse of their Toeplitz matrix grows from step to "
             "step. Choose coefficients with a sum above 0, or the default ones."
         )
-    return bound
+    return bounds
+
+
+def weights_at(correlation: Correlation, steps: int, step: int) -> Series:
+    """Return w_0, ..., w_k of the noise released at `step` of `steps`, with w_k != 0 and k <= `step`."""
+    series = correlation.noising(steps)[: step + 1]
+    return series[: int(np.flatnonzero(series)[-1]) + 1]
 
 
 def prefix_error(noising: Series) -> float:

@@ -8,6 +8,11 @@ secret from the run's secret, the step and the sums ([Note: Equal sums, equal no
 normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or
 a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
+[Note: Vectors drawn again]
+Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
+So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
+the dtype of the shard, and in float64 for secure noise.
+
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
 least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and Muller's method
@@ -157,20 +162,28 @@ class KeyedGaussian:
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """Release flat shards on devices that draw noise by the element; return their norms."""
-        streams = [[self._stream(block, step) for block in _blocks(shard, flat)] for shard, flat in pairs]
-        joined = torch.tensor([stream for of_one in streams for stream in of_one], dtype=torch.int64, device="cpu")
-        copies = {device: joined.to(device) for device in {flat.device for _, flat in pairs}}
+        counts = [len(list(_blocks(shard, flat))) for shard, flat in pairs]
+        blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
+        vectors = self._vectors(step)
+        streams = torch.tensor(
+            [[_stream(derive_key(v.secret, "noise", v.step, b.name, b.number)) for b in blocks] for v in vectors],
+            dtype=torch.int64,
+            device="cpu",
+        )  # [vectors, blocks, 3]
+        weights = torch.tensor([v.weight for v in vectors], dtype=torch.float32, device="cpu")
+        copies = {device: (streams.to(device), weights.to(device)) for device in {flat.device for _, flat in pairs}}
         norms, at = [], 0
-        for (shard, flat), of_one in zip(pairs, streams, strict=True):
-            own = copies[flat.device][at : at + len(of_one)]
-            at += len(of_one)
+        for (shard, flat), count in zip(pairs, counts, strict=True):
+            own, weights = copies[flat.device]
+            own = own[:, at : at + count].contiguous()
+            at += count
             by_kernel = flat.dtype == torch.float32 and triton.run_on(flat.device)
             release_ = triton.release_ if by_kernel else philox.release_
-            norms.append(release_(flat, own, BLOCK, shard.start, std, divisor).sqrt())
+            norms.append(release_(flat, own, weights, BLOCK, shard.start, std, divisor).sqrt())
         return norms
 
-    def _stream(self, block: _Block, step: int) -> tuple[int, ...]:
-        return struct.unpack("<3q", self._key(block, step)[:24])
+    def _vectors(self, step: int) -> Sequence[Vector]:
+        return (Vector(1.0, self.secret, step),)
 
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
@@ -296,6 +309,33 @@ class KeyedDiscreteGaussian(KeyedGaussian):
         piece.copy_(torch.from_numpy(steps)).div_(divisor)
 
 
+@dataclass(frozen=True)
+class CorrelatedGaussian(KeyedGaussian):
+    """Weighted sum of noise vectors, each under its own key; see [Note: Vectors drawn again]."""
+
+    vectors: tuple[Vector, ...] = ()
+
+    def _vectors(self, step: int) -> Sequence[Vector]:
+        return self.vectors
+
+    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+        for alike in _by_dtype(blocks):
+            for some in _groups(alike):
+                self._release_some_(some, std, divisor)
+
+    def _release_some_(self, blocks: Sequence[_Block], std: float, divisor: float) -> None:
+        """Release blocks of one dtype, about BLOCK elements: they need as much memory, for any number of vectors."""
+        sizes = [block.part.numel() for block in blocks]
+        dtype = torch.float64 if self.secure else blocks[0].part.dtype
+        total = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
+        parts = [block._replace(part=part) for block, part in zip(blocks, total.split(sizes), strict=True)]
+        for vector in self.vectors:
+            noise = KeyedGaussian(vector.secret, self.secure)
+            noise._release_blocks_(parts, vector.step, vector.weight, 1.0)
+        for block, of_block in zip(blocks, parts, strict=True):
+            self._privatize(block.part, of_block.part.numpy(), std, divisor)
+
+
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
     """Name of the noise generator for sums on `device`, for display."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
@@ -329,6 +369,39 @@ def _normals(key: bytes, n: int, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
 
 def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+
+
+class Vector(NamedTuple):
+    """Standard normals z of one step, in a weighted sum."""
+
+    weight: float
+    secret: bytes
+    """Secret of the release that had them first, 32 bytes."""
+    step: int
+    """Its step."""
+
+
+def _stream(key: bytes) -> tuple[int, ...]:
+    return struct.unpack("<3q", key[:24])
+
+
+def _by_dtype(blocks: Sequence[_Block]) -> list[list[_Block]]:
+    alike: dict[torch.dtype, list[_Block]] = {}
+    for block in blocks:
+        alike.setdefault(block.part.dtype, []).append(block)
+    return list(alike.values())
+
+
+def _groups(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    """Yield blocks in groups of less than 2 BLOCK elements."""
+    group: list[_Block] = []
+    for block in blocks:
+        group.append(block)
+        if sum(each.part.numel() for each in group) >= BLOCK:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 class _Block(NamedTuple):

@@ -1,11 +1,11 @@
-"""Draw Poisson-sampled logical batches, and divide them into micro-batches of one size on every rank.
+"""Draw logical batches, and divide them into micro-batches of one size on every rank.
 
 [Note: From a step to micro-batches]
-Sample i is in the logical batch of a step with probability q = (expected batch size) / N, independently of all others.
-A cap then keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes
-its slice. All ranks agree on K micro-batches of B rows, so no rank waits for another in a collective. A mask marks the
-padding rows, which contribute exactly 0. An empty logical batch is a release like any other, because its noise counts;
-hence K is at least 1.
+Sample i is in the Poisson batch of a step with probability q = (expected batch size) / N, independently of all others.
+A cap then keeps a uniform subset. The accountant relies on exactly this. (orders.py has other ways to sample.) Every
+rank makes the same keyed draw and takes its slice. All ranks agree on K micro-batches of B rows, so no rank waits for
+another in a collective. A mask marks the padding rows, which contribute exactly 0. An empty logical batch is a release
+like any other, because its noise counts; hence K is at least 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PoissonSampler:
         If more than `max_batch_size` samples are drawn, keep a uniformly random subset of that size.
         """
         source = RandomSource(derive_key(self.secret, "sample", step))
-        indices = _bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
+        indices = bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
         cap = self.max_batch_size
         if cap is None or len(indices) <= cap:
             return indices
@@ -86,7 +86,7 @@ def parse_cap(max_batch_size: int | Literal["auto"] | None, schedule: BatchSched
     return cap
 
 
-def _bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
+def bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
     """Return successes among `n` trials of probability `q`, by jumps of floor(log u / log(1 - q)) failures.
 
     Devroye 1986, "Non-uniform random variate generation", X.2: for u uniform in (0, 1] the jump is geometric.
@@ -182,27 +182,16 @@ def plan_micro_batches(
     return plans
 
 
-class Sampled(Protocol):
-    """The facts of a mechanism that determine sampling."""
+class Sampler(Protocol):
+    """Logical batches of a run."""
 
-    @property
-    def sample_size(self) -> int:
-        """Number of samples of the data set."""
-        ...
-
-    @property
-    def schedule(self) -> BatchSchedule:
-        """Expected batch size of every step."""
-        ...
-
-    @property
-    def max_batch_size(self) -> int | None:
-        """Cap of a logical batch."""
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """Return the distinct indices [n] of the logical batch of `step`, the same on every rank and at every call."""
         ...
 
 
-def poisson_plans(
-    mechanism: Sampled,
+def plan_steps(
+    sampler: Sampler,
     secret: bytes,
     steps: Iterable[int],
     micro_batch_size: int | None,
@@ -217,7 +206,6 @@ def poisson_plans(
 
     `pack` plans the micro-batches of packed rows, in place of `plan_micro_batches`.
     """
-    sampler = PoissonSampler(mechanism.sample_size, mechanism.schedule, secret, max_batch_size=mechanism.max_batch_size)
     for step in steps:
         drawn = sampler.draw(step)
         if pack is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dpshard.config import SamplingName
+from dpshard.errors import LogicalBatchError
 from dpshard.step.logical_batch import LogicalBatch, MicroBatch
 
 DETACHED = (
@@ -38,6 +40,15 @@ CAPTURED = (
     "A CUDA graph captures this forward. A replayed graph runs no Python, so dpshard could not count its samples or "
     "add noise. Move forward, backward and step out of torch.cuda.graph, or compile the blocks of the model."
 )
+
+
+def refuse_own_loop(sampling: SamplingName) -> None:
+    """Raise LogicalBatchError if batches of the script's own cannot be accounted for."""
+    if sampling != "poisson":
+        raise LogicalBatchError(
+            f"sampling={sampling!r} needs to know when each sample takes part, so the engine draws the batches. "
+            f"Iterate over engine.batches(dataset, micro_batch_size), not over batches of your own."
+        )
 
 
 def superseded(*, detached: bool) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.linalg import toeplitz
 
-from dpshard.accounting import CorrelatedMechanism, Release, SampledMechanism, calibrate, compute_epsilon
-from dpshard.accounting.correlated import independent_error
+from dpshard.accounting import Release, SampledMechanism, calibrate, compute_epsilon
+from dpshard.accounting.mechanism import independent_error
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF, inverse
@@ -24,8 +24,8 @@ DP_SGD = {id(E2E): 0.68250, id(ONE_EPOCH): 0.43357, id(THREE_EPOCHS): 1.12224}
 
 def run_of(correlation, sampling, *, sample_size, batch_size, steps, **facts):
     schedule = BatchSchedule((batch_size,) * steps)
-    return CorrelatedMechanism(
-        schedule=schedule, sample_size=sample_size, sampling=sampling, correlation=correlation, **facts
+    return SampledMechanism(
+        schedule=schedule, sample_size=sample_size, sampling=sampling, noise_correlation=correlation, **facts
     )
 
 
@@ -127,9 +127,9 @@ def test_cyclic_sampling_composes_the_turns_of_a_group():
     run = run_of(BandMF(bands=5), "cyclic-poisson", **length, noise_multiplier=1.5)
     assert run.releases() == ((Release(1.5, 0.25, 1000), 4),)
     assert run.releases(5) == ((Release(1.5, 0.25, 1000), 1),)
-    assert run.sensitivity == pytest.approx(np.linalg.norm(matrix(run.correlation.strategy(17))[:, 0]))
+    assert run.sensitivity == pytest.approx(np.linalg.norm(matrix(run.noise_correlation.strategy(17))[:, 0]))
     plain = SampledMechanism(schedule=run.schedule, sample_size=1000, noise_multiplier=1.5)
-    assert replace(run, correlation=BandMF(bands=1)).releases() == plain.releases()
+    assert replace(run, noise_correlation=BandMF(bands=1)).releases() == plain.releases()
 
 
 def test_epsilon_of_cyclic_sampling_is_that_of_its_mixtures():
@@ -137,7 +137,7 @@ def test_epsilon_of_cyclic_sampling_is_that_of_its_mixtures():
     sigma, probability, epsilon = 0.9, 0.3, 1.0
     length = {"sample_size": 20, "batch_size": 3, "steps": 4}
     run = run_of(BandMF(bands=2, coefficients=(1, 0.5)), "cyclic-poisson", **length, noise_multiplier=sigma)
-    C = matrix(run.correlation.strategy(4))[:, [0, 2]]
+    C = matrix(run.noise_correlation.strategy(4))[:, [0, 2]]
     std = sigma * run.sensitivity
     x = np.linspace(-9, 10, 801)
     grid = np.stack(np.meshgrid(x, x, indexing="ij"))  # along the two columns, in standard deviations of z
@@ -174,7 +174,7 @@ def test_calibration_is_conservative_and_tight():
     [
         (BandedInverse(bands=4), "cyclic-poisson", r"needs BandMF.*fixed-order"),
         (BandMF(bands=11), "cyclic-poisson", r"at most 10 bands"),
-        (BandMF(bands=4), "poisson", "choose one of"),
+        (BandMF(bands=4), "poisson", "cannot be analysed"),
     ],
 )
 def test_what_is_not_analysed_is_refused(correlation, sampling, message):
@@ -185,7 +185,7 @@ def test_what_is_not_analysed_is_refused(correlation, sampling, message):
 def test_batch_schedules_are_refused():
     schedule = BatchSchedule((50, 100))
     with pytest.raises(ConfigurationError, match="one batch size in all steps"):
-        CorrelatedMechanism(schedule=schedule, sample_size=500, sampling="fixed-order")
+        SampledMechanism(schedule=schedule, sample_size=500, sampling="fixed-order")
 
 
 def test_batches_that_are_larger_than_the_data_set_are_refused():

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from dpshard.accounting import CorrelatedMechanism, MechanismOfUnits, SampledMechanism, Search
+from dpshard.accounting import MechanismOfUnits, SampledMechanism, Search
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Plan, draw, show, work_out
@@ -177,7 +177,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
 
 
 def _able(plan: Plan) -> Sequence[str]:
-    if isinstance(plan.mechanism, CorrelatedMechanism):
+    if plan.mechanism.sampling != "poisson":
         return ["pld"] if plan.search is None else ["rdp"]
     if plan.search is not None or plan.mechanism.discretized_elements is not None:
         return ["rdp"]

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 
 from dpshard.accounting import (
-    CorrelatedMechanism,
     MechanismOfUnits,
     SampledMechanism,
     Search,
@@ -39,7 +38,7 @@ class Plan:
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
     """The field of Answer to compute."""
-    mechanism: SampledMechanism | CorrelatedMechanism
+    mechanism: SampledMechanism
     """The run, of one step if its length is unknown."""
     target_epsilon: float | None
     target_delta: float
@@ -50,10 +49,9 @@ class Plan:
         """Return the given facts for JSON, null if unknown."""
         facts = asdict(self.mechanism)
         del facts["schedule"]
-        if isinstance(self.mechanism, CorrelatedMechanism):
-            facts["correlation"] = repr(self.mechanism.correlation)
-        else:
-            del facts["quantile_counts"]
+        del facts["quantile_counts"]
+        if (correlation := self.mechanism.noise_correlation) is not None:
+            facts["noise_correlation"] = repr(correlation)
         asked_for = {"noise_multiplier": None} if self.unknown == "noise_multiplier" else {}
         phases = [(size, None if self.unknown == "steps" else n) for size, n in self.mechanism.schedule.phases()]
         budget = {
@@ -72,7 +70,7 @@ class Plan:
     def releases(self, noise_multiplier: float, steps: int) -> Counts:
         """Return the releases of the first `steps` steps with this noise."""
         run = replace(self.mechanism, noise_multiplier=noise_multiplier)
-        if self.unknown == "steps" and isinstance(run, SampledMechanism):
+        if self.unknown == "steps":
             return ((run.release(0), steps),) if steps else ()
         return run.releases(steps)
 
@@ -105,7 +103,7 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
     if plan.unknown == "noise_multiplier":
         run = calibrate(run, target_epsilon=budget, **question)
     steps = run.schedule.steps
-    if plan.unknown == "steps" and isinstance(run, SampledMechanism):
+    if plan.unknown == "steps":
         steps = steps_for_epsilon(run.release(0), target_epsilon=budget, **question)
     bound = compute_bound(plan.releases(run.noise_multiplier, steps), **question)
     return Answer(
@@ -120,8 +118,8 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
     )
 
 
-def _relation(run: SampledMechanism | CorrelatedMechanism) -> str:
-    return "zero-out" if isinstance(run, CorrelatedMechanism) else relation_of([run.release(0)])
+def _relation(run: SampledMechanism) -> str:
+    return relation_of([run.release(0)]) if run.sampling == "poisson" else "zero-out"
 
 
 def show(plan: Plan, answers: Sequence[Answer]) -> None:
@@ -134,7 +132,7 @@ def show(plan: Plan, answers: Sequence[Answer]) -> None:
 def _table(plan: Plan, answers: Sequence[Answer]) -> Table:
     run, phases = plan.mechanism, plan.mechanism.schedule.phases()
     size = " then ".join(f"{size:,}" for size, _ in phases)
-    sampling = run.sampling if isinstance(run, CorrelatedMechanism) else "Poisson"
+    sampling = "Poisson" if run.sampling == "poisson" else run.sampling
     table = Table(
         title=f"N = {run.sample_size:,}, batch {size} ({sampling}), δ = {plan.target_delta:g}", title_justify="left"
     )

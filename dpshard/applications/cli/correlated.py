@@ -1,15 +1,16 @@
-"""Options of `dpshard account` for noise that is correlated over steps, and its sampling."""
+"""Options for noise that is correlated over steps, and its sampling."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import typer
 
-from dpshard.accounting import CorrelatedMechanism, MechanismOfUnits, SampledMechanism, calibrate, rounded_up
-from dpshard.accounting.correlated import INDEPENDENT, CorrelatedSampling, independent_error
-from dpshard.config import check_choice
+from dpshard.accounting import SampledMechanism, calibrate, rounded_up
+from dpshard.accounting.mechanism import independent_error
+from dpshard.config import SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
 
@@ -18,8 +19,7 @@ KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 Sampling = Annotated[
     str,
     typer.Option(
-        help="poisson; fixed-order: every sample once an epoch, in one order; or cyclic-poisson, with band-mf. "
-        "Figures only: training samples by poisson."
+        help="poisson; fixed-order: every sample once an epoch, in one order; or cyclic-poisson, with band-mf."
     ),
 ]
 Name = Annotated[
@@ -30,50 +30,36 @@ Bands = Annotated[int | None, typer.Option(help="Number of bands of --correlatio
 
 def parse(
     run: SampledMechanism, sampling: str, name: str | None, bands: int | None, *, of_known_length: bool
-) -> SampledMechanism | CorrelatedMechanism:
+) -> SampledMechanism:
     """Return `run` with this sampling and correlation; raise ConfigurationError for pairs that cannot be analysed."""
-    check_choice("--sampling", sampling, ("poisson", *get_args(CorrelatedSampling)))
-    check_choice("--correlation", name, (None, *KINDS))
-    if (name is None) != (bands is None):
-        raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
-    if sampling == "poisson":
-        if name is not None:
-            raise ConfigurationError(
-                f"--correlation {name} cannot be analysed under --sampling poisson, where a sample may come at any "
-                f"step. Take --sampling fixed-order, or cyclic-poisson with band-mf."
-            )
-        return run
-    if not of_known_length:
+    check_choice("--sampling", sampling, get_args(SamplingName))
+    if sampling != "poisson" and not of_known_length:
         raise ConfigurationError(
             f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
             f"for the noise or for epsilon."
         )
-    if run.max_batch_size is not None or run.discretized_elements is not None or isinstance(run, MechanismOfUnits):
-        raise ConfigurationError(
-            f"--sampling {sampling} is analysed only for Gaussian noise, without a cap, and for units of one sample: "
-            f"leave out --max-batch-size, --max-rows-per-unit and --noise discrete-gaussian."
-        )
-    return CorrelatedMechanism(
-        noise_multiplier=run.noise_multiplier,
-        schedule=run.schedule,
-        sample_size=run.sample_size,
-        sampling=sampling,  # pyright: ignore[reportArgumentType]
-        correlation=INDEPENDENT if name is None or bands is None else KINDS[name](bands=bands),
-    )
+    return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands))
 
 
-def error_over_dp_sgd(run: SampledMechanism | CorrelatedMechanism, epsilon: float, **question: Any) -> float | None:
+def correlation_of(name: str | None, bands: int | None) -> BandedInverse | BandMF | None:
+    """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
+    check_choice("--correlation", name, (None, *KINDS))
+    if (name is None) != (bands is None):
+        raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
+    return None if name is None or bands is None else KINDS[name](bands=bands)
+
+
+def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) -> float | None:
     """Return the error of prefix sums over that of DP-SGD (Poisson) at `epsilon`; None for DP-SGD."""
-    if isinstance(run, SampledMechanism) or not 0 < epsilon < math.inf:
+    if run.sampling == "poisson" or not 0 < epsilon < math.inf:
         return None
     plain = SampledMechanism(schedule=run.schedule, sample_size=run.sample_size)
     sigma = calibrate(plain, target_epsilon=epsilon, **question).noise_multiplier
     return run.error / independent_error(sigma, run.schedule.steps)
 
 
-def in_words(run: SampledMechanism | CorrelatedMechanism, ratio: float) -> str:
+def in_words(run: SampledMechanism, ratio: float) -> str:
     """Describe `error_over_dp_sgd` and the noise multiplier."""
-    assert isinstance(run, CorrelatedMechanism)
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
     advice = "this noise pays" if ratio < 1 else "take --sampling poisson, which has less noise"
     return (

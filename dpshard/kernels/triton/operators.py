@@ -48,16 +48,17 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dpshard::release_", mutates_args=("x",))
-def release_(x: Tensor, streams: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
-    philox.py defines the noise. x holds elements [start, start + n) of a tensor. Every `block` of its elements (a
-    multiple of 2 * philox.HALF) has its own; `streams` (int64 [., 3]): those that meet x.
+    philox.py defines the normals; noise is their sum over vectors, with `weights` (float32 [vectors]). x holds elements
+    [start, start + n) of a tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams;
+    `streams` (int64 [vectors, ., 3], contiguous): those that meet x.
     """
     from dpshard.kernels.triton import gaussian
 
     with torch.cuda.device_of(x):
-        return gaussian.release_(x, streams, block, start, std, divisor)
+        return gaussian.release_(x, streams, weights, block, start, std, divisor)
 
 
 def _norms(rows: Tensor, dims: int = 1) -> Tensor:

@@ -1,0 +1,154 @@
+"""How the steps of a run compose: into a release each, into turns of a group, or into one release.
+
+[Note: Three ways to sample]
+- "poisson": every step draws each sample with probability B / N. A step is a release of its own.
+- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. An order that every epoch repeats
+  has this property, with or without the last, smaller batch; so has a cyclic order. The releases of a run are W (C S +
+  Z), where C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian mechanism] in noise/correlation.py). Without
+  amplification by sampling, the run is one Gaussian release with the sensitivity of C under that separation.
+- "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
+  probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps, one
+  for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with probability b B /
+  N, independently of all others, along one column of norm at most |c|. So a window is a Poisson-sampled Gaussian, and
+  the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
+
+Neighbours of the last two are zero-out: a sample that contributes nothing keeps its place in the order, else all later
+samples would move.
+
+[Note: Branches of a run]
+A run may go back to an earlier state, and on from there with other sums. Its steps then are a tree. The noise z of a
+step depends on all sums on the path to it (step/chain.py), so the z of different steps are independent, also in
+different branches. Rows of C S + Z that a branch shares with others are released once. A sample moves the rows on the
+path to a leaf after n steps by at most D_n, the sensitivity of the first n rows. Each row is on a path to a leaf. So
+all rows together are moved by at most the root of the sum of D_n squared over the leaves: the tree is one Gaussian
+mechanism of this sensitivity. This holds row by row, so sums may depend on earlier releases of any branch.
+
+A `Span` begins where a release does not follow the last one, so there is at least one for every leaf, and it ends with
+that leaf or later. In cyclic sampling, a window with rows of k spans has at most k leaves, and all branches draw the
+same samples. So it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not
+begin at multiples of b; window r lies in the steps [r b, (r + 2) b), and counts all spans there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dpshard.accounting.copies import Span, total_cost
+from dpshard.accounting.releases import Release
+from dpshard.noise.correlation import Correlation, Series, sensitivities
+
+
+class Course(Protocol):
+    """A run whose steps compose to other releases than one a step; see [Note: Three ways to sample]."""
+
+    @property
+    def release(self) -> Release:
+        """Release that a step is part of."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Planned number of steps; there is no further one."""
+        ...
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest change of C S by contributions of norm 1: in the run, or in one window."""
+        ...
+
+    def cost(self, spans: Iterable[Span]) -> Counter[Release]:
+        """Return what these steps of one run cost together; see [Note: Branches of a run]."""
+        ...
+
+    def in_words(self, steps: int) -> str:
+        """Describe the release of `steps` steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedOrder:
+    """One Gaussian release."""
+
+    release: Release
+    """Of the whole run."""
+    steps: int
+    """See Course."""
+    correlation: Correlation
+    separation: int
+    """Least distance of two steps with the same sample."""
+
+    @property
+    def sensitivity(self) -> float:
+        """See Course."""
+        return float(self._sensitivities[-1])
+
+    @property
+    def _sensitivities(self) -> Series:
+        return sensitivities(self.correlation, self.steps, self.separation)
+
+    def cost(self, spans: Iterable[Span]) -> Counter[Release]:
+        """See Course. The first steps cost less than the run."""
+        ends, moved = [span.stop for span in spans], self._sensitivities
+        if not ends:
+            return Counter()
+        whole = math.sqrt(sum((moved[min(end, self.steps) - 1] / moved[-1]) ** 2 for end in ends))
+        return Counter([replace(self.release, noise_multiplier=self.release.noise_multiplier / whole)])
+
+    def in_words(self, steps: int) -> str:
+        """See Course."""
+        return f"one Gaussian release of {steps} sums over batches in a fixed order{_noise(self.correlation)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicPoisson:
+    """A Poisson-sampled release for every turn of a group."""
+
+    release: Release
+    """Of one turn."""
+    steps: int
+    """See Course."""
+    correlation: Correlation
+
+    @property
+    def sensitivity(self) -> float:
+        """See Course."""
+        return float(sensitivities(self.correlation, self.steps, self.steps)[-1])
+
+    def cost(self, spans: Iterable[Span]) -> Counter[Release]:
+        """See Course."""
+        ends = [(span.start, span.stop) for span in spans]
+        turns = math.ceil(max((stop for _, stop in ends), default=0) / self.correlation.bands)
+        if len(ends) <= 1:
+            return Counter({self.release: turns} if turns else {})
+        total: Counter[int] = Counter()
+        for turn in range(turns):
+            first, last = turn * self.correlation.bands, (turn + 2) * self.correlation.bands
+            total[max(1, sum(start < last and stop > first for start, stop in ends))] += 1
+        sigma = self.release.noise_multiplier
+        return Counter({replace(self.release, noise_multiplier=sigma / math.sqrt(k)): n for k, n in total.items()})
+
+    def in_words(self, steps: int) -> str:
+        """See Course."""
+        turns = math.ceil(steps / self.correlation.bands)
+        return (
+            f"{steps} releases ({turns} turns of every group) under cyclic Poisson sampling{_noise(self.correlation)}"
+        )
+
+
+def _noise(correlation: Correlation) -> str:
+    name = type(correlation).__name__
+    return "" if correlation.bands == 1 else f", with noise correlated by {name}(bands={correlation.bands})"
+
+
+def cost_of(spans: Iterable[Span], course: Course | None) -> Counter[Release]:
+    """Return what all `spans` cost, of one or several runs of this course."""
+    if course is None:
+        return total_cost(spans)
+    runs: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        runs[span.run].append(span)
+    return sum((course.cost(of_run) for of_run in runs.values()), Counter())

@@ -1,0 +1,140 @@
+"""Batches in a fixed order, and from groups that take turns: the sampling of correlated noise.
+
+[Note: A cyclic order]
+Step t takes the next B positions of an order that repeats after N. So a sample comes once in N positions, and at least
+floor(N / B) steps after its last step, also if B does not divide N: floor((p + N) / B) - floor(p / B) >= floor(N / B).
+The accountant relies on this ([Note: Three ways to sample] in accounting/courses.py), not on a secret order. The order
+is a keyed permutation, because data sets are often sorted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpshard.config import BatchSchedule, SamplingName
+from dpshard.randomness import RandomSource, derive_key
+from dpshard.sampling.plans import PoissonSampler, Sampler, bernoulli_indices
+
+ROUNDS = 6
+"""Rounds of the permutation; part of the meaning of a run secret."""
+
+
+class HasBands(Protocol):
+    """Correlated noise."""
+
+    @property
+    def bands(self) -> int:
+        """Number of groups of cyclic sampling."""
+        ...
+
+
+class Sampled(Protocol):
+    """The facts of a mechanism that determine sampling."""
+
+    @property
+    def sample_size(self) -> int:
+        """Number of samples of the data set."""
+        ...
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Expected batch size of every step."""
+        ...
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Cap of a logical batch."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingName:
+        """How batches are drawn."""
+        ...
+
+    @property
+    def noise_correlation(self) -> HasBands | None:
+        """Correlation of the noise."""
+        ...
+
+
+def sampler_of(mechanism: Sampled, secret: bytes) -> Sampler:
+    """Return the sampler of a run."""
+    samples, schedule = mechanism.sample_size, mechanism.schedule
+    if mechanism.sampling == "fixed-order":
+        return FixedOrderSampler(samples, schedule[0], secret)
+    if mechanism.sampling == "cyclic-poisson":
+        assert mechanism.noise_correlation is not None  # check_sampling
+        return CyclicPoissonSampler(samples, schedule[0], mechanism.noise_correlation.bands, secret)
+    return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
+
+
+@dataclass(frozen=True)
+class FixedOrderSampler:
+    """Batches of exactly B samples; see [Note: A cyclic order]."""
+
+    sample_size: int
+    """Number of samples N of the data set."""
+    batch_size: int
+    """Samples of a batch, at most N."""
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """Return the indices [B] of `step`, in time O(B)."""
+        positions = (step * self.batch_size + np.arange(self.batch_size)) % self.sample_size
+        return self._permuted(positions)
+
+    def _permuted(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at `positions`: a Feistel network permutes 4^h >= N numbers; those >= N are permuted on.
+
+        Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+        """
+        half = np.uint64(max(1, -(-(self.sample_size - 1).bit_length() // 2)))
+        keys = RandomSource(derive_key(self.secret, "order")).words(ROUNDS)
+        samples = positions.astype(np.uint64)
+        outside = np.ones(len(samples), bool)
+        while outside.any():
+            samples[outside] = _feistel(samples[outside], half, keys)
+            outside = samples >= self.sample_size
+        return samples.astype(np.int64)
+
+
+def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = numbers >> half, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    return left << half | right
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix bits; the finaliser of Steele et al. 2014, "Fast splittable pseudorandom number generators"."""
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
+
+
+@dataclass(frozen=True)
+class CyclicPoissonSampler:
+    """Poisson batches of the group whose turn it is: the samples t, t + b, t + 2 b, ... at step t."""
+
+    sample_size: int
+    """Number of samples N of the data set."""
+    batch_size: int
+    """Expected samples B of a batch; b B is at most N."""
+    groups: int
+    """Number of groups b."""
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """Return sorted distinct indices [n] of `step`, each with probability b B / N; time and memory O(B)."""
+        group = step % self.groups
+        source = RandomSource(derive_key(self.secret, "sample", step))
+        probability = min(1.0, self.groups * self.batch_size / self.sample_size)
+        members = len(range(group, self.sample_size, self.groups))
+        return group + self.groups * bernoulli_indices(members, probability, source.uniform)

@@ -1,0 +1,64 @@
+"""The noise of every release of a run, by the keys of its sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from dpshard.accounting.mechanism import Mechanism
+from dpshard.errors import CheckpointError
+from dpshard.noise.keyed import CorrelatedGaussian, KeyedDiscreteGaussian, KeyedGaussian, Vector
+from dpshard.randomness import derive_key
+from dpshard.step.chain import Chain
+
+Sums = tuple[str | int, ...]
+
+
+class StepNoise(NamedTuple):
+    """The noise of one release."""
+
+    identity: bytes
+    """Identity of the release, 16 bytes."""
+    noise: KeyedGaussian
+    link: bytes
+    """Link of the step in the chain of the run; b"" without one."""
+    scale: float
+    """Standard deviation of the noise over that of the independent z."""
+
+
+class NoiseOfRun:
+    """Noise as a function of run secret, step and sums; of all sums on the path where steps compose to one release."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        self._mechanism = mechanism
+        most = len(mechanism.noise_weights(mechanism.schedule.steps - 1))
+        self._chain = None if mechanism.course is None else Chain(most - 1)
+
+    def of_step(self, secret: bytes, step: int, sums: Sums) -> StepNoise:
+        """Return the noise of `step`, the next one, with these `sums`."""
+        secure = self._mechanism.secure
+        if self._chain is None:
+            kind = KeyedGaussian if self._mechanism.discretized_elements is None else KeyedDiscreteGaussian
+            noise = kind(derive_key(secret, "sums", *sums), secure=secure)
+            return StepNoise(derive_key(secret, "release", *sums)[:16], noise, b"", 1.0)
+        link, identity = self._chain.next(secret, sums)
+        weights = self._mechanism.noise_weights(step)
+        links = [link, *self._chain.last(len(weights) - 1)]
+        vectors = tuple(Vector(w, key, step - j) for j, (w, key) in enumerate(zip(weights, links, strict=True)) if w)
+        return StepNoise(identity, CorrelatedGaussian(link, secure, vectors), link, math.hypot(*weights))
+
+    def take(self, noise: StepNoise) -> None:
+        """Go to the next step, after the release of this `noise` was counted."""
+        if self._chain is not None:
+            self._chain.append(noise.link)
+
+    def state_dict(self) -> list[str] | None:
+        """Return the keys of past noise for a checkpoint; None if no step needs them."""
+        return None if self._chain is None else self._chain.state_dict()
+
+    def load_state_dict(self, state: Any, step: int) -> None:
+        """Go to the place of a `state_dict()` before `step`; raise CheckpointError, without any change, if damaged."""
+        if self._chain is not None:
+            self._chain.load_state_dict(state, step)
+        elif state is not None:
+            raise CheckpointError("The checkpoint has keys of past noise, but this run needs none. Resume another one.")
