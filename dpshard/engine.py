@@ -36,7 +36,6 @@ from dpshard.config import (
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run
 from dpshard.noise.correlation import BandedInverse, BandMF
-from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -153,6 +152,8 @@ class PrivacyEngine:
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
+        given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "accountant": accountant}
+        given |= {"target_delta": target_delta, "target_epsilon": target_epsilon, "earlier": earlier}
         self._backend = backend = choose(model, model_parallel_group)
         with ExitStack() as undo:
             undo.callback(backend.detach)
@@ -164,8 +165,6 @@ class PrivacyEngine:
                 max_batch_size=parse_cap(max_batch_size, schedule),
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
                 discretized_elements=None if noise == "gaussian" else backend.sharding.elements,
-                sampling=sampling,
-                noise_correlation=noise_correlation,
                 max_grad_norm=float(max_grad_norm),
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
@@ -173,10 +172,7 @@ class PrivacyEngine:
                 loss_reduction=loss_reduction,
                 rows_per_unit=rows_per_unit,
                 secure=secure_mode,
-                accountant=accountant,
-                target_delta=target_delta,
-                target_epsilon=target_epsilon,
-                earlier=earlier,
+                **given,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
             self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")
@@ -193,7 +189,6 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._noise = NoiseOfRun(self.mechanism)
         self._facts = Facts(self._backend, clipping_mode)
-        self._digest: tuple[bytes, SumDigest] | None = None
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
 
@@ -375,7 +370,7 @@ class PrivacyEngine:
         # Everything that gets noise, and how much: see [Note: Equal sums, equal noise].
         sums = (
             step,
-            *collector.complete_sums(self._sum_digest().part),
+            *collector.complete_sums(self._noise.digest(self._secret).part),
             z_std.hex(),
             *self._thresholds.counts(collector),
         )
@@ -401,11 +396,6 @@ class PrivacyEngine:
         step = self.step
         counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
         return self.internals.note(step, identity) if counts else []
-
-    def _sum_digest(self) -> SumDigest:
-        if self._digest is None or self._digest[0] != self._secret:
-            self._digest = self._secret, SumDigest(self._secret)
-        return self._digest[1]
 
     def verify(
         self,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.errors import CheckpointError
+from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import CorrelatedGaussian, KeyedDiscreteGaussian, KeyedGaussian, Vector
 from dpshard.randomness import derive_key
 from dpshard.step.chain import Chain
@@ -32,7 +33,14 @@ class NoiseOfRun:
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
         most = len(mechanism.noise_weights(mechanism.schedule.steps - 1))
+        self._digest: tuple[bytes, SumDigest] | None = None
         self._chain = None if mechanism.course is None else Chain(most - 1)
+
+    def digest(self, secret: bytes) -> SumDigest:
+        """Return the digest of sums under `secret`; it keeps weights, which are the same at all steps."""
+        if self._digest is None or self._digest[0] != secret:
+            self._digest = secret, SumDigest(secret)
+        return self._digest[1]
 
     def of_step(self, secret: bytes, step: int, sums: Sums) -> StepNoise:
         """Return the noise of `step`, the next one, with these `sums`."""
