@@ -152,8 +152,9 @@ class PrivacyEngine:
         schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
-        given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "accountant": accountant}
-        given |= {"target_delta": target_delta, "target_epsilon": target_epsilon, "earlier": earlier}
+        given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "earlier": earlier}
+        given |= {"accountant": accountant, "target_delta": target_delta, "target_epsilon": target_epsilon}
+        given["secure"], given["loss_reduction"], given["rows_per_unit"] = secure_mode, loss_reduction, rows_per_unit
         self._backend = backend = choose(model, model_parallel_group)
         with ExitStack() as undo:
             undo.callback(backend.detach)
@@ -169,9 +170,6 @@ class PrivacyEngine:
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
                 adaptive_clipping=None if adaptive_clipping is None else repr(adaptive_clipping),
-                loss_reduction=loss_reduction,
-                rows_per_unit=rows_per_unit,
-                secure=secure_mode,
                 **given,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
@@ -307,18 +305,11 @@ class PrivacyEngine:
         check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
         plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
         check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
-        loaded = load(
-            dataset,
-            self._plans(dataset, micro_batch_size, steps, pad=pad, packing=packing),
-            sample_size=self.mechanism.sample_size,
-            rows_per_unit=K,
-            packed=packing is not None,
-            collate_fn=verified_collation(collate_fn, K) if self._verify else collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
-        )
+        plans = self._plans(dataset, micro_batch_size, steps, pad=pad, packing=packing)
+        rows = {"sample_size": self.mechanism.sample_size, "rows_per_unit": K, "packed": packing is not None}
+        collate_fn = verified_collation(collate_fn, K) if self._verify else collate_fn
+        reading = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, "pin_memory": pin_memory}
+        loaded = load(dataset, plans, num_workers=num_workers, prefetch_factor=prefetch_factor, **rows, **reading)
         return self._collector.batches(loaded, lambda: self.step)
 
     def _plans(
@@ -328,17 +319,10 @@ class PrivacyEngine:
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
         end = self.steps if steps is None else self.step + steps
         ranks = self._backend.communicator
-        yield from plan_steps(
-            sampler_of(self.mechanism, self._secret),
-            self._secret,
-            range(self.step, end),
-            micro_batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            pad=pad,
-            rows_per_unit=self.mechanism.rows_per_unit,
-            pack=packer(dataset, packing),
-        )
+        sampler, pack = sampler_of(self.mechanism, self._secret), packer(dataset, packing)
+        how = {"rank": ranks.rank, "world_size": ranks.world_size, "rows_per_unit": self.mechanism.rows_per_unit}
+        steps_ahead = range(self.step, end)
+        yield from plan_steps(sampler, self._secret, steps_ahead, micro_batch_size, pad=pad, pack=pack, **how)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
         """Return a block in which the model gets packed rows [R, T] with these units; for loops that feed their own.
@@ -368,12 +352,8 @@ class PrivacyEngine:
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         z_std = self._thresholds.gradient_noise(sigma) * mechanism.sensitivity
         # Everything that gets noise, and how much: see [Note: Equal sums, equal noise].
-        sums = (
-            step,
-            *collector.complete_sums(self._noise.digest(self._secret).part),
-            z_std.hex(),
-            *self._thresholds.counts(collector),
-        )
+        digest = collector.complete_sums(self._noise.digest(self._secret).part)
+        sums = (step, *digest, z_std.hex(), *self._thresholds.counts(collector))
         of_step = self._noise.of_step(self._secret, step, sums)
         # Counted first: an error after this line can only over-state what was spent.
         on_disk = self._spend(of_step.identity)

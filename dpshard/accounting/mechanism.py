@@ -179,7 +179,6 @@ class Mechanism(SampledMechanism):
                 )
 
 
-
 def independent_error(noise_multiplier: float, steps: int) -> float:
     """Return `SampledMechanism.error` of independent noise with this multiplier."""
     return noise_multiplier * math.sqrt((steps + 1) / 2)
