@@ -1,7 +1,7 @@
 """The documents keep their word: their Python runs, their links lead somewhere, their table of rules is the registry.
 
 The fenced python blocks of a page run in the order in which they stand, in one namespace, as a reader would run them.
-Failure modes: 12 test_python_of_the_page_runs (the guide's token-mean loss is caught).
+Failure modes: 12 test_python_of_the_page_runs (the token-mean loss of docs/language-models.md is caught).
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ from dpshard.rules import COMPOSITES, RULES
 ROOT = Path(__file__).parents[1]
 NAMES = (
     *("guide", "privacy-model", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
-    *("recipes", "sources", "known-failures", "tables"),
+    *(
+        "recipes",
+        "sources",
+        "known-failures",
+        "tables",
+        "units",
+        "command-line",
+        "functions",
+        "troubleshooting",
+        "language-models",
+        "checkpoints",
+        "several-models",
+    ),
     *("integrations", "coming-from-opacus", "coming-from-fastdp", "benchmarks"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
@@ -166,7 +178,7 @@ def spoken(function: Any) -> str:
 
 
 def test_table_of_rules_is_the_registry() -> None:
-    text = (ROOT / "docs/guide.md").read_text("utf-8")
+    text = (ROOT / "docs/functions.md").read_text("utf-8")
     table = text.partition("<!-- rules -->")[2].partition("<!-- /rules -->")[0]
     shown: dict[str, set[str]] = {}
     for file, functions in re.findall(r"^\| `rules/(\w+)\.py` \| ([^|]+) \|", table, re.MULTILINE):
@@ -179,7 +191,7 @@ def test_table_of_rules_is_the_registry() -> None:
 
 
 def test_every_error_class_is_in_the_table_of_troubleshooting() -> None:
-    text = (ROOT / "docs/guide.md").read_text("utf-8").partition("## Troubleshooting")[2]
+    text = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
     shown = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     known = {name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
     assert shown == known - {"DpshardError"}
