@@ -77,7 +77,7 @@ STARTS: dict[tuple[Task, bool], Start] = {
             Reason("trains", "public weights of tables are rare", DEFAULT),
         ),
         next_steps=(
-            "Divide each column by a public bound, never by a statistic of the data: `--feature-scale`.",
+            "Name public bounds of columns (`--columns`); private ones cost a part of the budget.",
             "SGD with momentum 0.9 at a learning rate of 0.3, in a search that you account for.",
         ),
     ),

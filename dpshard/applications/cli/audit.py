@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpshard.applications.cli import console
+from dpshard.applications.cli.options import with_options
 from dpshard.applications.cli.run_folder import write_json
-from dpshard.applications.cli.settings import TrainSettings, with_options
+from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.train import chosen, in_other_processes, on_all_ranks
 from dpshard.errors import ConfigurationError, RunFolderError
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ class Kind(Enum):
     """Kinds of x and y."""
 
     IMAGE = auto()  # x float [C, H, W] in [0, 1], y class
-    FEATURES = auto()  # x float [D], y class
+    FEATURES = auto()  # x float [D], the encoded columns of a table, y class
+    NUMBERS = auto()  # the same, y float in [-1, 1]
     TEXT = auto()  # x token ids [T], y class
     LANGUAGE = auto()  # x token ids [T], y next token ids [T], IGNORED after the end
     MASKED = auto()  # x token ids [T], some of them MASK, y the true ids there, IGNORED elsewhere
@@ -58,6 +59,12 @@ class Data:
     """Classes, or tokens."""
     guessing: float | None = None
     """Share of the commonest class in the test samples; None without classes."""
+    numbers: int = 0
+    """Leading features that are scaled numbers, of a table."""
+    objective: Any = None
+    """An Objective of a table; None: the cross-entropy of each sample."""
+    fitted: Any = None
+    """What the run knows of the columns of a table (`tables.Fitted`)."""
     rows_per_unit: int = 1
     """Rows of a training sample that is a unit; those of other splits are single rows."""
 
@@ -67,8 +74,11 @@ class Data:
         return (train.dataset if isinstance(train, UnitDataset) else train)[0][0]
 
 
-def load(settings: TrainSettings) -> Data:
-    """Return the data of a run; raise DataError if they cannot be read, or `train` is empty."""
+def load(settings: TrainSettings, agree: Callable[[Callable[[], Any]], Any] = lambda fit: fit()) -> Data:
+    """Return the data of a run; raise DataError if they cannot be read, or `train` is empty.
+
+    `agree` gets a function that fits the columns of a table; it returns what all processes use, or the run has already.
+    """
     if settings.task == "digits":
         data = _digits(settings)
     elif settings.task == "pydoc":
@@ -76,7 +86,7 @@ def load(settings: TrainSettings) -> Data:
     else:
         from dpshard.applications.cli import files
 
-        data = files.load(settings)
+        data = files.load(settings, agree)
     if size(data.train) == 0:
         raise DataError("The data set is empty: there is no sample to train on.")
     return data
@@ -113,16 +123,8 @@ def splits(
 
     `labels` are [N] or None; `groups` are the unit of each row, or None. A unit is in one split, with all of its rows.
     """
-    names, unit_of_row = np.unique(np.arange(len(dataset)) if groups is None else groups, return_inverse=True)
-    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(names))
-    test = round(len(names) * settings.test_fraction)
-    validation = test + round(len(names) * settings.validation_fraction)
-
-    def rows_of(units: Any) -> Any:
-        return units if groups is None else np.flatnonzero(np.isin(unit_of_row, units))
-
-    own = {"test": rows_of(shuffled[:test]), "validation": rows_of(shuffled[test:validation])}
-    own["train"] = rows_of(shuffled[validation:])
+    of_units = parts(len(dataset), settings, groups)
+    own = of_units.rows
     if labels is not None and len(own["test"]) > 0:
         facts["guessing"] = float(labels[torch.from_numpy(own["test"])].bincount().max()) / len(own["test"])
 
@@ -134,9 +136,31 @@ def splits(
     found = {name: part(indices) for name, indices in own.items()}
     if groups is not None and len(own["train"]) > 0:
         K = settings.rows_per_unit or ROWS_PER_UNIT
-        found["train"] = UnitDataset(found["train"], unit_of_row[own["train"]], K)
+        found["train"] = UnitDataset(found["train"], of_units.units, K)
         facts |= {"rows_per_unit": K, "sample": f"one {settings.group_column}, up to {K} rows in a step"}
     return Data(**found, **facts)
+
+
+class Parts(NamedTuple):
+    """The rows of each split, and the unit of each training row."""
+
+    rows: dict[str, Any]
+    units: Any
+
+
+def parts(count: int, settings: TrainSettings, groups: Sequence[Any] | None) -> Parts:
+    """Return the splits of `count` rows; see `splits`."""
+    names, unit_of_row = np.unique(np.arange(count) if groups is None else groups, return_inverse=True)
+    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(names))
+    test = round(len(names) * settings.test_fraction)
+    validation = test + round(len(names) * settings.validation_fraction)
+
+    def rows_of(units: Any) -> Any:
+        return units if groups is None else np.flatnonzero(np.isin(unit_of_row, units))
+
+    rows = {"test": rows_of(shuffled[:test]), "validation": rows_of(shuffled[test:validation])}
+    rows["train"] = rows_of(shuffled[validation:])
+    return Parts(rows, unit_of_row[rows["train"]])
 
 
 def tokens(text: str, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The user's data: image folders, JSON lines, CSV, .npz, and Hugging Face data sets."""
+"""The user's data: image folders, JSON lines, CSV, TSV, Parquet, .npz, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -6,47 +6,61 @@ import csv
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from dpshard.applications.cli.data import Data, Kind, splits, tokens, unlabelled
-from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
+from dpshard.applications.cli.data import Data, Kind, splits
+from dpshard.applications.cli.settings import TrainSettings
+from dpshard.applications.cli.tables import Agree, class_numbers, table
 from dpshard.applications.extras import require
 from dpshard.errors import DataError
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
-def load(settings: TrainSettings) -> Data:
+def load(settings: TrainSettings, agree: Agree) -> Data:
     """Read the data at `settings.data`; raise DataError if that fails."""
     source = str(settings.data)
-    tables = source.startswith("hf:") or source.endswith((".jsonl", ".csv"))
-    if settings.group_column is not None and not tables:
+    named = {"group_column": settings.group_column, "columns": settings.columns, "drop": settings.drop}
+    option = next((name for name, value in named.items() if value is not None), None)
+    if option is not None and not source.startswith("hf:") and not source.endswith(TABLES):
         raise DataError(
-            f"{source} has no columns, and --group-column names one: give a .jsonl or .csv file, or hf:NAME."
+            f"{source} has no columns, and --{option.replace('_', '-')} is for those of a table: give a "
+            f"{', '.join(TABLES)} file, or hf:NAME."
         )
     if source.startswith("hf:"):
-        return _hugging_face(source.removeprefix("hf:"), settings)
+        return _hugging_face(source.removeprefix("hf:"), settings, agree)
     path = Path(source)
     if path.is_dir():
         return _image_folder(path, settings)
-    readers: dict[str, Callable[[Path, TrainSettings], Data]] = {
-        ".jsonl": lambda path, settings: _table(_read(path, _json_lines), str(path), settings),
-        ".csv": lambda path, settings: _table(_read(path, _csv_rows), str(path), settings),
-        ".npz": _npz,
+    readers: dict[str, Callable[[Path], DataFrame]] = {
+        ".jsonl": lambda path: _read(path, _json_lines),
+        ".csv": lambda path: _read(path, _csv_rows),
+        ".tsv": lambda path: _read(path, partial(_csv_rows, delimiter="\t")),
+        ".parquet": _parquet,
     }
-    if path.suffix not in readers:
-        raise DataError(f"{path}: expected a folder of images, a {', '.join(readers)} file, or hf:NAME.")
+    if path.suffix not in (*readers, ".npz"):
+        raise DataError(f"{path}: expected a folder of images, a {', '.join((*readers, '.npz'))} file, or hf:NAME.")
     if not path.is_file():
         raise DataError(f"{path} does not exist.")
-    return readers[path.suffix](path, settings)
+    return (
+        _npz(path, settings, agree)
+        if path.suffix == ".npz"
+        else table(readers[path.suffix](path), source, settings, agree)
+    )
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -109,25 +123,37 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 Row = Mapping[str, Any]
-Rows = Mapping[str, Row]
-"""Rows by place in the file, such as "line 7"."""
 
 
-def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> Rows:
+def _frame(rows: Mapping[str, Row]) -> DataFrame:
+    """Return rows as a table; the keys are the places of the rows, such as "line 7"."""
+    require("pandas", "train", "a table")
+    import pandas
+
+    # Objects, because a conversion would depend on single cells.
+    return pandas.DataFrame(list(rows.values()), index=list(rows), dtype=object)
+
+
+def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> DataFrame:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = {f"line {number}": row for number, row in parse(file)}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {_why(error)}") from None
     except ValueError as error:
-        raise DataError(f"{path}, {error}") from error
+        raise DataError(f"{path}, {error}") from None
     if not rows:
         raise DataError(f"The data set is empty: {path} has no row.")
-    return rows
+    return _frame(rows)
 
 
-def _csv_rows(file: Any) -> Iterator[tuple[int, Row]]:
-    reader = csv.DictReader(file, restkey="", restval=None)
+def _why(error: Exception) -> str:
+    """Return a reason that shows no byte of the file."""
+    return error.strerror or "" if isinstance(error, OSError) else f"it is no UTF-8 text ({type(error).__name__})"
+
+
+def _csv_rows(file: Any, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
+    reader = csv.DictReader(file, restkey="", restval=None, delimiter=delimiter)
     for row in reader:
         if None in row.values() or "" in row:
             raise ValueError(f"line {reader.line_num}: the number of columns differs from the header")
@@ -139,83 +165,30 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
         try:
             row = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number}: not JSON: {error}") from error
+            raise ValueError(f"line {number}: not JSON: {error.msg}") from None
         if row is not None and not isinstance(row, dict):
             raise ValueError(f"line {number}: expected an object with named fields")
         if row is not None:
             yield number, row
 
 
-def _table(rows: Rows, source: str, settings: TrainSettings) -> Data:
-    text, label = settings.text_column, settings.label_column
-    columns = list(next(iter(rows.values())))
-    groups = None if settings.group_column is None else _groups(rows, settings.group_column, columns, source)
-    named = text != TEXT_COLUMN  # a named column must exist; else the data may be numbers
-    if text in columns:
-        texts = [str(cell) for cell in _column(rows, text, source)]
-        if label not in columns:
-            return unlabelled(texts, settings, sample="one text", groups=groups)
-        x = torch.stack([tokens(t, settings.max_length) for t in texts])
-        facts: dict[str, Any] = {"kind": Kind.TEXT, "sample": "one labelled text"}
-    elif label in columns and not named:
-        columns.remove(label)
-        x = torch.tensor([_numbers(rows, column, source) for column in columns]).T / settings.feature_scale
-        facts = {"kind": Kind.FEATURES, "sample": "one row"}
-    else:
-        missing = repr(text) if named else f"{text!r} or {label!r}"
-        raise DataError(
-            f"{source} has no column {missing}, but {', '.join(map(repr, columns))}: name the columns with "
-            f"--text-column and --label-column."
-        )
-    y, classes = _classes(_column(rows, label, source))
-    return splits(TensorDataset(x, y), settings, labels=y, groups=groups, classes=classes, **facts)
+def _parquet(path: Path) -> DataFrame:
+    require("pandas", "train", "a table")
+    require("pyarrow", "train", "a .parquet file")
+    import pandas
+    import pyarrow
 
-
-def _groups(rows: Rows, column: str, columns: list[str], source: str) -> list[Any]:
-    """Return the unit of every row, and take its column out of `columns`."""
-    if column not in columns:
-        raise DataError(f"{source} has no column {column!r}, but {', '.join(map(repr, columns))}: see --group-column.")
-    columns.remove(column)
-    cells = [cell.strip() if isinstance(cell, str) else cell for cell in _column(rows, column, source)]
-    for place, cell in zip(rows, cells, strict=True):
-        if type(cell) not in (str, int) or cell == "" or type(cell) is not type(cells[0]):
-            raise DataError(
-                f"{source}, {place}: {column}={cell!r} names no unit. Give every row one, all of them texts or all "
-                f"whole numbers: 1 and '1' would be two units."
-            )
-    return cells
-
-
-def _column(rows: Rows, column: str, source: str) -> list[Any]:
-    for place, row in rows.items():
-        if row.get(column) is None:
-            raise DataError(f"{source}, {place}: no {column!r}.")
-    return [row[column] for row in rows.values()]
-
-
-def _numbers(rows: Rows, column: str, source: str) -> list[float]:
-    numbers = []
-    for place, value in zip(rows, _column(rows, column, source), strict=True):
-        try:
-            numbers.append(float(value))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{source}, {place}: {column}={value!r} is not a number; name a column of text with --text-column."
-            ) from error
-    return numbers
-
-
-def _classes(labels: Sequence[Any]) -> tuple[Tensor, int]:
-    """Return class numbers [N], by sorted labels, and the number of classes."""
     try:
-        names = sorted(set(labels), key=lambda label: (str(type(label)), label))
-    except TypeError as error:
-        raise DataError(f"A label must be a number or a text: {error}.") from error
-    number = {name: index for index, name in enumerate(names)}
-    return torch.tensor([number[label] for label in labels]), len(names)
+        frame = pandas.read_parquet(path)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: it is no Parquet file ({type(error).__name__}).") from None
+    if frame.empty:
+        raise DataError(f"The data set is empty: {path} has no row.")
+    frame.index = [f"row {number}" for number in range(len(frame))]
+    return frame.rename(columns=str)
 
 
-def _npz(path: Path, settings: TrainSettings) -> Data:
+def _npz(path: Path, settings: TrainSettings, agree: Agree) -> Data:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]
@@ -228,26 +201,26 @@ def _npz(path: Path, settings: TrainSettings) -> Data:
             f"{path}: x {list(x.shape)} must be numbers [N, D] or images [N, H, W] or [N, C, H, W], and y "
             f"{list(y.shape)} a label for each."
         )
-    scale = 255.0 if x.dtype == np.uint8 else settings.feature_scale
-    features = torch.from_numpy(x.astype(np.float32)) / scale
-    if features.dim() == 3:
-        features = features.unsqueeze(1)
-    labels, classes = _classes(y.tolist())
-    image = features.dim() == 4
-    return splits(
-        TensorDataset(features, labels),
-        settings,
-        labels=labels,
-        kind=Kind.IMAGE if image else Kind.FEATURES,
-        sample="one image" if image else "one row",
-        classes=classes,
-    )
+    if x.ndim == 2:
+        label = settings.label_column
+        names = [f"x{i}" if f"x{i}" != label else f"_{label}" for i in range(x.shape[1])]
+        rows = {f"row {i}": dict(zip(names, cells, strict=True)) for i, cells in enumerate(x.tolist())}
+        if x.dtype == np.uint8 and settings.feature_scale is None:
+            settings = replace(settings, feature_scale=255.0)
+        return table(_frame(rows).assign(**{label: y.tolist()}), str(path), settings, agree)
+    scale = 255.0 if x.dtype == np.uint8 else settings.feature_scale or 1.0
+    pixels = torch.from_numpy(x.astype(np.float32)) / scale
+    if pixels.dim() == 3:
+        pixels = pixels.unsqueeze(1)
+    labels, classes = class_numbers(y.tolist())
+    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one image", "classes": classes}
+    return splits(TensorDataset(pixels, labels), settings, labels=labels, **facts)
 
 
 # --- the Hugging Face hub -------------------------------------------------------------------------------------------
 
 
-def _hugging_face(name: str, settings: TrainSettings) -> Data:
+def _hugging_face(name: str, settings: TrainSettings, agree: Agree) -> Data:
     require("datasets", "hf", f"data='hf:{name}'")
     import datasets
 
@@ -260,10 +233,11 @@ def _hugging_face(name: str, settings: TrainSettings) -> Data:
     rows = parts["train"] if "train" in parts else next(iter(parts.values()))
     image = next((name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
     if image is None:
-        return _table({f"row {number}": row for number, row in enumerate(rows.to_list())}, f"hf:{name}", settings)
+        cells = _frame({f"row {number}": row for number, row in enumerate(rows.to_list())})
+        return table(cells, f"hf:{name}", settings, agree)
     if settings.group_column is not None:
         raise DataError(f"{name!r} holds images, but --group-column needs a table of text or numbers: leave it out.")
     if settings.label_column not in rows.features:
         raise DataError(f"{name!r} has no column {settings.label_column!r}: name the label with --label-column.")
-    labels, classes = _classes(rows[settings.label_column])
+    labels, classes = class_numbers(rows[settings.label_column])
     return _images(rows, labels, classes, settings, column=image)

@@ -25,7 +25,7 @@ NOT_COVERED = (
     "and publish only model.pt.",
     "the validation and test samples and their scores: not trained on, but not protected either.",
     "choices between runs on the same data: each of the other runs costs epsilon, too.",
-    "the number of training samples and the set of labels: public by assumption.",
+    "the number of training samples, the set of labels, and the names and kinds of columns: public by assumption.",
 )
 
 
@@ -57,6 +57,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
                 for batch, steps in mechanism.schedule.phases()
             ],
             "steps": engine.step,
+            "earlier": [[release.noise_multiplier, count] for release, count in mechanism.earlier],
             "statement": engine.statement(),
             "not_covered": list(NOT_COVERED),
         },
@@ -87,6 +88,8 @@ def result_rows(report: Mapping[str, Any], texts: Texts | None = None) -> list[t
     say = texts or english()
 
     def shown(scores: Mapping[str, float]) -> str:
+        if "rmse" in scores:
+            return say("result.numbers", r2=f"{scores['r2']:.3f}", rmse=f"{scores['rmse']:.4g}")
         if "perplexity" in scores:
             return say("result.perplexity", value=f"{scores['perplexity']:.2f}")
         return say("result.right", share=f"{scores['accuracy']:.1%}")
@@ -140,7 +143,9 @@ def mechanism_rows(privacy: Mapping[str, Any], texts: Texts | None = None) -> li
     released = say("releases.sums", steps=f"{privacy['steps']:,}")
     caution = say("accountant.caution") if privacy["accountant"] == "gdp" else ""
     clipped = {"function": privacy["clipping_fn"], "style": privacy["clipping_style"], "norm": f"{norm:g}"}
+    earlier = [say("earlier.bounds", sigma=f"{noise:.6g}") for noise, _ in privacy.get("earlier", ())]
     return [
+        *((say("row.earlier"), row) for row in earlier),
         (say("row.sampling"), f"{say('sampling.truncated' if capped else 'sampling.poisson')}{cap}: {phases}"),
         (say("row.clipping"), f"{say('clipping.norm', **clipped)}{moves}"),
         (say("row.noise"), say("noise.sigma", kind=noise, sigma=f"{sigma:.6g}", unit=unit)),

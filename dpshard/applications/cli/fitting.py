@@ -14,6 +14,11 @@ from dpshard.recipes import DP_BERT
 LARGEST_BATCH = 256
 """Expected batch size on data with over twice as many samples."""
 LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
+EPOCHS = 10.0
+LARGEST_TABLE_BATCH, TABLE_STEPS = 4096, 300
+"""Of tables, as the advice for them."""
+TABLE_RATES = {Kind.FEATURES: 0.03, Kind.NUMBERS: 0.01}
+"""Of adamw, as in docs/tables.md."""
 LARGEST_PRETRAINING_BATCH = 4096
 """Final expected batch size of pre-training on data with over four times as many samples."""
 
@@ -32,15 +37,19 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     model = models.choose(data, settings.task) if settings.model == "auto" else settings.model
     models.check_fits(model, data)
     optimizer = settings.optimizer
+    table = data.kind in (Kind.FEATURES, Kind.NUMBERS)
     if optimizer == "auto":
-        optimizer = "adam" if data.kind is Kind.TEXT else "sgd"
+        optimizer = "adam" if data.kind is Kind.TEXT else "adamw" if table else "sgd"
     batch_size, learning_rate = settings.batch_size, settings.learning_rate
     if batch_size is None and settings.phases is None and settings.recipe == "dp-bert" and settings.steps is not None:
         settings = replace(settings, phases=_growing(samples, settings.steps), steps=None)
     if batch_size is None and settings.phases is None:
-        batch_size = min(LARGEST_BATCH, max(1, samples // 2))
+        batch_size = min(LARGEST_TABLE_BATCH if table else LARGEST_BATCH, max(1, samples // 2))
+    if settings.epochs is None and settings.steps is None and settings.phases is None:
+        length = {"steps": TABLE_STEPS} if table else {"epochs": EPOCHS}
+        settings = replace(settings, **length)
     if learning_rate is None:
-        learning_rate = LEARNING_RATES[optimizer]
+        learning_rate = TABLE_RATES[data.kind] if table and optimizer == "adamw" else LEARNING_RATES[optimizer]
     settings = replace(settings, model=model, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate)
     expected = settings.mechanism()["batch_size"]
     BatchSchedule.parse(expected, sample_size=samples, epochs=settings.epochs, steps=settings.steps)

@@ -15,6 +15,7 @@ from dpshard.applications.cli import console
 from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
+from dpshard.applications.tabular import make_network
 from dpshard.applications.transformer import GPT, Block
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
@@ -22,7 +23,8 @@ from dpshard.replacements import replace_unsupported
 
 FITTING: dict[Kind, list[str]] = {
     Kind.IMAGE: ["mlp", "cnn", "vit"],
-    Kind.FEATURES: ["mlp"],
+    Kind.FEATURES: ["mlp", "linear"],
+    Kind.NUMBERS: ["mlp", "linear"],
     Kind.TEXT: ["text"],
     Kind.LANGUAGE: ["gpt", "gpt2"],
     Kind.MASKED: ["bert"],
@@ -44,8 +46,10 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         return model
     check_fits(name, data)
     shape = tuple(data.example().shape)
+    if data.kind in (Kind.FEATURES, Kind.NUMBERS):
+        return make_network(name, math.prod(shape), data.numbers, data.classes)
     if name == "mlp":
-        return MLP(math.prod(shape), data.classes, normalize=data.kind is Kind.IMAGE)
+        return MLP(math.prod(shape), data.classes)
     if name == "cnn":
         return CNN(shape[0], data.classes)
     if name == "vit":
@@ -123,14 +127,13 @@ def gpt(length: int, width: int = 64, depth: int = 2, heads: int = 4) -> GPT:
 
 
 class MLP(nn.Module):
-    """Two layers with a cosine between.
+    """Two layers with a cosine between, on images without their brightness and contrast.
 
     The first starts as random Fourier features (Rahimi and Recht 2007), which suit few noisy steps.
     """
 
-    def __init__(self, features: int, classes: int, *, normalize: bool, width: int = 512) -> None:
+    def __init__(self, features: int, classes: int, width: int = 512) -> None:
         super().__init__()
-        self.normalize = normalize
         self.hidden = nn.Linear(features, width)
         self.head = nn.Linear(width, classes)
         nn.init.normal_(self.hidden.weight, std=1.7)
@@ -141,8 +144,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, classes] of x [B, ...]."""
         x_BD = x.flatten(1)
-        if self.normalize:  # by each image's own mean and norm
-            x_BD = F.normalize(x_BD - x_BD.mean(1, keepdim=True), dim=1)
+        x_BD = F.normalize(x_BD - x_BD.mean(1, keepdim=True), dim=1)  # by each image's own mean and norm
         return self.head(torch.cos(self.hidden(x_BD)))
 
 

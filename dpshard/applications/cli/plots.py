@@ -52,6 +52,7 @@ class Panel:
 PANELS = (
     Panel("loss", "Loss", {"loss": "training (not private)", "validation_loss": "validation"}),
     Panel("accuracy", "Validation accuracy", {"validation_accuracy": "validation"}, percent=True),
+    Panel("r2", "Validation R²", {"validation_r2": "validation"}),
     Panel("perplexity", "Validation perplexity", {"validation_perplexity": "validation"}, log=True),
     Panel("epsilon", "Privacy spent: ε", {"epsilon": "ε"}),
     Panel("clip_fraction", "Samples above the clipping norm", {"clip_fraction": "clip fraction"}, percent=True),

@@ -37,6 +37,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"  # with the run secret: NOT private
         self.plots = path / "plots"  # NOT private
         self.model = path / "model.pt"  # weights, which epsilon covers
+        self.columns = path / "columns.json"  # facts of a table's columns, which epsilon covers, too
         self.report = path / "report.md"  # as report.json
         self.audit = path / "audit.json"
         self.provenance = path / "provenance.json"  # with a fingerprint of the data: NOT private
@@ -58,6 +59,20 @@ class RunFolder:
             write_atomically(folder.config, settings.to_yaml().encode())
             folder.metrics.touch(mode=0o600)
         return folder
+
+    def keep_columns(self, fitted: Any) -> None:
+        """Write what the run knows of the columns of its table (`tables.Fitted`), or nothing for None."""
+        if fitted is not None:
+            write_json(self.columns, fitted.plain())
+
+    def read_columns(self) -> dict[str, Any]:
+        """Return what `keep_columns` wrote; raise RunFolderError if it is missing or damaged."""
+        remedy = "restore it from a copy: other bounds would be a second release"
+        with intact(self.columns, remedy):
+            if not self.columns.is_file():
+                raise ValueError("there is no such file")
+            found = json.loads(self.columns.read_text("utf-8"))
+            return {name: found[name] for name in ("columns", "target", "earlier")}
 
     def remove(self) -> None:
         """Remove the folder of a run without releases."""

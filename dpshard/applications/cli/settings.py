@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import typer
 import yaml
 
 from dpshard.applications import user_code
@@ -20,7 +18,7 @@ from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
 
-MODELS = ("auto", "mlp", "cnn", "vit", "gpt", "gpt2", "bert", "text")
+MODELS = ("auto", "mlp", "linear", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 
 MAY_CHANGE = ("shard", "nproc")
 """Settings that may change at --resume; repeated steps then count again."""
@@ -51,9 +49,9 @@ class TrainSettings:
     )
     data: str | None = _data(
         None,
-        "Your own data: a folder of images with a sub-folder per class; a .jsonl or .csv file with a text column or "
-        "number columns, and a label column; an .npz file with arrays x and y; or hf:NAME[:CONFIG], a Hugging Face "
-        "data set. Text without a label column trains a language model. Implies --task data.",
+        "Your own data: a folder of images with a sub-folder per class; a .csv, .tsv, .jsonl or .parquet table with a "
+        "text column, or any other columns, and a label column; an .npz file with arrays x and y; or hf:NAME[:CONFIG], "
+        "a Hugging Face data set. Text without a label column trains a language model. Implies --task data.",
     )
     text_column: str = _data(TEXT_COLUMN, "Name of the text column or field.")
     label_column: str = _data("label", "Name of the label column or field.")
@@ -68,7 +66,26 @@ class TrainSettings:
     objective: Literal["next", "masked"] = _data(
         "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
     )
-    feature_scale: float = _data(1.0, "Number columns are divided by this. Choose it without looking at the data.")
+    columns: str | None = _data(
+        None,
+        "YAML file with public facts of columns: age: [0, 120], sex: [female, male], visit: date, name: drop "
+        "(docs/tables.md). Bounds of the label make it a number to predict.",
+    )
+    drop: str | None = _data(None, "Names of columns to leave out, separated by commas: identifiers, names.")
+    class_weights: str | None = _data(
+        None, "Public weights of labels, LABEL=WEIGHT,...: the model leans to labels of large weights; others have 1."
+    )
+    statistics_share: float | None = _data(
+        0.3, "Share of epsilon that private bounds of columns without public ones would cost alone, 0 to 1."
+    )
+    statistics_noise: float | None = _data(
+        None, "Noise sigma of private bounds, over their sensitivity; instead of --statistics-share."
+    )
+    feature_scale: float | None = _data(
+        None,
+        "Public bound of the absolute values of all number columns without bounds; images in .npz are divided by it. "
+        "Choose it without looking at the data.",
+    )
     image_size: int = _data(32, "Images are resized to this many pixels a side.")
     max_length: int = _data(128, "Texts are cut after this many bytes (a token is a byte).")
     test_fraction: float = _data(
@@ -80,7 +97,7 @@ class TrainSettings:
 
     model: str = _model(
         "auto",
-        "Network: mlp (numbers, or images without their brightness and contrast), cnn or vit (images), gpt "
+        "Network: mlp or linear (tables), mlp (images without their brightness and contrast), cnn or vit (images), gpt "
         "(ours) or gpt2 (transformers' GPT-2, small) for the next byte, bert (transformers' BERT, small) for masked "
         "bytes, text (a transformer) to classify text; auto "
         "picks one that fits the data. Or your own, package.module:function: function(shape, classes) returns "
@@ -190,6 +207,10 @@ class TrainSettings:
             raise ConfigurationError(f"group_column={self.group_column!r} names a column of --data: give both.")
         if self.rows_per_unit is not None and self.group_column is None:
             raise ConfigurationError("rows_per_unit is for units: name them by group_column (--group-column).")
+        for name in ("columns", "drop", "class_weights"):
+            if getattr(self, name) is not None and self.data is None:
+                raise ConfigurationError(f"{name} is for the columns of --data: give both.")
+        parse_weights(self.class_weights)
         if self.batch_size is not None and self.phases is not None:
             raise ConfigurationError("Give exactly one of batch_size and phases: both set the size of batches.")
         if self.nproc is not None and self.nproc < 1:
@@ -232,8 +253,11 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping."""
+def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
+    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping.
+
+    Keys are settings, so "-" becomes "_", or `names` that stay.
+    """
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -242,7 +266,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigurationError(f"The settings file {path} must be a mapping of `key: value` lines.")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    return {str(key) if names else str(key).replace("-", "_"): value for key, value in content.items()}
 
 
 def parse_phases(text: str) -> list[tuple[int, int]]:
@@ -253,37 +277,16 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
         raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**flags` of a command by one option per setting; None means not given."""
-    hints = get_type_hints(TrainSettings)
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[hints[f.name] | None, _option(f, hints[f.name])],
-        )
-        for f in fields(TrainSettings)
-    ]
-    command.__signature__ = signature.replace(parameters=own + options)
-    return command
-
-
-def _option(setting: Field[Any], hint: Any) -> Any:
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
-    default = "none" if setting.default is None else "off" if setting.default is False else setting.default
-    recipes = {task: r[setting.name] for task, r in RECIPES.items() if setting.name in r}
-    notes = [f"default: {default}"]
-    notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in recipes.items()]
-    listed = f"One of {', '.join(choices)}. " if choices else ""
-    return typer.Option(
-        "--" + setting.name.replace("_", "-"),  # without --no-...: flags are off by default
-        help=f"{setting.metadata['help']} {listed}[dim]\\[{'; '.join(notes)}][/]",
-        metavar="NAME" if choices else None,
-        rich_help_panel=setting.metadata["panel"],
-    )
+def parse_weights(text: str | None) -> dict[str, float]:
+    """Parse "yes=5,no=1" as {"yes": 5.0, "no": 1.0}."""
+    try:
+        pairs = [] if text is None else [pair.rsplit("=", 1) for pair in text.split(",")]
+        weights = {name.strip(): float(weight) for name, weight in pairs}
+    except ValueError:
+        weights = {"": math.nan}
+    if not all(0 < weight < math.inf for weight in weights.values()):
+        raise ConfigurationError(f"class_weights={text!r}: write LABEL=WEIGHT,..., with finite weights above 0.")
+    return weights
 
 
 def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -334,8 +337,12 @@ _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         "at least 1",
     ),
     (("clipping_quantile",), lambda x: x is None or 0 < x < 1, "above 0 and below 1"),
-    (("feature_scale",), lambda x: 0 < x < math.inf, "a finite number above 0"),
-    (("learning_rate",), lambda x: x is None or 0 < x < math.inf, "a finite number above 0"),
+    (("statistics_share",), lambda x: x is None or 0 < x < 1, "above 0 and below 1"),
+    (
+        ("learning_rate", "feature_scale", "statistics_noise"),
+        lambda x: x is None or 0 < x < math.inf,
+        "a finite number above 0",
+    ),
     (("test_fraction", "validation_fraction", "momentum"), lambda x: 0 <= x < 1, "at least 0 and below 1"),
 ]
 
@@ -345,11 +352,12 @@ _EXCLUSIVE = [
     ("steps", "phases"),
     ("batch_size", "phases"),
     ("target_epsilon", "noise_multiplier"),
+    ("statistics_share", "statistics_noise"),
 ]
 
 RECIPES: dict[str, dict[str, Any]] = {
     "pydoc": {"batch_size": 256, "epochs": 10.0, "max_length": 64, "micro_batch_size": 64},
-    "data": {"batch_size": None, "epochs": 10.0, "optimizer": "auto", "learning_rate": None},
+    "data": {"batch_size": None, "epochs": None, "optimizer": "auto", "learning_rate": None},
 }
 """Defaults of tasks except digits, tuned only on validation splits. None: see fitting.py."""
 

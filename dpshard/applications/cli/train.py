@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpshard.applications.cli import console, launch
+from dpshard.applications.cli.options import with_options
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically
-from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve, with_options
+from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve
 from dpshard.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         from dpshard.accounting import rounded_up
         from dpshard.applications.cli import data, final_report, provenance, training
 
-        samples = data.load(settings)
+        samples = data.load(settings, _agreement(folder, ranks))
         run = training.Run.prepare(settings, samples, ranks)
         settings = run.settings
         before = run.score(samples.test)
@@ -128,6 +129,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
     with ExitStack() as stack:
         ranks.on_first(lambda: stack.enter_context(folder.locked()))
         if not resumed and ranks.first:
+            folder.keep_columns(samples.fitted)
             stack.enter_context(_kept_if_released(folder, run.engine))
         ranks.on_first(lambda: provenance.record(folder, settings, samples, resumed=resumed))
         checkpoints = run.checkpointer(folder)
@@ -156,6 +158,15 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
             result = final_report.collect(run, scores)
             ranks.on_first(lambda: _conclude(folder, weights, result))
         final_report.show(console.out, folder, result)
+
+
+def _agreement(folder: RunFolder | None, ranks: Ranks) -> Callable[[Callable[[], Any]], Any]:
+    """Return what fits the columns of a table once a run; see [Note: Bounds of a run] in tables.py."""
+    from dpshard.applications.cli.tables import Fitted
+
+    if folder is None:
+        return lambda fit: ranks.on_first(fit)
+    return lambda fit: Fitted.parse(folder.read_columns())
 
 
 @contextmanager

@@ -61,7 +61,9 @@ class Run:
         """Return a run of the wrapped model before its first step, with settings fitted to the data."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         sharded = shard(wrap(build_model(settings, data, device, ranks)), settings, device)
-        facts = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
+        facts: dict[str, Any] = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
+        if data.fitted is not None:
+            facts["earlier"] = data.fitted.earlier
         engine = PrivacyEngine(sharded.model, **facts, **settings.mechanism())
         scheduler = make_scheduler(sharded.optimizer, settings, engine.steps)
         return cls(settings, data, device, sharded, engine, scheduler, ranks)
@@ -117,7 +119,8 @@ class Run:
         for x, y, *weights in logical_batch:
             key = (self.settings.seed, logical_batch.step, logical_batch.position, *self._number)
             torch.manual_seed(draw_seed(*key))
-            losses_B = sample_losses(model(x.to(self.device)), y.to(self.device))
+            losses = sample_losses if self.data.objective is None else self.data.objective.losses
+            losses_B = losses(model(x.to(self.device)), y.to(self.device))
             for weight_B in weights:  # of rows of units
                 losses_B = losses_B * weight_B.to(self.device)
             losses_B.mean().backward()
@@ -131,9 +134,14 @@ class Run:
         return () if self.ranks.first else (self.ranks.rank,)  # for other dropout on each rank
 
     def score(self, split: Any) -> dict[str, float]:
-        """Return loss and accuracy of a split per sample, or per token with perplexity; {} if empty."""
+        """Return loss and accuracy of a split per sample, or per token with perplexity; {} if empty.
+
+        For numbers, loss, root mean square error and the share of variance that is explained (r2).
+        """
         if size(split) == 0:
             return {}
+        if self.data.kind is Kind.NUMBERS:
+            return self._score_numbers(split)
         model = self.sharded.model
         model.eval()
         own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
@@ -150,6 +158,21 @@ class Run:
         if self.data.kind is Kind.LANGUAGE:
             scores["perplexity"] = float(torch.tensor(scores["loss"]).exp())
         return scores
+
+    def _score_numbers(self, split: Any) -> dict[str, float]:
+        objective, model = self.data.objective, self.sharded.model
+        model.eval()
+        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
+        sums = torch.zeros(4, dtype=torch.float64)  # of 1, errors, y and y squared, y in [-1, 1]
+        with torch.no_grad():
+            for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
+                errors_B = objective.losses(model(x.to(self.device)), y.to(self.device)).double().cpu()
+                if counts:
+                    sums += torch.stack([torch.ones_like(y).sum(), errors_B.sum(), y.sum(), y.square().sum()])
+        count, error, total, squares = sum(self.ranks.gather(sums)).tolist()  # type: ignore[union-attr]
+        variance = squares / count - (total / count) ** 2
+        rmse = math.sqrt(error / count) * (objective.high - objective.low) / 2
+        return {"loss": error / count, "rmse": rmse, "r2": 1 - error / count / variance if variance > 0 else 0.0}
 
 
 def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:

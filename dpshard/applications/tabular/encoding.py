@@ -130,7 +130,7 @@ def _numbers(cells: Any, kind: Kind) -> NDArray[np.float64]:
     pandas = _pandas()
     if kind == "number":
         numeric = pandas.to_numeric(cells, errors="coerce")
-        return numeric.to_numpy(dtype=np.float64, na_value=np.nan)
+        return numeric.to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
     if not pandas.api.types.is_datetime64_any_dtype(cells):
         texts = cells.astype("string").str.strip()  # a number is no date
         cells = pandas.to_datetime(texts, format="ISO8601", errors="coerce", utc=True)

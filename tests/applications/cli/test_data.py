@@ -82,11 +82,11 @@ LABELS = np.arange(20) % 4
     ("make", "name", "kind", "shape", "classes"),
     [
         (jsonl, "x.jsonl", Kind.TEXT, (129,), 2),
-        (table, "x.csv", Kind.FEATURES, (2,), 3),
+        (table, "x.csv", Kind.FEATURES, (4,), 3),
         (image_folder, "images", Kind.IMAGE, (3, 32, 32), 2),
         (lambda path: npz(path, x=PIXELS, y=LABELS), "x.npz", Kind.IMAGE, (1, 8, 8), 4),
         (lambda path: npz(path, x=PIXELS[:, :2], y=LABELS), "y.npz", Kind.IMAGE, (1, 2, 8), 4),
-        (lambda path: npz(path, x=PIXELS.reshape(20, 64) / 7.0, y=LABELS), "z.npz", Kind.FEATURES, (64,), 4),
+        (lambda path: npz(path, x=PIXELS.reshape(20, 64) / 7.0, y=LABELS), "z.npz", Kind.FEATURES, (128,), 4),
     ],
 )
 def test_own_data_of_every_kind(tmp_path, make, name, kind, shape, classes):
@@ -104,8 +104,9 @@ def test_own_data_of_every_kind(tmp_path, make, name, kind, shape, classes):
 
 def test_number_columns_are_divided_by_a_public_scale(tmp_path):
     path = table(tmp_path / "x.csv")
-    plain, scaled = (load(resolve({"data": str(path), "feature_scale": scale})).train for scale in (1, 4))
-    assert torch.equal(plain.tensors[0], 4 * scaled.tensors[0])
+    plain, scaled = (load(resolve({"data": str(path), "feature_scale": scale})).train for scale in (40, 80))
+    assert torch.equal(plain.tensors[0], 2 * scaled.tensors[0])
+    assert plain.tensors[0].abs().max() <= 1
 
 
 def test_text_without_labels_is_for_a_language_model(tmp_path):
@@ -121,7 +122,7 @@ def test_text_without_labels_is_for_a_language_model(tmp_path):
         ("x.csv", "a,label\n", "empty"),
         ("x.csv", "a,label\n1,0\n1\n", "line 3"),
         ("x.csv", "a,label\n1,0\n1,2,3\n", "line 3"),
-        ("x.csv", "a,label\n1,0\nhigh,1\n", r"x\.csv, line 3.*'high'.*--text-column"),
+        ("x.tsv", "a\tlabel\n1\t0\n1\n", "line 3"),
         ("x.csv", "a,b\n1,0\n", "--label-column"),
         ("x.csv", "\xff\xfe", "cannot be read"),
         ("x.jsonl", "\n", "empty"),
@@ -130,7 +131,8 @@ def test_text_without_labels_is_for_a_language_model(tmp_path):
         ("x.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', r"x\.jsonl, line 2.*'label'"),
         ("x.npz", "no archive", "cannot be read"),
         ("x.jsonl", '{"text": "a", "label": [1]}\n', "label must be"),
-        ("x.parquet", "?", "expected"),
+        ("x.parquet", "?", "no Parquet file"),
+        ("x.xlsx", "?", "expected"),
     ],
 )
 def test_damaged_data_say_what_and_where(tmp_path, name, content, message):
@@ -273,13 +275,14 @@ def test_units_of_a_column_stay_whole(tmp_path):
     """No patient is in two splits, and the training counts patients."""
     ids = [f"p{i % 10}" for i in range(60)]
     source = grouped(tmp_path / "x.jsonl", ids)
-    loaded = load(resolve({"data": str(source), "group_column": "patient", "rows_per_unit": 4}))
+    facts = {"data": str(source), "group_column": "patient", "rows_per_unit": 4, "feature_scale": 100}
+    loaded = load(resolve(facts))
     assert isinstance(loaded.train, UnitDataset)
     assert (len(loaded.train), loaded.rows_per_unit) == (7, 4)
     assert loaded.sample == "one patient, up to 4 rows in a step"
-    assert loaded.example().shape == (2,)  # the column of the unit is no number to learn from
+    assert loaded.example().shape == (4,)  # the column of the unit is no number to learn from
     splits = [loaded.train.dataset, loaded.validation, loaded.test]
-    own = [{ids[int(x[0])] for x, _ in rows(split)} for split in splits]
+    own = [{ids[round(float(x[0]) * 100)] for x, _ in rows(split)} for split in splits]
     assert sum(map(len, own)) == len(set.union(*own)) == 10
     assert sum(map(len, splits)) == 60
     assert load(resolve({"data": str(source), "group_column": "patient"})).rows_per_unit == 8

@@ -21,7 +21,7 @@ def samples(n, kind=Kind.FEATURES):
 OWN = {"data": "x.csv"}
 
 
-@pytest.mark.parametrize(("n", "batch_size"), [(1, 1), (210, 105), (5000, 256)])
+@pytest.mark.parametrize(("n", "batch_size"), [(1, 1), (210, 105), (5000, 2500), (20_000, 4096)])
 def test_a_batch_is_at_most_half_of_few_data(n, batch_size):
     assert fit(resolve(OWN), samples(n)).batch_size == batch_size
 
@@ -36,7 +36,8 @@ def test_what_was_given_stays():
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
-        (Kind.FEATURES, ("mlp", "sgd", 0.5)),
+        (Kind.FEATURES, ("mlp", "adamw", 0.03)),
+        (Kind.NUMBERS, ("mlp", "adamw", 0.01)),
         (Kind.IMAGE, ("cnn", "sgd", 0.5)),
         (Kind.TEXT, ("text", "adam", 0.003)),
     ],
@@ -53,7 +54,7 @@ def test_a_batch_larger_than_the_data_is_refused_before_a_model_is_built():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_those_that_do():
-    with pytest.raises(ConfigurationError, match=r"\['auto', 'mlp'\]"):
+    with pytest.raises(ConfigurationError, match=r"\['auto', 'mlp', 'linear'\]"):
         fit(resolve(OWN, {"model": "gpt"}), samples(20))
 
 

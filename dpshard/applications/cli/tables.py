@@ -1,0 +1,231 @@
+"""Tables as data of a run: rows of text, or of columns that are encoded.
+
+[Note: Bounds of a run]
+Private bounds are a release. So the first process draws them once, from the training rows, and the run folder keeps
+them: other processes and resumed runs read them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from dpshard.accounting import Release
+from dpshard.accounting.releases import Counts
+from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unlabelled
+from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings, parse_weights, read_yaml
+from dpshard.applications.tabular import (
+    Classes,
+    Column,
+    Encoder,
+    Numbers,
+    Objective,
+    noise_for,
+    parse_columns,
+    private_bounds,
+)
+from dpshard.applications.tabular.columns import cell_name
+from dpshard.applications.tabular.encoding import numbers_of
+from dpshard.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a run knows of the columns of its table, and what that cost."""
+
+    encoder: Encoder
+    target: Column | None
+    """Bounds of the label, if it is a number."""
+    earlier: Counts
+
+    def plain(self) -> dict[str, Any]:
+        """Return the content as plain JSON."""
+        return {
+            "columns": {name: asdict(column) for name, column in self.encoder.columns.items()},
+            "target": None if self.target is None else asdict(self.target),
+            "earlier": [[asdict(release), count] for release, count in self.earlier],
+        }
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> Fitted:
+        """Return the content of a `plain()`."""
+        return cls(
+            Encoder({name: _column(facts) for name, facts in plain["columns"].items()}),
+            None if plain["target"] is None else _column(plain["target"]),
+            tuple((Release(**release), count) for release, count in plain["earlier"]),
+        )
+
+
+def _column(facts: Mapping[str, Any]) -> Column:
+    bounds = facts["bounds"]
+    return Column(facts["kind"], None if bounds is None else (bounds[0], bounds[1]), tuple(facts["names"]))
+
+
+Agree = Callable[[Callable[[], Fitted]], Fitted]
+"""Returns what the function makes, or what the run has already; see [Note: Bounds of a run]."""
+
+
+def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) -> Data:
+    """Return the data of a table, whose index names the place of each row; raise DataError without showing a cell."""
+    text, label = settings.text_column, settings.label_column
+    groups = None if settings.group_column is None else _groups(frame, settings.group_column, source)
+    if settings.group_column is not None:
+        frame = frame.drop(columns=settings.group_column)
+    named = text != TEXT_COLUMN  # a named column must exist; else the data may be numbers
+    if text in frame.columns:
+        texts = [str(cell) for cell in _complete(frame, text, source)]
+        if label not in frame.columns:
+            return unlabelled(texts, settings, sample="one text", groups=groups)
+        x = torch.stack([tokens(t, settings.max_length) for t in texts])
+        y, classes = class_numbers(_complete(frame, label, source))
+        facts = {"kind": Kind.TEXT, "sample": "one labelled text", "classes": classes}
+        return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
+    if label in frame.columns and not named:
+        return _encoded(frame, source, settings, groups, agree)
+    missing = repr(text) if named else f"{text!r} or {label!r}"
+    raise DataError(
+        f"{source} has no column {missing}, but {', '.join(map(repr, frame.columns))}: name the columns with "
+        f"--text-column and --label-column."
+    )
+
+
+def _encoded(
+    frame: DataFrame, source: str, settings: TrainSettings, groups: Sequence[Any] | None, agree: Agree
+) -> Data:
+    label = settings.label_column
+    given = parse_columns(read_yaml(Path(settings.columns), names=True)) if settings.columns else {}
+    given |= {name.strip(): Column("drop") for name in (settings.drop or "").split(",") if name.strip()}
+    target = given.pop(label, None)
+    if settings.group_column is not None:
+        given.pop(settings.group_column, None)
+    labels = _complete(frame, label, source)
+    numbers = target is not None and target.kind == "number"
+    y_N = _numbers(frame, label, source) if numbers else np.empty(0)
+    cells = frame.drop(columns=label)
+
+    def fit() -> Fitted:
+        own = parts(len(frame), settings, groups)
+        rows, units = own.rows["train"], None if groups is None else np.unique(own.units, return_inverse=True)[1]
+        return _fitted(cells, rows, units, given, target if numbers else None, y_N, settings)
+
+    fitted = agree(fit)
+    x = fitted.encoder.encode(cells)
+    facts: dict[str, Any] = {"sample": "one row", "numbers": fitted.encoder.numbers, "fitted": fitted}
+    if fitted.target is not None and fitted.target.bounds is not None:
+        objective = Numbers(*fitted.target.bounds)
+        y = objective.scaled(torch.from_numpy(y_N))
+        facts |= {"kind": Kind.NUMBERS, "classes": 1, "objective": objective}
+        return splits(TensorDataset(x, y), settings, groups=groups, **facts)
+    y, objective = _classes(labels, target, settings)
+    facts |= {"kind": Kind.FEATURES, "classes": objective.outputs, "objective": objective}
+    return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
+
+
+def _fitted(
+    cells: DataFrame,
+    rows: Any,
+    units: Any,
+    given: Mapping[str, Column],
+    target: Column | None,
+    y_N: Any,
+    settings: TrainSettings,
+) -> Fitted:
+    """Return facts of columns; private bounds are those of the training `rows`."""
+    encoder = Encoder.of(cells, given)
+    scale = settings.feature_scale
+    if scale is not None:
+        encoder = encoder.bounded(np.array([[-scale, scale]] * len(encoder.unbounded)).reshape(-1, 2))
+    cells_ND = encoder.unbounded_cells(cells.iloc[rows])
+    own_target = target is not None and target.bounds is None
+    if own_target:
+        cells_ND = np.concatenate([cells_ND, y_N[rows, None]], axis=1)
+    if cells_ND.shape[1] == 0 or len(rows) == 0:
+        return Fitted(encoder, target, ())
+    samples = len(rows) if units is None else 1 + int(units.max())
+    found = private_bounds(cells_ND, _noise(settings, samples, encoder.unbounded), units=units)
+    if own_target:
+        low, high = found.bounds[-1].tolist()
+        target = Column("number", (low, high))
+    return Fitted(encoder.bounded(found.bounds[: len(encoder.unbounded)]), target, found.earlier)
+
+
+def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> float:
+    if settings.statistics_noise is not None:
+        return settings.statistics_noise
+    if settings.statistics_share is None or settings.target_epsilon is None:
+        raise ConfigurationError(
+            f"These columns have no public bounds: {', '.join(unbounded) or 'the label'}. Name bounds in --columns, or "
+            f"give --target-epsilon with --statistics-share, or --statistics-noise, for private ones."
+        )
+    budget = {"target_epsilon": settings.target_epsilon, "target_delta": settings.target_delta}
+    return noise_for(settings.statistics_share, samples=samples, **budget)
+
+
+def _classes(labels: list[Any], target: Column | None, settings: TrainSettings) -> tuple[Tensor, Objective]:
+    """Return class numbers [N], and the objective; public names come from `target`."""
+    names = list(target.names) if target is not None and target.names else []
+    if names:
+        number = {name: index for index, name in enumerate(names)}
+        found = [number.get(cell_name(label), -1) for label in labels]
+        if -1 in found:
+            raise DataError("A label is none of the categories that --columns names: name all of them.")
+        y = torch.tensor(found)
+    else:
+        y, count = class_numbers(labels)
+        by_number = dict(zip(y.tolist(), labels, strict=True))
+        names = [cell_name(by_number[index]) for index in range(count)]
+    weights = parse_weights(settings.class_weights)
+    if unknown := sorted(weights.keys() - set(names)):
+        raise ConfigurationError(f"class_weights: the data have no label {', '.join(unknown)}.")
+    return y, Classes(len(names), tuple(weights.get(name, 1.0) for name in names) if weights else None)
+
+
+def class_numbers(labels: Sequence[Any]) -> tuple[Tensor, int]:
+    """Return class numbers [N], by sorted labels, and the number of classes."""
+    try:
+        names = sorted(set(labels), key=lambda label: (str(type(label)), label))
+    except TypeError:
+        raise DataError("A label must be a number or a text.") from None
+    number = {name: index for index, name in enumerate(names)}
+    return torch.tensor([number[label] for label in labels]), len(names)
+
+
+def _groups(frame: DataFrame, column: str, source: str) -> list[Any]:
+    """Return the unit of every row."""
+    if column not in frame.columns:
+        raise DataError(
+            f"{source} has no column {column!r}, but {', '.join(map(repr, frame.columns))}: see --group-column."
+        )
+    cells = [cell.strip() if isinstance(cell, str) else cell for cell in _complete(frame, column, source)]
+    for place, cell in zip(frame.index, cells, strict=True):
+        if type(cell) not in (str, int) or cell == "" or type(cell) is not type(cells[0]):
+            raise DataError(
+                f"{source}, {place}: {column} names no unit. Give every row one, all of them texts or all whole "
+                f"numbers: 1 and '1' would be two units."
+            )
+    return cells
+
+
+def _complete(frame: DataFrame, column: str, source: str) -> list[Any]:
+    absent = frame[column].isna().to_numpy()
+    if absent.any():
+        raise DataError(f"{source}, {frame.index[int(absent.argmax())]}: no {column!r}.")
+    return frame[column].tolist()
+
+
+def _numbers(frame: DataFrame, column: str, source: str) -> Any:
+    numbers = numbers_of(frame[column])
+    wrong = ~np.isfinite(numbers)
+    if wrong.any():
+        raise DataError(f"{source}, {frame.index[int(wrong.argmax())]}: {column} is not a finite number.")
+    return numbers

@@ -1,0 +1,204 @@
+"""`dpshard train` on tables: what is public, what is private and charged, and that nothing shows a cell.
+
+Failure modes: 24 test_a_resumed_run_keeps_its_private_bounds; 25 test_private_bounds_are_in_the_ledger_and_the_report.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dpshard.accounting import Release, SampledMechanism, compute_epsilon
+from dpshard.applications.cli.data import Kind, load
+from dpshard.applications.cli.settings import parse_weights, resolve
+from dpshard.applications.cli.tables import Fitted
+from dpshard.config import BatchSchedule
+from dpshard.errors import ConfigurationError, DpshardError
+
+pandas = pytest.importorskip("pandas")
+
+COLUMNS = {"age": [0, 100], "sex": ["f", "m"], "visit": ["2020-01-01", "2020-12-31"], "label": ["no", "yes"]}
+
+
+def patients(count=60):
+    random = np.random.default_rng(0)
+    age = random.integers(0, 100, count)
+    return pandas.DataFrame(
+        {
+            "name": [f"patient {i}" for i in range(count)],
+            "age": [str(a) if a % 9 else "" for a in age],
+            "sex": random.choice(["f", "m", "x"], count),
+            "visit": [f"2020-{1 + i % 12:02}-03" for i in range(count)],
+            "pressure": random.normal(120, 10, count).round(1),
+            "label": np.where(age > 50, "yes", "no"),
+        }
+    )
+
+
+def written(tmp_path, frame, name="x.csv", columns=COLUMNS):
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, sep="\t" if path.suffix == ".tsv" else ",", index=False)
+    facts = tmp_path / "columns.yaml"
+    facts.write_text(
+        yaml.safe_dump(columns).replace("'2020-01-01'", "2020-01-01").replace("'2020-12-31'", "2020-12-31")
+    )
+    return {"data": str(path), "columns": str(facts), "drop": "name"}
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.parquet"])
+def test_every_kind_of_file_reads_alike(tmp_path, name):
+    loaded = load(resolve(written(tmp_path, patients(), name) | {"feature_scale": 200}))
+    assert (loaded.kind, loaded.classes, loaded.numbers) == (Kind.FEATURES, 2, 3)
+    x, y = loaded.train.tensors
+    # age, visit, pressure; the same missing; sex: missing, other, f, m
+    assert x.shape == (42, 10)
+    assert ((x >= -1) & (x <= 1)).all()
+    assert (x[:, 6:].sum(1) == 1).all()
+    present = x[:, 3] == 0
+    assert ((x[present, 0] > 0) == (y[present] == 1)).all()
+    assert loaded.fitted.earlier == ()
+
+
+def test_private_bounds_are_those_of_the_training_rows_only(tmp_path):
+    frame = patients(400)
+    settings = resolve(written(tmp_path, frame) | {"statistics_noise": 1e-6})
+    low, high = load(settings).fitted.encoder.columns["pressure"].bounds
+    held = load(settings)
+    train = len(held.train)
+    assert held.fitted.earlier == ((Release(1e-6, 1.0, train), 1),)
+    # Rows that are held out may be anything.
+    from dpshard.applications.cli.data import parts
+
+    frame.loc[np.concatenate([parts(400, settings, None).rows[s] for s in ("test", "validation")]), "pressure"] = 1e9
+    settings = resolve(written(tmp_path, frame) | {"statistics_noise": 1e-6})
+    assert load(settings).fitted.encoder.columns["pressure"].bounds == pytest.approx((low, high), abs=1)
+
+
+def test_private_bounds_are_in_the_ledger_and_the_report(tmp_path, dpshard):
+    source = written(tmp_path, patients())
+    run = [f"--{name}={value}" for name, value in source.items()]
+    size = "--steps 4 --batch-size 21 --target-epsilon 2 --target-delta 1e-3 --evaluations 1".split()
+    dpshard("train", *run, *size, "--out", tmp_path / "run")
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    privacy, fitted = report["privacy"], Fitted.parse(json.loads((tmp_path / "run" / "columns.json").read_text()))
+    ((release, count),) = fitted.earlier
+    assert count == 1
+    assert release.sample_size == 42
+    alone = compute_epsilon(fitted.earlier, 1e-3)
+    assert alone == pytest.approx(0.6, rel=0.01)  # 0.3 of 2
+    run = SampledMechanism(
+        schedule=BatchSchedule((21,) * 4),
+        sample_size=42,
+        noise_multiplier=privacy["noise_multiplier"],
+        earlier=fitted.earlier,
+    )
+    assert privacy["epsilon"] == compute_epsilon(run.releases(), 1e-3)
+    assert alone < privacy["epsilon"] <= 2
+    assert "1 releases about all samples before them" in privacy["statement"]
+    assert "private bounds" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_resumed_run_keeps_its_private_bounds(tmp_path, dpshard, monkeypatch):
+    source = written(tmp_path, patients())
+    run = [f"--{name}={value}" for name, value in source.items()]
+    size = (
+        "--steps 4 --batch-size 21 --target-epsilon 2 --target-delta 1e-3 --evaluations 1 --checkpoint-every 2".split()
+    )
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "dpshard.applications.cli.final_report.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        dpshard("train", *run, *size, "--out", folder, exit_code=130)
+    before = (folder / "columns.json").read_text()
+    monkeypatch.setattr("dpshard.applications.cli.tables.private_bounds", None)  # no second release
+    dpshard("train", "--resume", folder)
+    assert (folder / "columns.json").read_text() == before
+    gone = shutil.copytree(folder, tmp_path / "gone")
+    (gone / "columns.json").unlink()
+    (gone / "report.md").unlink()
+    assert "second release" in dpshard("train", "--resume", gone, exit_code=2).stderr
+
+
+def test_bounds_of_the_label_make_it_a_number(tmp_path, dpshard):
+    frame = patients().assign(label=lambda f: f["pressure"] * 2)
+    source = written(tmp_path, frame, columns={"label": [200, 300], "pressure": [100, 140]}) | {
+        "drop": "name,sex,visit,age"
+    }
+    loaded = load(resolve(source))
+    assert loaded.kind is Kind.NUMBERS
+    x, y = loaded.train.tensors
+    inside = x[:, 0].abs() < 1
+    torch.testing.assert_close(y[inside], (2 * (x[inside, 0] * 20 + 120) - 250) / 50, atol=1e-4, rtol=0)
+    run = [f"--{name}={value}" for name, value in source.items()]
+    size = "--steps 40 --batch-size 21 --target-epsilon 50 --target-delta 1e-3 --model linear --evaluations 1".split()
+    dpshard("train", *run, *size, "--out", tmp_path / "run", "--learning-rate", 0.05)
+    scores = json.loads((tmp_path / "run" / "report.json").read_text())["test"]
+    assert scores["after"]["r2"] > 0.5 > scores["before"]["r2"]
+    assert scores["after"]["rmse"] < scores["before"]["rmse"]
+    assert "R²" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_weights_belong_to_labels(tmp_path):
+    source = written(tmp_path, patients()) | {"feature_scale": 200}
+    loaded = load(resolve(source | {"class_weights": "yes=5"}))
+    assert loaded.objective.weights == (1.0, 5.0)
+    with pytest.raises(ConfigurationError, match="no label maybe"):
+        load(resolve(source | {"class_weights": "maybe=5"}))
+    for wrong in ("yes", "yes=0", "yes=x"):
+        with pytest.raises(ConfigurationError, match="class_weights"):
+            parse_weights(wrong)
+
+
+def test_units_have_private_bounds_of_units(tmp_path):
+    frame = patients().assign(name=lambda f: [f"p{i % 20}" for i in range(len(f))])
+    source = written(tmp_path, frame) | {"group_column": "name", "drop": None, "statistics_noise": 1.0}
+    ((release, _),) = load(resolve(source)).fitted.earlier
+    assert release.sample_size == 14  # of 20 patients
+
+
+def test_columns_without_any_bounds_are_named(tmp_path):
+    source = written(tmp_path, patients()) | {"noise_multiplier": 1.0}
+    with pytest.raises(ConfigurationError, match="no public bounds: pressure"):
+        load(resolve(source))
+    with pytest.raises(DpshardError, match="--columns is for"):
+        load(resolve(source | {"data": str(tmp_path)}))
+
+
+POISON = "POISON-4711"
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("column", ["age", "sex", "visit", "pressure", "label", "patient", "broken"])
+def test_nothing_shows_a_cell(tmp_path, capsys, name, column):
+    frame = patients().astype({"pressure": object}).assign(patient=list(range(60)))
+    if column in frame:
+        frame[column] = frame[column].astype(object)
+        frame.loc[3, column] = POISON
+    if name == "x.parquet":
+        frame = frame.astype(str)
+    source = written(tmp_path, frame, name) | {"group_column": "patient", "statistics_noise": 5.0}
+    if column == "broken":
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes().replace(b"3", b'3,"' + POISON.encode() + b"\xff", 1))
+    shown = ""
+    try:
+        loaded = load(resolve(source))
+        shown = json.dumps(loaded.fitted.plain()) + repr(loaded.objective) + loaded.sample
+    except DpshardError as error:
+        assert column in ("label", "patient", "broken")
+        chain = error
+        while chain is not None:
+            shown, chain = (
+                shown + str(chain),
+                chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__),
+            )
+    assert POISON not in shown + "".join(capsys.readouterr())
