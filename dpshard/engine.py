@@ -207,7 +207,9 @@ class PrivacyEngine:
         """Internal interface of the optimizer hook, Checkpointer and audits."""
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
-        self._verifier = Verifier(sharding, ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean)
+        self._verifier = Verifier(
+            sharding, self._backend.data_ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean
+        )
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
         told = {"verified": self._verify, "alone": ranks.world_size == 1}
         self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K, **told)
@@ -318,7 +320,7 @@ class PrivacyEngine:
         # A generator reads the engine only at the first batch: load_state_dict() may come before.
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
         end = self.steps if steps is None else self.step + steps
-        ranks = self._backend.communicator
+        ranks = self._backend.data_ranks
         sampler, pack = sampler_of(self.mechanism, self._secret), packer(dataset, packing)
         how = {"rank": ranks.rank, "world_size": ranks.world_size, "rows_per_unit": self.mechanism.rows_per_unit}
         steps_ahead = range(self.step, end)

@@ -17,6 +17,7 @@ from dpshard.backends.deepspeed.config import is_managed, is_model_engine
 from dpshard.backends.deepspeed.linear import keep_linear
 from dpshard.backends.local import local_backend
 from dpshard.backends.model_parallel import (
+    placed_parameters,
     refuse_foreign_placements,
     require_all_ranks,
     require_known_group,
@@ -27,12 +28,12 @@ from dpshard.errors import ConfigurationError
 __all__ = ["Backend", "choose", "require_one_training"]
 
 
-def choose(model: nn.Module, model_parallel_group: Any = None) -> Backend:
+def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
     """Return the back-end for the wrapper of `model`.
 
     Raises ConfigurationError for unsupported wrappers, and for ranks that share no data, see PrivacyEngine.
     """
-    require_known_group(model_parallel_group)
+    require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
     backend = _chosen(model)
     try:
@@ -75,5 +76,9 @@ def _chosen(model: nn.Module) -> Backend:
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return fsdp2_backend(model)
+    if placed_parameters(model) and not isinstance(model, DistributedDataParallel):
+        from dpshard.backends.tensor_parallel import tensor_parallel_backend
+
+        return tensor_parallel_backend(model)
     refuse_foreign_placements(model)
     return ddp_backend(model) if isinstance(model, DistributedDataParallel) else local_backend(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpshard.backends.communicator import Communicator
+from dpshard.backends.model_parts import Grid
 from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
@@ -24,15 +25,27 @@ class Backend:
     layout: str
     """How ranks share the model, in words."""
     communicator: Communicator
+    """All ranks of the training."""
     sharding: Sharding
     reduction: Reduction
     gradients: GradientStore
+    data: Communicator | None = None
+    """The ranks that share the data; None if these are all ranks."""
+    grid: Grid | None = None
+    """How data ranks and ranks of one model cross; None if every rank holds the whole model."""
+
+    @property
+    def data_ranks(self) -> Communicator:
+        """The ranks that share the data."""
+        return self.data or self.communicator
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
         shapes, parameters = self.sharding.shapes, self.sharding.parameters
-        parts = {"parameters": [(name, tuple(shapes[name]), p.dtype) for name, p in parameters.items()]}
-        if wrong := self.communicator.mismatches({**facts, **parts}):
+        own: dict[str, Any] = {"parameters": [(name, tuple(shapes[name]), p.dtype) for name, p in parameters.items()]}
+        if self.sharding.parts is not None:
+            own["parts of the model"] = self.sharding.parts.facts
+        if wrong := self.communicator.mismatches({**facts, **own}):
             raise ConfigurationError(
                 f"Ranks disagree about {', '.join(wrong)}. Make the same engine for the same model on every rank (no "
                 f"stage of a pipeline, no part under tensor or expert parallelism). sample_size counts the whole data "
@@ -52,7 +65,8 @@ class Backend:
         Returns `broken` and the largest doubts of all ranks; and the digest, or [] if there is any objection. Raises
         LogicalBatchError, on all ranks, if a sum was changed after backward.
         """
-        all_gather = self.communicator.all_gather
+        all_gather, parts = self.communicator.all_gather, self.sharding.parts
+        inputs = None if parts is None else parts.take_inputs()
         fault = None if broken else self.reduction.fault()
         flags = doubts_F.new_zeros(2)  # no copy from the host
         if fault is not None or broken:
@@ -63,12 +77,20 @@ class Backend:
             if any(found):
                 return found, []
             self.reduction.sum_rest()
+        lanes = LANES if self.grid is None else 2 * LANES + 1
         with torch.no_grad():
             silent = broken or fault is not None
-            part_L = own_X.new_zeros(LANES) if silent else digest(self.gradients.shards())
-        ranks_WX = all_gather(torch.cat([own_X, part_L.to(own_X.device)])).cpu()  # the only wait for an accelerator
-        found = self._verdict(ranks_WX[:, :-LANES], fault)
-        return found, [] if any(found) else self._digest(ranks_WX[:, -LANES:])
+            part_L = own_X.new_zeros(lanes) if silent else self._part(digest, inputs).to(own_X.device)
+        ranks_WX = all_gather(torch.cat([own_X, part_L])).cpu()  # the only wait for an accelerator
+        found = self._verdict(ranks_WX[:, :-lanes], fault)
+        return found, [] if any(found) else self._digest(ranks_WX[:, -lanes:])
+
+    def _part(self, digest: Callable[[Sequence[Shard]], Tensor], inputs: Tensor | None) -> Tensor:
+        """Return this rank's contribution to the digest: one, or those of parts and of whole sums, and `inputs`."""
+        shards, parts = self.gradients.shards(), self.sharding.parts
+        if parts is None or inputs is None:
+            return digest(shards)
+        return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
         """Return the column maxima, except of the faults, column 0; raise if any rank has one."""
@@ -85,7 +107,8 @@ class Backend:
 
     def _digest(self, ranks_WL: Tensor) -> list[int]:
         try:
-            return self.reduction.whole_digest(ranks_WL).tolist()
+            ranks_DL = ranks_WL if self.grid is None else self.grid.whole(ranks_WL)
+            return self.reduction.whole_digest(ranks_DL).tolist()
         except LogicalBatchError:
             self.gradients.forget()
             raise

@@ -5,22 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors."""
+    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
+
+    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, refuse: Callable[[str, str, bool], None]) -> None:
+    def __init__(
+        self, refuse: Callable[[str, str, bool], None], known: tuple[ProcessGroup, DeviceMesh | None] | None = None
+    ) -> None:
         super().__init__()
-        self._refuse = refuse
+        self._refuse, self._known = refuse, known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_parts = any(issubclass(kind, DTensor) for kind in types)
-        self._refuse(func.namespace, func.__name__, in_parts)
+        leaves = pytree.tree_leaves((args, kwargs)) if self._known is not None else []
+        if in_parts:
+            known = self._known is not None and all(
+                x.device_mesh == self._known[1] for x in leaves if isinstance(x, DTensor)
+            )
+        else:
+            known = any(map(self._is_known_group, leaves)) if "c10d" in func.namespace else False
+        if not known:
+            self._refuse(func.namespace, func.__name__, in_parts)
         if in_parts:  # DTensor dispatches its local operators here again
             return NotImplemented
         return func(*args, **(kwargs or {}))
+
+    def _is_known_group(self, x: Any) -> bool:
+        if self._known is None:
+            return False
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+            x = ProcessGroup.unbox(x)
+        name = x.group_name if isinstance(x, ProcessGroup) else x
+        return isinstance(name, str) and name == self._known[0].group_name

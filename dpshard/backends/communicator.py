@@ -73,3 +73,8 @@ class Communicator:
         """Wait until all ranks are about to probe the model; BatchLayoutError if they do not come."""
         if self.group is not None:
             meet_for_probe(self.group)
+
+
+def all_ranks(device: torch.device) -> Communicator:
+    """Return a communicator of all ranks of the default group."""
+    return Communicator(dist.get_world_size(), lambda: dist.group.WORLD, device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpshard.backends.backward_passes import BackwardPasses
 from dpshard.backends.guard import Guard
+from dpshard.backends.model_parts import ModelParts, Place
 from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.noise.keyed import Shard
 from dpshard.records import WIDE, accum_dtype, as_real, wide
@@ -21,13 +22,14 @@ class GradShards(Protocol):
 
     parameters: dict[str, nn.Parameter]
     guard: Guard
+    parts: ModelParts | None
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part."""
         ...
 
-    def start(self, name: str) -> int:
-        """Return its start in the flattened parameter."""
+    def place(self, name: str) -> Place:
+        """Return its place in the flattened parameter."""
         ...
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -161,13 +163,21 @@ class GradStore:
         """Replace `.grad` by the private gradients; see GradientStore."""
         with torch.no_grad():
             totals = self._totals()
-            norm = release_(self._as_shards(totals))
+            norm_sq = self._released(self._as_shards(totals), release_)
             for name, total in totals.items():
                 parameter = self._parameters[name]
                 if parameter.grad is None or total is not self._sharding.local(parameter.grad):
                     self._sharding.assign(parameter, total.to(parameter.dtype))
         self._reset()
-        return self._sharding.over_shards(norm.square()).sqrt()
+        return self._sharding.over_shards(norm_sq).sqrt()
+
+    def _released(self, shards: Sequence[Shard], release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+        """Release shards; return their squared norm over the ranks of the model."""
+        parts = self._sharding.parts
+        if parts is None:
+            return release_(shards).square()
+        cut, same = parts.divide(shards)
+        return parts.over_ranks(release_(cut).square().to(parts.device)) + release_(same).square().to(parts.device)
 
     def _totals(self) -> dict[str, Tensor]:
         """Return this rank's part of the sums, in float32 or wider; zeros where no gradient arrived.
@@ -190,7 +200,7 @@ class GradStore:
     def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
         """Return shards of the sums, complex ones as real pairs: both parts get independent noise."""
         return [
-            Shard(name, as_real(total), self._sharding.start(name) * (2 if total.is_complex() else 1))
+            Shard(name, as_real(total), *(n * (2 if total.is_complex() else 1) for n in self._sharding.place(name)))
             for name, total in totals.items()
         ]
 

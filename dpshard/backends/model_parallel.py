@@ -13,9 +13,9 @@ Not detected: messages outside torch.distributed, and messages in a branch that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +33,7 @@ _NAMESPACES = frozenset(
     {"c10d", "_dtensor", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
 """Namespaces of the operators that send tensors to other ranks."""
-_SILENT = ("barrier", "wait_tensor")
+_SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")
 """Their operators that transfer no data of a rank."""
 _FRAMEWORKS = (
     "torch.distributed.fsdp",
@@ -51,18 +51,24 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def require_known_group(group: Any) -> None:
-    """Raise ConfigurationError unless `group` is None or contains only this rank."""
+def require_known_group(group: Any, told: Any) -> None:
+    """Raise ConfigurationError unless `group` is None, contains only this rank, or the user tells its parts."""
     if group is None:
+        if told is not None:
+            raise ConfigurationError(
+                "model_parallel_parts says which parts of the model ranks hold, but not which ranks: give "
+                "model_parallel_group, too. (DTensors of parallelize_module tell both by themselves.)"
+            )
         return
     if processes() == 1 or not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(
             f"model_parallel_group={group!r} must be a torch.distributed.ProcessGroup that contains this rank, or None."
         )
-    if group.size() > 1:
+    if group.size() > 1 and not isinstance(told, Mapping):
         raise ConfigurationError(
-            f"model_parallel_group has {group.size()} ranks, which hold parts of one model: {_KINDS} is not supported "
-            f"yet. {_TODAY}. Pass a group of only this rank if other ranks train other models."
+            f"model_parallel_group has {group.size()} ranks, which hold parts of one model: say which, by "
+            f"model_parallel_parts={{'*.up.weight': 0, '*.down.weight': 1, '*': 'same'}} (see docs/sharding.md). Pass "
+            f"a group of only this rank if other ranks train other models."
         )
 
 
@@ -78,6 +84,15 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
             f"each training by its own launcher, or pass a group of only this rank: "
             f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."
         )
+
+
+def placed_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters that are DTensors."""
+    if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
+        return []
+    from torch.distributed.tensor import DTensor
+
+    return [canonical_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 def require_one_training(world_size: int) -> None:
@@ -105,20 +120,28 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
             )
 
 
-def whole_samples() -> AbstractContextManager[Any]:
+class KnownParts(Protocol):
+    """The ranks that hold the parts of one model."""
+
+    group: dist.ProcessGroup
+    mesh: Any
+
+
+def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
     """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
 
-    They raise ConfigurationError. Does nothing in a single process.
+    They raise ConfigurationError, unless they talk among `parts`. Does nothing in a single process.
     """
-    return nullcontext() if processes() == 1 else _watched()
+    return nullcontext() if processes() == 1 else _watched(parts)
 
 
 @contextmanager
-def _watched() -> Iterator[None]:
+def _watched(parts: KnownParts | None) -> Iterator[None]:
     from dpshard.backends.collective_mode import Watch  # late: not needed on one process
 
     _refuse_pipeline(_callers())
-    with Watch(_refuse):
+    known = None if parts is None else (parts.group, parts.mesh)
+    with Watch(_refuse, known):
         yield
 
 
@@ -139,6 +162,7 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
+    """Refuse an operator that talks beyond the ranks of one model, or computes on other DTensors than theirs."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
+from dpshard.backends.model_parts import ModelParts, Place
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name, modules_of, parameters_of
 from dpshard.records import WIDE
@@ -35,8 +36,8 @@ class Sharding(ABC):
     two_passes = True
     """True if a graph can be differentiated twice."""
 
-    def __init__(self, core: nn.Module, outermost: nn.Module) -> None:
-        self.core, self.outermost = core, outermost
+    def __init__(self, core: nn.Module, outermost: nn.Module, parts: ModelParts | None = None) -> None:
+        self.core, self.outermost, self.parts = core, outermost, parts
         named = list(core.named_parameters())
         _check_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
@@ -49,12 +50,24 @@ class Sharding(ABC):
         """Tensors that plain autograd differentiates."""
         self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training, self._hooked)
 
+    @property
+    def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
+        """See ShardingHooks."""
+        return None if self.parts is None else self.parts.note_inputs
+
     # --- what the parameters are ------------------------------------------------------------------------------------
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Shapes of the whole parameters."""
         return {name: p.shape for name, p in self.parameters.items()}
+
+    @property
+    def shapes_in_forward(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of the parameters in forward: whole, or this rank's parts of the model."""
+        if self.parts is None:
+            return self.shapes
+        return {name: self.parts.part_shape(name, shape) for name, shape in self.shapes.items()}
 
     @property
     def values(self) -> Mapping[str, Tensor]:
@@ -142,7 +155,7 @@ class Sharding(ABC):
     @contextmanager
     def dry_run(self) -> Iterator[None]:
         """Return a block for forwards without backward; ConfigurationError if ranks share samples in them."""
-        with self._together(), self.guard_disabled(), whole_samples():
+        with self._together(), self.guard_disabled(), whole_samples(self.parts):
             yield
 
     @abstractmethod
@@ -172,7 +185,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over different shards."""
+        """Return the sum of a scalar over different shards of the data ranks."""
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and `optimizer` for a checkpoint."""
@@ -186,16 +199,28 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Whole parameters in every process; `isolated` makes the block of `guard_disabled`."""
+    """Whole parameters in every process, or plain tensors that are parts of them.
+
+    `isolated` makes the block of `guard_disabled`; `together` lets ranks meet before forwards that communicate.
+    """
 
     def __init__(
         self,
         core: nn.Module,
         outermost: nn.Module | None = None,
         isolated: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        parts: ModelParts | None = None,
+        together: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(core, core if outermost is None else outermost)
-        self._make_isolated = isolated
+        super().__init__(core, core if outermost is None else outermost, parts)
+        self._make_isolated, self._meet = isolated, together
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of the whole parameters."""
+        if self.parts is None:
+            return super().shapes
+        return {name: self.parts.whole_shape(name, p.shape) for name, p in self.parameters.items()}
 
     def unshards(self, module: nn.Module) -> bool:
         """Return False: no parameter is sharded."""
@@ -212,23 +237,35 @@ class Unsharded(Sharding):
         return self._make_isolated()
 
     def _together(self) -> AbstractContextManager[Any]:
+        if self._meet is not None:
+            self._meet()
         return nullcontext()
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return `shard`, which is whole."""
-        return shard
+        """Return the whole of a part."""
+        return shard if self.parts is None else self.parts.joined(name, shard)
 
-    def start(self, name: str) -> int:
-        """Return 0."""
-        return 0
+    def place(self, name: str) -> Place:
+        """Return where this rank's part lies."""
+        return Place() if self.parts is None else self.parts.place(name, self.shapes[name])
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Put `gradient` in `.grad`."""
         parameter.grad = gradient
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return `x`, which is whole."""
+        """Return `x`: no other data rank has another shard."""
         return x
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """See Sharding; ConfigurationError for plain tensors that are parts."""
+        if self.parts is not None and any(map(self.parts.is_cut, self.parameters)):
+            raise ConfigurationError(
+                "A Checkpointer cannot tell which parts of a parameter plain tensors hold, so it would save those of "
+                "one rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict() and the "
+                "states of model and optimizer by rank."
+            )
+        return super().training_state(optimizer)
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

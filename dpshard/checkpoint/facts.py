@@ -40,7 +40,7 @@ class Facts:
         device = _described(backend.sharding.device)
         return {
             "device": device,
-            "ranks": backend.communicator.world_size,
+            "ranks": backend.data_ranks.world_size,
             "layout": backend.layout,
             "clipping_mode": self._clipping_mode,
             "torch": str(torch.__version__),

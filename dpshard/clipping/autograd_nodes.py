@@ -220,6 +220,8 @@ def _tapped(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, tensor
         return output.clone()  # the compiler removes the copy, and refuses mark_dirty
     if operators_are_watched():
         return output.detach()  # selective checkpointing takes mark_dirty for a write to a kept output
+    if type(output) is not Tensor and hasattr(output, "device_mesh"):
+        return output.detach()  # a DTensor
     ctx.mark_dirty(output)
     return output
 

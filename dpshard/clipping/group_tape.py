@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpshard.clipping.parts import Parts
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import (
@@ -37,6 +38,8 @@ class Use:
     build: Build
     copies: bool = False
     """True if the slot's template holds copies of its source, one per sample, not zeros."""
+    termwise: bool = False
+    """True if its records are terms of a sum over ranks; see [Note: Norms of parts]."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class Roots:
     """The trainable parameters under sources, by name."""
 
     shapes: Mapping[str, Sequence[int]]
-    """Shapes of the whole parameters."""
+    """Shapes of the parameters in forward: whole, or this rank's parts."""
     anchored: Mapping[str, Tensor]
     """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
     """Parameters as forward sees them; sharded ones are whole only while in use."""
+    parts: Parts | None = None
+    """The ranks that hold parts of the model; None if every rank has the whole."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""
@@ -79,6 +84,7 @@ class GroupTape:
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
+        self._whole_sq: list[Tensor] = []  # of those with parts on no other rank, if others have parts
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
         self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
@@ -124,35 +130,56 @@ class GroupTape:
         if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
             return
-        records = self._measured([first, *others], closing=closing)
+        records = self._measured(name, [first, *others], closing=closing)
         if keep:
             self.entries[name] = [(source, offloaded(record) if offloads else record) for record in records]
 
-    def _measured(self, records: Sequence[Record], *, closing: bool) -> list[Record]:
+    def _measured(self, name: str, records: Sequence[Record], *, closing: bool) -> list[Record]:
         execution = self.execution
         norm_sq_B, kept = measure(records, execution.norm, keep=execution.keep_per_sample, closing=closing)
-        self._norm_sq.append(norm_sq_B)
+        (self._norm_sq if self._is_cut(name) else self._whole_sq).append(norm_sq_B)
         return kept
+
+    def _is_cut(self, name: str) -> bool:
+        """Return True if other ranks hold other parts, or no rank holds parts."""
+        parts = self.roots.parts
+        return parts is None or parts.is_cut(name)
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
         """Measure the rest, and return the norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         small, self.small = self.small, {}
-        if not pays_to_join(small):
-            for alone, record in small.items():
-                kept = self._measured([record], closing=True)
-                if keep:
-                    self.entries[alone] = [(self.sources[alone], kept[0])]
-            small.clear()
-        for bundle in bundles(small):
-            kept = self._measured([bundle.record], closing=True)
-            if keep:
-                self._bundles.append(replace(bundle, record=kept[0]))
+        if self.roots.parts is None:
+            self._measure_small(small, keep=keep)
+        else:
+            for cut in (True, False):
+                self._measure_small({name: r for name, r in small.items() if self._is_cut(name) == cut}, keep=keep)
+            self._complete(self.roots.parts)
         if not self._norm_sq:
             return None
         self._norm_sq = [total(self._norm_sq)]
         return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
+
+    def _measure_small(self, small: dict[str, Small], *, keep: bool) -> None:
+        if not pays_to_join(small):
+            for alone, record in small.items():
+                kept = self._measured(alone, [record], closing=True)
+                if keep:
+                    self.entries[alone] = [(self.sources[alone], kept[0])]
+            return
+        for bundle in bundles(small):
+            kept = self._measured(next(iter(bundle.shapes)), [bundle.record], closing=True)
+            if keep:
+                self._bundles.append(replace(bundle, record=kept[0]))
+
+    def _complete(self, parts: Parts) -> None:
+        """Add the squares of the parts on other ranks; all ranks meet here, in one order of groups."""
+        cut, whole = self._norm_sq, self._whole_sq
+        if cut or whole:
+            none_B = torch.zeros_like((cut or whole)[0])
+            self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
+            self._whole_sq = []
 
     def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
         """Set the coefficients, and the mask of samples without a finite norm, if any."""

@@ -26,8 +26,8 @@ from dpshard.clipping.group_tape import GroupTape, Roots, Use
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
-from dpshard.errors import LogicalBatchError
-from dpshard.records import Owners, Record
+from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+from dpshard.records import Owners, PerSampleGrad, Record
 from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
@@ -175,7 +175,8 @@ class Tape:
         """Take the tensors kept for a use, and its gradient, as records."""
         if all(map(_is_there, tensors)):
             for source, record in use.build(*tensors):
-                self._add(source, (record if self.owners is None else self.owners.assign(record)).real())
+                owned = record if self.owners is None else self.owners.assign(record)
+                self._add(source, self._summed(use, source, owned.real()))
         arriving = [name for source in use.sources for name in source.roots]
         for source in use.sources:
             for name in source.roots:
@@ -195,6 +196,21 @@ class Tape:
             return
         for name, root in pull_back_per_sample(source, record, self.clipper.roots.values).items():
             self._group(name).add(name, self.clipper.sources[name], root)
+
+    def _summed(self, use: Use, source: Source, record: Record) -> Record:
+        """Return the record with the terms of other ranks; see [Note: Norms of parts]."""
+        parts = self.clipper.roots.parts
+        if parts is None:
+            return record
+        termwise = {use.termwise or parts.is_termwise(name) for name in source.roots}
+        if termwise == {False}:
+            return record
+        if len(termwise) > 1:
+            raise UnsupportedParameterError(
+                f"{source.label}: gradients of some of its parameters are sums over ranks, of others not. Tell all of "
+                f"them to be sums, or do not join them."
+            )
+        return PerSampleGrad(parts.summed(record.per_sample()))
 
     def _group(self, name: str) -> GroupTape:
         return self.groups[self.clipper.group_of[name].index]

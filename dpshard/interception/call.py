@@ -11,6 +11,7 @@ from torch import Tensor
 from dpshard.clipping.autograd_nodes import hold
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallLayout
+from dpshard.interception.placed import is_placed, placed_use
 from dpshard.interception.slots import Slots
 from dpshard.records import PerSampleGrad
 from dpshard.rules.call import BatchAxis, Build, Source
@@ -61,16 +62,33 @@ class InterceptedCall:
 
     def hold(self, x: Tensor) -> Tensor:
         """See Call."""
-        return hold(x)
+        return x if type(x) is not Tensor and is_placed(x) else hold(x)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
         """See Call."""
+        if type(output) is not Tensor and is_placed(output):
+            return self._placed_tap(output, keep, sources, build)
         use = Use(tuple(sources), build if self.samples is None else self._at_samples(build, self.samples))
         return self.slots.tap(use, output, keep)
+
+    def _placed_tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
+        if self.slots.compiled or self.samples is not None:
+            reason = (
+                "torch.compile, and rows that the data picks, have no rule for parameters in parts on several ranks"
+            )
+            raise self.refuse(reason, advise=False)
+        use, own = placed_use(self, output, keep, sources, build)
+        return self.slots.tap(use, output, own)
 
     def per_sample(self, x: Tensor) -> Tensor:
         """See Call."""
         source = self.sources[x]
+        if is_placed(x):
+            raise self.refuse(
+                "only linear maps, tables and normalisation layers have rules for a parameter in parts on several "
+                "ranks (nn.RMSNorm instead of one by hand; a bare parameter outside of the plan)",
+                advise=False,
+            )
         use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)
         (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self.slots.batch_size, *x.shape))
         return copies if self.samples is None else copies[self.samples]

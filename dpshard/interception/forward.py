@@ -68,7 +68,7 @@ class Interception:
         alone: bool = True,
     ) -> None:
         self._model, self._session, self._before_forward = model, session, before_forward
-        self._rows_per_unit = rows_per_unit
+        self._rows_per_unit, self._note_inputs = rows_per_unit, sharding.note_inputs
         self._active = active = ActiveForward()
         self._parameters = parameters = TrainedParameters(model, sources, sharding, active)
         isolate = functools.partial(IsolatedForward, model, active, WriteGuard(model))
@@ -157,6 +157,8 @@ class Interception:
             rows.enter(run)
         if module is not self._model:
             refuse_two_batch_dimensions(run)
+        if self._note_inputs is not None:
+            self._note_inputs([x for x, _ in run.carrying()])
         run, layout = self._prepare(run)
         tape = session.open_tape(run.batch_size, module)
         versions = parameters.versions()

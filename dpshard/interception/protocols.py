@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -40,6 +40,11 @@ class TapeProvider(Protocol):
 
 class ShardingHooks(Protocol):
     """A framework that may shard parameters."""
+
+    @property
+    def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
+        """Takes the inputs of a forward, if other ranks must have the same; else None."""
+        ...
 
     def unshards(self, module: nn.Module) -> bool:
         """Return True if hooks around the forward of `module` gather and free its parameters."""

@@ -62,6 +62,14 @@ class SumDigest:
         """
         for shard in shards:
             shard.check()
+        total = self._of_whole([shard for shard in shards if not shard.run])
+        for shard in shards:
+            for piece in shard.contiguous() if shard.run and shard.local.numel() else ():
+                total = self._of_whole([piece]).to(total.device) + total
+        return total
+
+    def _of_whole(self, shards: Sequence[Shard]) -> Tensor:
+        """Digest of shards of one run."""
         stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
         if not stretches:
             return torch.zeros(LANES, dtype=torch.int64, device="cpu")

@@ -92,6 +92,30 @@ class Shard:
     """Any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
     """Row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
+    run: int = 0
+    """If not 0, `local` holds runs of so many elements: run j begins at start + j * stride (columns of a matrix)."""
+    stride: int = 0
+
+    def contiguous(self) -> Iterator[Shard]:
+        """Yield shards of one run each, copies with zeros between the runs; `take_back_` undoes it.
+
+        A copy spans about a block, because noise is drawn by the block.
+        """
+        rows = self.local.detach().reshape(-1, self.run)
+        n = max(1, BLOCK // self.stride)
+        for first in range(0, len(rows), n):
+            part = rows[first : first + n]
+            spread = part.new_zeros((len(part) - 1) * self.stride + self.run)
+            spread.as_strided(part.shape, (self.stride, 1)).copy_(part)
+            yield Shard(self.name, spread, self.start + first * self.stride)
+
+    def take_back_(self, pieces: Iterable[Shard]) -> None:
+        """Copy the runs of `contiguous` pieces back into `local`."""
+        rows = [
+            piece.local.as_strided(((len(piece.local) - self.run) // self.stride + 1, self.run), (self.stride, 1))
+            for piece in pieces
+        ]
+        self.local.detach().copy_(torch.cat(rows).view(self.local.shape))
 
     def check(self) -> None:
         """Raise ConfigurationError if the shard cannot get noise."""
@@ -107,6 +131,11 @@ class Shard:
         if self.start < 0:
             raise ConfigurationError(
                 f"{self.name}: start={self.start} must be at least 0: it is the first element of the shard."
+            )
+        if self.run and (self.local.numel() % self.run or self.stride < self.run):
+            raise ConfigurationError(
+                f"{self.name}: runs of {self.run} elements every {self.stride} must fill its {self.local.numel()} "
+                f"elements without overlap."
             )
 
 
@@ -130,6 +159,19 @@ class KeyedGaussian:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
         for shard in shards:
             shard.check()
+        whole = [shard for shard in shards if not shard.run]
+        squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
+        for shard in shards:
+            if shard.run and shard.local.numel():
+                pieces = list(shard.contiguous())
+                squares += [self._release_whole_([piece], step, std, divisor) for piece in pieces]
+                shard.take_back_(pieces)
+        if not squares:
+            return torch.zeros((), dtype=torch.float64, device="cpu")
+        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+
+    def _release_whole_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+        """Release shards of one run; return the squared norm that they had, float64 []."""
         dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
         pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
         if not pairs:
@@ -142,7 +184,7 @@ class KeyedGaussian:
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum().sqrt()
+        return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum()
 
     def _release_here_(
         self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float

@@ -77,7 +77,7 @@ class Collector:
         self.metrics = BatchMetrics()
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
-        roots = Roots(sharding.shapes, sharding.anchored, sharding.values)
+        roots = Roots(sharding.shapes_in_forward, sharding.anchored, sharding.values, sharding.parts)
         self.clipper = Clipper(roots, groups, function, execution, self)
         self._backend = backend
         self._device = backend.sharding.device
@@ -155,6 +155,8 @@ class Collector:
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
         micro, packed, owners, is_padding_B = self._micro, self.packed, None, None
         if packed is not None:
+            if self._backend.sharding.parts is not None:
+                raise BatchLayoutError(refusals.PACKED_IN_PARTS)
             scale = float(packed.units) if self._mean else 1.0
             owners = Owners(packed.owners(self._device), packed.units)
             is_padding_B = packed.is_padding.to(self._device)
@@ -366,7 +368,7 @@ class Collector:
             self._completed = self.metrics
             if self.batch is not None:
                 self.metrics.samples = self.batch.samples
-            ranks = self._backend.communicator
+            ranks = self._backend.data_ranks  # the ranks of one model have the same figures
             if ranks.world_size > 1:
                 self.metrics.over_ranks([group.label for group in self.clipper.groups], ranks.all_gather)
         return self.metrics

@@ -15,6 +15,10 @@ PACKED_UNVERIFIED = (
     "Packed rows need verify=True, because only a comparison of units shows that attention stays within them, and "
     "rows_per_unit=1."
 )
+PACKED_IN_PARTS = (
+    "Packed rows have no rule for a model with parts on several ranks, which may split the sequence: positions would be "
+    "taken for those of other units. Train with one unit a row, or without tensor and context parallelism."
+)
 PACKED_TWICE = (
     "engine.packed(...) is for loops that feed their own batches; engine.batches(..., packing=) knows the units of its "
     "micro-batches. Leave engine.packed out."

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpshard.errors import DpshardError, VerificationError
-from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, PackedRun, Replay, Run
+from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, PackedRun, Replay, Run, is_placed
 from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
@@ -21,6 +21,11 @@ from dpshard.verification.tolerances import Precision
 def is_compared(x: Any) -> bool:
     """Return True for leaves of outputs to compare, also flags and integers: a mask may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def gathered(output: Any) -> Any:
+    """Return an output with DTensors gathered, with their graph."""
+    return pytree.tree_map(lambda x: x.full_tensor() if is_placed(x) else x, output)
 
 
 class RunFailedError(VerificationError):
@@ -61,7 +66,7 @@ class Bench:
             self.state.rewind_generators(self.draws)
         try:
             with self.precision:
-                return self.state.run_plain(run, list(samples), self.draws)
+                return gathered(self.state.run_plain(run, list(samples), self.draws))
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise

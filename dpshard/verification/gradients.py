@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpshard.clipping.groups import ClippingGroup
+from dpshard.clipping.parts import Parts
 from dpshard.clipping.tape import ClippedSums, Clipper, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
-from dpshard.verification.bench import Bench
+from dpshard.interception import is_placed
+from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
 from dpshard.verification.objectives import Objective
 from dpshard.verification.samples import replaced
@@ -85,10 +87,11 @@ def check_gradients(
         found = Found()
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
-        output = bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws)
+        output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
         differentiate(size * objective(output, chosen), twin.differentiated())
         del output
-        singles = [sketched_gradients(size * objective(bench.plain([i]), [i]), plain) for i in chosen]
+        parts = clipper.roots.parts
+        singles = [sketched_gradients(size * objective(bench.plain([i]), [i]), plain, parts) for i in chosen]
         watched = [i != outlier for i in chosen]
         check_norms_and_sums(
             found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size
@@ -108,14 +111,21 @@ def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
         raise UnsupportedParameterError(REENTRANT) from error
 
 
-def sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Sketch]:
-    """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time."""
+def sketched_gradients(
+    value: Tensor, parameters: Mapping[str, Tensor], parts: Parts | None = None
+) -> dict[str, Sketch]:
+    """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time.
+
+    Of DTensors, sketches are of this rank's part.
+    """
     found: dict[str, Sketch] = {}
 
     def note(name: str, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # the graph reaches the parameter, but no gradient does
             return None
-        found[name] = Sketch.of(gradient)
+        found[name] = Sketch.of(gradient if parts is None else _own_part(name, gradient, parameters[name], parts))
+        if is_placed(gradient):
+            return gradient
         return gradient.new_zeros(()).expand_as(gradient)  # backward keeps its result; this one takes no memory
 
     with ExitStack() as hooks:
@@ -123,6 +133,27 @@ def sketched_gradients(value: Tensor, parameters: Mapping[str, Tensor]) -> dict[
             hooks.callback(parameter.register_hook(functools.partial(note, name)).remove)
         differentiate(value, list(parameters.values()))
     return found
+
+
+def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
+    """Return this rank's part of a gradient, or the whole of one that is a sum over ranks."""
+    if is_placed(gradient):
+        return gradient.redistribute(placements=parameter.placements).to_local()
+    return parts.summed(gradient) if parts.is_termwise(name) else gradient
+
+
+def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Return squared norms, by name, over the ranks that hold parts of the model; equal on all of them.
+
+    All of these ranks call it with the same names.
+    """
+    values = [(name, x) for some in squares for name, x in some.items()]
+    if parts is None or not values:
+        return list(squares)
+    cut = torch.tensor([x if parts.is_cut(name) else 0.0 for name, x in values], dtype=torch.float64, device="cpu")
+    whole = torch.tensor([0.0 if parts.is_cut(name) else x for name, x in values], dtype=torch.float64, device="cpu")
+    total = iter(parts.norm_sq(cut, whole).tolist())
+    return [{name: next(total) for name in some} for some in squares]
 
 
 def check_norms_and_sums(
@@ -140,17 +171,19 @@ def check_norms_and_sums(
     """Raise VerificationError, with `causes` if given, unless `norms` and the sums `together` are of `singles`."""
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
-    whole = [_norm(single.values()) for single in singles]
+    parts = clipper.roots.parts
+    squares = _of_all_parts(parts, [{name: float(x.norm.square()) for name, x in single.items()} for single in singles])
+    of_all_layers = [math.sqrt(sum(square.values())) for square in squares]
     # Training also drops and counts samples without a finite gradient, or square of it.
-    finite = [norm < _LARGEST and keep for norm, keep in zip(whole, watched, strict=True)]
+    finite = [norm < _LARGEST and keep for norm, keep in zip(of_all_layers, watched, strict=True)]
     if not any(finite):
         return
     of_all = all(finite)
     # A gradient that cancels (the bias of attention's keys) has the rounding of its terms.
-    rounding = 64 * eps * max(norm for norm, keep in zip(whole, finite, strict=True) if keep)
+    rounding = 64 * eps * max(norm for norm, keep in zip(of_all_layers, finite, strict=True) if keep)
     rounding = max(rounding, _UNRESOLVED * size)  # blank samples
     for group in clipper.groups:
-        alone = [_norm(single[name] for name in group.names if name in single) for single in singles]
+        alone = [math.sqrt(sum(square[name] for name in group.names if name in square)) for square in squares]
         exact = torch.tensor(alone, dtype=torch.float64, device="cpu")
         found = norms.get(group.index, torch.zeros_like(exact)).double().cpu()
         norms_agree = (found - exact)[finite].abs().max() <= tolerance * exact[finite].max() + rounding
@@ -160,8 +193,9 @@ def check_norms_and_sums(
             continue
         device = clipper.roots.values[group.names[0]].device  # a user's function gets norms there in training
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
-        off = {name: _difference(name, together, singles, factor) for name in group.names}
-        own = {name: [float(s[name].norm) if name in s else 0.0 for s in singles] for name in group.names}
+        (off_sq,) = _of_all_parts(parts, [{name: _difference(name, together, singles, factor) for name in group.names}])
+        off = {name: math.sqrt(x) for name, x in off_sq.items()}
+        own = {name: [math.sqrt(square.get(name, 0.0)) for square in squares] for name in group.names}
         # Relative to one sample's contribution, because the sum may cancel.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
@@ -175,19 +209,15 @@ def check_norms_and_sums(
             raise _failure(group, max(off, key=lambda name: off[name]), exact, found, causes)
 
 
-def _norm(sketches: Iterable[Sketch]) -> float:
-    return math.hypot(*(float(sketch.norm) for sketch in sketches))
-
-
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
 ) -> float:
-    """Return the norm of a parameter's clipped sum minus that of the single samples."""
+    """Return the squared norm of a parameter's clipped sum minus that of the single samples."""
     image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
             image = image - f * single[name].image
-    return float(image.norm())
+    return float(image.square().sum())
 
 
 def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor, causes: str | None) -> VerificationError:

@@ -20,12 +20,8 @@ REFUSED = {
     "tp:ddp": APART,
     "tp:fsdp2": APART,
     "tp:denied": f"{TALKS} c10d.allreduce_",
-    "tp:world": "which hold parts of one model",
+    "tp:world": "say which, by model_parallel_parts",
     "tp:number": "must be a torch.distributed.ProcessGroup",
-    "parallelized:norms": PLACED,
-    "parallelized:biases": PLACED,
-    "parallelized:all": PLACED,
-    "parallelized:head": PLACED,
     "cp:ddp-function": f"{TALKS} c10d.allgather_",
     "cp:fsdp2-function": f"{TALKS} c10d.allgather_",
     "cp:ddp-nn": f"{TALKS} c10d.allgather_",
@@ -44,6 +40,7 @@ REFUSED = {
 HONEST = (
     *("honest:buffers", "honest:units", "honest:frozen", "honest:attention", "honest:logged"),
     *("honest:own", "honest:own-ddp", "honest:own-fsdp2"),
+    *("parallelized:norms", "parallelized:biases", "parallelized:all", "parallelized:head"),
 )
 
 

@@ -12,6 +12,8 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.fsdp2.reduction import UnitReduction
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
 from dpshard.backends.grad_store import GradStore
+from dpshard.backends.model_parts import Grid
+from dpshard.errors import ConfigurationError
 
 
 def fsdp2_backend(model: nn.Module) -> Backend:
@@ -19,4 +21,13 @@ def fsdp2_backend(model: nn.Module) -> Backend:
     sharding = FSDP2Sharding(model)
     store = GradStore(sharding)
     layout = f"shards on a mesh of {' x '.join(map(str, sharding.mesh.shape))}"
-    return Backend(layout, sharding.communicator, sharding, UnitReduction(sharding, store), store)
+    reduction = UnitReduction(sharding, store)
+    if sharding.parts is None:
+        return Backend(layout, sharding.communicator, sharding, reduction, store)
+    try:
+        grid = Grid(sharding.data, sharding.parts, sharding.communicator)
+    except ConfigurationError:
+        sharding.detach()
+        raise
+    layout = f"{layout}, of parts on {sharding.parts.size} ranks"
+    return Backend(layout, sharding.communicator, sharding, reduction, store, sharding.data, grid)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dpshard.backends.communicator import Communicator
+from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
+from dpshard.backends.model_parts import ModelParts, Place
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
@@ -28,7 +29,8 @@ class FSDP2Sharding(Sharding):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model)
         try:
-            self.mesh, self.shard_dim = mesh_of(model, self.parameters)
+            self.mesh, self.shard_dim, of_model = mesh_of(model, self.parameters)
+            self.parts = self._parts_of(of_model)
             self.units = list(units_of(model, {id(p): name for name, p in self.parameters.items()}))
             for unit in self.units:
                 self._refuse_mixed(unit)
@@ -40,7 +42,24 @@ class FSDP2Sharding(Sharding):
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """Unsharded parameters, as last seen in forward; before, the sharded ones."""
         self.differentiated: Mapping[str, Tensor] = self.whole
-        self.communicator = Communicator(self.mesh.size(), self._group, self.compute_device)
+        self.data = Communicator(self.mesh.size(), self._group, self.compute_device)
+        self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
+
+    def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]]) -> ModelParts | None:
+        """Return the parts that tensor parallelism made of the parameters; None without any."""
+        if not of_model:
+            return None
+        meshes = {mesh for mesh, _ in of_model.values()}
+        if len(meshes) > 1:
+            raise ConfigurationError(
+                "Parameters are in parts on several meshes: give parallelize_module one mesh of one dimension for all."
+            )
+        for name, (_, placement) in of_model.items():
+            if type(placement) not in (Shard, Replicate):
+                raise ConfigurationError(f"{name} is placed as {placement} by tensor parallelism; that has no rule.")
+        (mesh,) = meshes
+        cut = {name: placement.dim for name, (_, placement) in of_model.items() if placement.is_shard()}
+        return ModelParts(mesh.get_group(), self.compute_device, cut, mesh=mesh)
 
     def _refuse_mixed(self, unit: Unit) -> None:
         """Raise the error that FSDP would raise in the first forward."""
@@ -133,7 +152,11 @@ class FSDP2Sharding(Sharding):
 
     def rows(self, name: str) -> int:
         """Return the rows of a padded shard; the last ranks hold fewer, or none."""
-        return -(-self.parameters[name].shape[0] // self.shard_mesh.size())
+        return -(-self._part_shape(name)[0] // self.shard_mesh.size())
+
+    def _part_shape(self, name: str) -> torch.Size:
+        shape = self.parameters[name].shape
+        return shape if self.parts is None else self.parts.part_shape(name, shape)
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's shard."""
@@ -143,10 +166,11 @@ class FSDP2Sharding(Sharding):
         """Return the whole of a DTensor."""
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
-    def start(self, name: str) -> int:
-        """Return the shard's start in the flattened parameter."""
-        shape = self.parameters[name].shape
-        return min(shape[0], self.rows(name) * self.shard_mesh.get_local_rank()) * shape[1:].numel()
+    def place(self, name: str) -> Place:
+        """Return where the shard lies in the flattened parameter."""
+        first = min(self._part_shape(name)[0], self.rows(name) * self.shard_mesh.get_local_rank())
+        whole = self.parameters[name].shape
+        return Place(first * whole[1:].numel()) if self.parts is None else self.parts.place(name, whole, first)
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Put this shard in `.grad`, as a DTensor."""

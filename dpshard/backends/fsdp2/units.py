@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.errors import ConfigurationError
+from dpshard.names import canonical_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,10 +47,13 @@ def _groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh, int]:
-    """Return the mesh of all parameters, and its dimension that shards; HSDP replicates over the other.
+def mesh_of(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> tuple[DeviceMesh, int, dict[str, tuple[DeviceMesh, Any]]]:
+    """Return FSDP's mesh, its dimension that shards, and what tensor parallelism has placed.
 
-    Raises ConfigurationError for placements that dpshard does not support.
+    HSDP replicates over the other dimension. The last are mesh and placement by parameter. Raises ConfigurationError
+    for placements that dpshard does not support.
     """
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
@@ -66,26 +70,52 @@ def mesh_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[D
     if len(meshes) != 1:
         raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
     ((mesh, shard_dim),) = meshes
+    known = {id(p.sharded_param): p for p in placed}
     for name, p in parameters.items():
         assert isinstance(p, DTensor)
-        if [placement for placement in p.placements if not isinstance(placement, Replicate)] != [Shard(0)]:
+        by_fsdp = p.placements[:-1] if known[id(p)].is_dtensor else p.placements
+        if known[id(p)].fsdp_placement != Shard(0) or len(by_fsdp) != mesh.ndim:
             raise ConfigurationError(
                 f"{name} is placed as {p.placements}. dpshard supports parameters that FSDP has sharded along "
                 f"dimension 0, and replicated over nodes (HSDP)."
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         raise ConfigurationError("A hybrid-sharded mesh needs names: init_device_mesh(..., mesh_dim_names=...).")
-    return mesh, shard_dim
+    return mesh, shard_dim, {name: _of_model(name, known[id(p)]) for name, p in _in_parts(model, known)}
+
+
+def _in_parts(model: nn.Module, known: Mapping[int, Any]) -> Iterator[tuple[str, DTensor]]:
+    for name, p in model.named_parameters():
+        if id(p) in known and known[id(p)].is_dtensor:
+            yield canonical_name(name), p  # type: ignore[misc]
+
+
+def _of_model(name: str, parameter: Any) -> tuple[DeviceMesh, Any]:
+    p, mesh = parameter.sharded_param, parameter._unsharded_dtensor_spec.mesh
+    _refuse_uneven(name, p, p.placements[-1])
+    return mesh, p.placements[-1]
+
+
+def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
+    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    if placement.is_shard() and parameter.shape[placement.dim] % ranks:
+        raise ConfigurationError(
+            f"{name}: dimension {placement.dim} of {tuple(parameter.shape)} has no equal parts on {ranks} ranks, so "
+            f"FSDP does not know which rows of the whole a rank holds. Choose a size that {ranks} divides."
+        )
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Return True if FSDP shards or replicates over every dimension of the parameter's mesh.
+    """Return True if FSDP shards or replicates over every dimension of the parameter's mesh, but perhaps the last.
 
-    Placements do not decide this: a norm of a tensor-parallel model has the placements of HSDP.
+    The last may be that of tensor parallelism. Placements do not decide this: a norm of a tensor-parallel model has
+    the placements of HSDP.
     """
-    sharded, info = parameter.sharded_param, parameter.mesh_info
+    mesh, info = parameter.sharded_param.device_mesh, parameter.mesh_info
     own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
-    return sharded.device_mesh == info.mesh and own == set(range(info.mesh.ndim)) and not parameter.is_dtensor
+    if own != set(range(info.mesh.ndim)) or getattr(info, "is_spmd_mesh", False):
+        return False
+    return mesh.ndim == info.mesh.ndim + 1 if parameter.is_dtensor else mesh == info.mesh
 
 
 def units_of(model: nn.Module, names: Mapping[int, str]) -> Iterator[Unit]:

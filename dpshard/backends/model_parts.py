@@ -1,0 +1,235 @@
+"""The ranks that hold the parts of one model, and where each part lies.
+
+See also [Note: Norms of parts] in clipping/parts.py.
+
+[Note: Two kinds of ranks]
+Data ranks share the samples of a logical batch; model ranks share the model, and see the same samples. Together they
+are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts and digests are those of all ranks.
+
+What makes a guarantee of this:
+- a factor is computed from a norm that all model ranks add up in one order, so it is bitwise equal on them;
+- the digest of the sums is that of all parts, and of whole sums once, so the noise is that of one process;
+- whole sums must have one digest on all model ranks, or the release is refused: a gradient that a model rank has alone
+  (a forgotten reduction, other samples, other dropout) is in no norm but its own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpshard.backends.communicator import Communicator
+from dpshard.errors import ConfigurationError, LogicalBatchError
+from dpshard.noise.keyed import Shard
+
+SAME, SUM = "same", "sum"
+"""Of a parameter that every rank holds whole: each rank has the gradient, or a term of it."""
+
+
+class Place(NamedTuple):
+    """Where a rank's part lies in the flattened whole; see noise.keyed.Shard."""
+
+    start: int = 0
+    run: int = 0
+    stride: int = 0
+
+
+class ModelParts:
+    """The ranks of one model; `cut`: the dimension along which each rank has a part, by parameter.
+
+    Parts are equal but for the last ranks, as torch.chunk makes them. `termwise`: parameters whose gradient is a sum
+    over the ranks. `mesh`: the mesh of DTensors that hold the parts; None for plain tensors.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        cut: Mapping[str, int],
+        termwise: frozenset[str] = frozenset(),
+        *,
+        mesh: Any = None,
+    ) -> None:
+        self.group, self.device, self.mesh = group, device, mesh
+        self.size, self.rank = group.size(), dist.get_rank(group)
+        self._cut, self._termwise = dict(cut), termwise
+        self._seen = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def facts(self) -> str:
+        """What all ranks must be told alike."""
+        return repr((sorted(self._cut.items()), sorted(self._termwise)))
+
+    # --- inputs -----------------------------------------------------------------------------------------------------
+
+    def note_inputs(self, inputs: Iterable[Tensor]) -> None:
+        """Note the inputs of a forward, which are those of all model ranks, unless each has a part of the sequence."""
+        if self._termwise:
+            return
+        for x in inputs:
+            flat = x.detach().contiguous().view(-1)
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+            words = flat.view(torch.int32 if flat.itemsize % 4 == 0 else torch.uint8).to(self.device, torch.int64)
+            # By position, because rows in another order are other samples.
+            places = torch.arange(1, len(words) + 1, device=self.device)
+            self._seen = self._seen * 1_000_003 + (words * places).sum()
+
+    def take_inputs(self) -> Tensor:
+        """Return a checksum [1], int64, of the inputs since the last call."""
+        seen, self._seen = self._seen, torch.zeros_like(self._seen)
+        return seen
+
+    # --- records and norms: see clipping.parts ----------------------------------------------------------------------
+
+    def is_cut(self, name: str) -> bool:
+        """See Parts."""
+        return name in self._cut
+
+    def is_termwise(self, name: str) -> bool:
+        """See Parts."""
+        return name in self._termwise
+
+    def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
+        """See Parts."""
+        return self.over_ranks(cut_B + whole_B if self.rank == 0 else cut_B)
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of a vector over the ranks: each adds the same numbers in the same order."""
+        return self.gather(x).sum(0)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks [ranks, *shape]."""
+        own = x.detach().to(self.device).contiguous()
+        rows = own.new_empty(self.size, *own.shape)
+        dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=self.group)
+        return rows.to(x.device)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """See Parts."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def divide(self, shards: Sequence[Shard]) -> tuple[list[Shard], list[Shard]]:
+        """Return the shards that are parts, and those that are whole on every rank."""
+        return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
+
+    # --- where parts lie --------------------------------------------------------------------------------------------
+
+    def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
+        """Return the shape of a plain parameter of which each rank holds an equal part."""
+        dim = self._cut.get(name)
+        return torch.Size(n * self.size if d == dim else n for d, n in enumerate(part))
+
+    def part_shape(self, name: str, whole: Sequence[int]) -> torch.Size:
+        """Return the shape of this rank's part."""
+        dim = self._cut.get(name)
+        return torch.Size(self._span(n)[1] if d == dim else n for d, n in enumerate(whole))
+
+    def place(self, name: str, whole: Sequence[int], first: int = 0) -> Place:
+        """Return where the rows from `first` on of this rank's part lie."""
+        dim, inner = self._cut.get(name), math.prod(whole[1:])
+        if dim is None:
+            return Place(first * inner)
+        begin, length = self._span(whole[dim])
+        if dim == 0:
+            return Place((begin + first) * inner)
+        inside = math.prod(whole[dim + 1 :])
+        return Place(first * inner + begin * inside, length * inside, whole[dim] * inside)
+
+    def _span(self, n: int) -> tuple[int, int]:
+        """Return start and length of this rank's part of n elements."""
+        most = -(-n // self.size)
+        begin = min(n, self.rank * most)
+        return begin, min(n, begin + most) - begin
+
+    def joined(self, name: str, part: Tensor) -> Tensor:
+        """Return the whole of a plain parameter or gradient; all model ranks call it."""
+        return torch.cat(list(self.gather(part)), self._cut[name]) if name in self._cut else part
+
+
+class Grid:
+    """All ranks, as data ranks times model ranks. Raises ConfigurationError if they are not a grid of all ranks."""
+
+    def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
+        self._sizes = data.world_size, parts.size
+        if data.world_size * parts.size != everyone.world_size:
+            raise ConfigurationError(
+                f"{data.world_size} ranks share the data, and {parts.size} the model, but there are "
+                f"{everyone.world_size} ranks: the role of the others is unknown. Make the groups such that every rank "
+                f"has one place in each (init_device_mesh with a dimension for each)."
+            )
+        of_data = dist.get_process_group_ranks(data.group) if data.group is not None else [dist.get_rank()]
+        own = [data.rank, parts.rank, min(of_data), min(dist.get_process_group_ranks(parts.group))]
+        places = everyone.all_gather(torch.tensor(own, device="cpu")).cpu().tolist()
+        self._order = sorted(range(len(places)), key=lambda rank: places[rank][:2])
+        # The ranks of one model have one data rank, and the other way round.
+        straight = all(
+            len({tuple(place[:2]) for place in places}) == len(places)
+            and len({place[i] for place in places if place[j] == group}) == 1
+            for i, j in ((0, 3), (1, 2))
+            for group in {place[j] for place in places}
+        )
+        if not straight:
+            raise ConfigurationError(
+                "The groups of ranks that share the data, and of those that share the model, do not cross in one rank "
+                "each: ranks of one model would get different samples. Take both from one init_device_mesh."
+            )
+
+    def whole(self, ranks_WL: Tensor) -> Tensor:
+        """Return the digests [data ranks, L] from those of parts, of whole sums and of inputs, [all ranks, 2 L + 1].
+
+        Raises LogicalBatchError if the model ranks' inputs or whole sums differ.
+        """
+        ranks_DML = ranks_WL[self._order].unflatten(0, self._sizes)
+        parts_DML, same_DML, inputs_DM = *ranks_DML[..., :-1].chunk(2, 2), ranks_DML[..., -1]
+        if bool((inputs_DM != inputs_DM[:, :1]).any()):
+            raise LogicalBatchError(
+                "The ranks that hold one model were given different inputs, so a sample would count several times. "
+                "Take the micro-batches from engine.batches(...), or give all of these ranks the same, in one order. "
+                "Call zero_grad() to start afresh."
+            )
+        if bool((same_DML != same_DML[:, :1]).any()):
+            raise LogicalBatchError(
+                "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "
+                "so the norms of samples were not those of what would be released. Give all of them the same samples, "
+                "the same random numbers (torch.manual_seed before dropout), and whole gradients: in tensor "
+                "parallelism by hand, reduce the gradients of what enters column-wise maps, and name parameters that "
+                "see a part of the sequence 'sum'. Call zero_grad() to start afresh."
+            )
+        return parts_DML.sum(1) + same_DML[:, 0]
+
+
+def kinds_of(
+    told: Mapping[str, int | str], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Return (dimension by parameter with parts, parameters of terms) from what the user tells, by patterns.
+
+    The first pattern that fits a name counts. Raises ConfigurationError for other values, and untold parameters.
+    """
+    cut: dict[str, int] = {}
+    termwise = set()
+    for name, shape in shapes.items():
+        found = next((kind for pattern, kind in told.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if found is None:
+            raise ConfigurationError(
+                f"model_parallel_parts says nothing of {name}. Give a dimension (0 for column-wise, 1 for row-wise "
+                f"linear maps) if each rank holds a part of it, 'same' if each holds it and its whole gradient, 'sum' "
+                f"if each has a term of its gradient (parts of the sequence)."
+            )
+        if found == SUM:
+            termwise.add(name)
+        elif isinstance(found, int) and not isinstance(found, bool) and 0 <= found < len(shape):
+            cut[name] = found
+        elif found != SAME:
+            raise ConfigurationError(
+                f"model_parallel_parts gives {found!r} for {name} of shape {tuple(shape)}: it must be one of its "
+                f"dimensions, 'same' or 'sum'."
+            )
+    return cut, frozenset(termwise)

@@ -1,0 +1,129 @@
+"""`parallelize_module` without FSDP: parameters are DTensors over the ranks of one model, which are all ranks.
+
+Clipped sums of a rank's parts go to `.grad` directly, as DTensors. There is one data rank, so nothing is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dpshard.backends.backend import Backend
+from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.grad_store import GradStore
+from dpshard.backends.local import NoReduction
+from dpshard.backends.model_parts import Grid, ModelParts
+from dpshard.backends.roles import Take
+from dpshard.backends.sharding import Sharding, Unsharded
+from dpshard.errors import ConfigurationError, UnsupportedParameterError
+from dpshard.names import canonical_name
+
+_PLACED = (
+    "dpshard supports parameters that parallelize_module places as Shard or Replicate on one mesh of one dimension, "
+    "alone or under fully_shard on the other dimensions of the mesh (see docs/sharding.md)"
+)
+
+
+def tensor_parallel_backend(model: nn.Module) -> Backend:
+    """Return the back-end of a model after `parallelize_module`."""
+    parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()})
+    data, everyone = Communicator(), all_ranks(parts.device)
+    sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
+    store = GradStore(sharding)
+    layout = f"tensor-parallel parts on {parts.size} ranks"
+    try:
+        grid = Grid(data, parts, everyone)
+    except ConfigurationError:
+        sharding.detach()
+        raise
+    return Backend(layout, everyone, sharding, PlacedReduction(sharding, store), store, data, grid)
+
+
+def parts_of(placed: Mapping[str, Any]) -> ModelParts:
+    """Return the parts of a model from its parameters: DTensors on one mesh, and plain tensors, which are whole.
+
+    Raises ConfigurationError for other placements.
+    """
+    meshes: list[DeviceMesh] = []
+    cut: dict[str, int] = {}
+    for name, p in placed.items():
+        if not isinstance(p, DTensor):
+            continue
+        if p.device_mesh not in meshes:
+            meshes.append(p.device_mesh)
+        placement = p.placements[0]
+        plain = type(placement).__name__ in ("Shard", "Replicate")
+        if len(meshes) > 1 or len(p.placements) != 1 or not plain:
+            raise ConfigurationError(f"{name} is placed as {p.placements} on {p.device_mesh}. {_PLACED}.")
+        if placement.is_shard():
+            cut[name] = placement.dim % p.dim()  # type: ignore[attr-defined]
+    (mesh,) = meshes
+    held = {name: p.to_local() for name, p in placed.items() if isinstance(p, DTensor)}
+    parts = ModelParts(mesh.get_group(), next(iter(held.values())).device, cut, mesh=mesh)
+    for name, part in held.items():
+        if part.shape != parts.part_shape(name, placed[name].shape):
+            raise ConfigurationError(f"{name} has parts of other sizes than torch.chunk makes. {_PLACED}.")
+    return parts
+
+
+class PlacedSharding(Unsharded):
+    """Parameters of which some are DTensors over the ranks of one model."""
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of the whole parameters."""
+        return {name: p.shape for name, p in self.parameters.items()}
+
+    def _accumulated(self, name: str, _: object = None) -> None:
+        # Autograd calls this without a gradient too, because sums go to `.grad` directly.
+        if not self.guard.is_untouched(name):
+            raise UnsupportedParameterError(f"{name}: a gradient reached it that is not clipped.")
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's part."""
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole of a DTensor."""
+        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Put this rank's part in `.grad`."""
+        p = parameter
+        if isinstance(p, DTensor):
+            parameter.grad = DTensor.from_local(
+                gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+        else:
+            parameter.grad = gradient
+
+    def training_state(self, optimizer: Any) -> Any:
+        """See Sharding: DTensors tell a Checkpointer which parts they hold."""
+        return Sharding.training_state(self, optimizer)
+
+
+class PlacedReduction(NoReduction):
+    """Puts the sums of a rank's parts in `.grad`."""
+
+    def __init__(self, sharding: PlacedSharding, store: GradStore) -> None:
+        super().__init__(store)
+        self._local, self._parameters = sharding.local, sharding.parameters
+
+    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
+        """Take the clipped sums; return None for each, because autograd cannot add parts to DTensors."""
+        store = self._store
+        store.begins(lambda: None)
+        store.require_untouched(names)
+        for name in names:
+            total = take(name)
+            if total is not None:
+                store.add_shard(name, total)
+        return [None] * len(names)
+
+    def runs_everywhere(self, *, last: bool) -> bool:
+        """Return True: every forward and backward communicates."""
+        return True

@@ -1,0 +1,34 @@
+"""What the tape asks of ranks that hold parts of one model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Parts(Protocol):
+    """The ranks that hold the parts of one model; all of them see the same samples, in one order.
+
+    [Note: Norms of parts]
+    Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the ranks. Every rank has
+    the same *whole*: the first rank counts it. Every rank has a *term* of a sum (over parts of a sequence): terms add
+    up before they are squared, and the sum is whole. A sample's factor is computed from a norm that is bitwise equal on
+    all ranks, so what the ranks release is one vector, of at most the threshold's length.
+    """
+
+    def is_cut(self, name: str) -> bool:
+        """Return True if the ranks hold parts of this parameter, False if each holds all of it."""
+        ...
+
+    def is_termwise(self, name: str) -> bool:
+        """Return True if every record of this parameter is a term of a sum over the ranks."""
+        ...
+
+    def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
+        """Squared norms [B] from those of this rank's parts and of whole gradients, bitwise equal on all ranks."""
+        ...
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' terms, bitwise equal on all of them."""
+        ...
