@@ -25,6 +25,8 @@ def is_compared(x: Any) -> bool:
 
 def gathered(output: Any) -> Any:
     """Return an output with DTensors gathered, with their graph."""
+    if not any(map(is_placed, pytree.tree_leaves(output))):
+        return output
     return pytree.tree_map(lambda x: x.full_tensor() if is_placed(x) else x, output)
 
 

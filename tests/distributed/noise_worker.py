@@ -72,7 +72,7 @@ def noise() -> None:
             steps.setdefault(canonical_name(name).removeprefix("module."), []).append(-local(p).flatten().clone())
         optimizer.zero_grad()
     sharding = engine._backend.sharding
-    starts = {name: sharding.start(name) for name in sharding.parameters}
+    starts = {name: sharding.place(name).start for name in sharding.parameters}
     torch.save(
         {name: (starts[name], torch.stack(rows)) for name, rows in steps.items()}, folder / f"{dist.get_rank()}.pt"
     )

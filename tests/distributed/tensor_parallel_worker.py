@@ -3,10 +3,10 @@
 Usage: torchrun --nproc_per_node=W tensor_parallel_worker.py MESH:STYLE:MODE[+OPTION...] [...]
 
 Meshes: tp (all ranks hold one model), fsdp2 and hsdp (tensor parallelism by two under FSDP2 over the rest; HSDP has
-shards on one rank only). Options: plain (norms and
-head in no plan: whole on every rank), whole (no sequence parallelism), logits (the head's output stays in parts), loss
-(so does its loss), tied (the head is the vocabulary), checkpoint, compiled, verified, strangers (ranks of one model get different samples), digested (the
-noise depends on the sums, as in use), and the planted faults of `FAULTS`.
+shards on one rank only). Options: plain (norms and head in no plan: whole on every rank), whole (no sequence
+parallelism), logits (the head's output stays in parts), loss (so does its loss), tied (the head is the vocabulary),
+checkpoint, compiled, verified, strangers (ranks of one model get different samples), digested (the noise depends on the
+sums, as in use), and the planted faults of `FAULTS`.
 """
 
 import math
