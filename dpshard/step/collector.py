@@ -156,7 +156,7 @@ class Collector:
         micro, packed, owners, is_padding_B = self._micro, self.packed, None, None
         if packed is not None:
             if self._backend.sharding.parts is not None:
-                raise BatchLayoutError(refusals.PACKED_IN_PARTS)
+                raise ConfigurationError(refusals.PACKED_IN_PARTS)
             scale = float(packed.units) if self._mean else 1.0
             owners = Owners(packed.owners(self._device), packed.units)
             is_padding_B = packed.is_padding.to(self._device)

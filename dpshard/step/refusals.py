@@ -16,8 +16,8 @@ PACKED_UNVERIFIED = (
     "rows_per_unit=1."
 )
 PACKED_IN_PARTS = (
-    "Packed rows have no rule for a model with parts on several ranks, which may split the sequence: positions would be "
-    "taken for those of other units. Train with one unit a row, or without tensor and context parallelism."
+    "Packed rows have no rule for a model with parts on several ranks, which may split the sequence: positions would "
+    "be taken for those of other units. Train with one unit a row, or without tensor and context parallelism."
 )
 PACKED_TWICE = (
     "engine.packed(...) is for loops that feed their own batches; engine.batches(..., packing=) knows the units of its "
