@@ -28,6 +28,8 @@ export FIND_TORCH
 # Beside the environment, for the tests of timm's models alone; see tests/zoo/beside.py.
 TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm timm==1.0.31 torchvision==0.28.0 \
 	|| echo "timm or torchvision cannot be had: the tests of timm's models will be skipped"
+TORCHAO := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/torchao torchao==0.18.0 \
+	|| echo "torchao cannot be had: its test will be skipped"
 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
@@ -50,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard dpshard/kernels/native/*.[ch
 	esac; \
 	$(BIN)/python -m pip install -q $$pins "setuptools>=77"; \
 	$(BIN)/python -m pip install -q $$pins --no-build-isolation -e ".[$(EXTRAS)]"; \
-	case ",$(EXTRAS)," in *,dev,*) $(TIMM) ;; esac
+	case ",$(EXTRAS)," in *,dev,*) $(TIMM); $(TORCHAO) ;; esac
 	@touch $@
 
 # Trains on handwritten digits at epsilon 3 and prints the privacy statement, in well under three minutes on 2 cores.

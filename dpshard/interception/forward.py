@@ -35,7 +35,7 @@ from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.patching import ModulePatcher
 from dpshard.interception.protocols import ShardingHooks, TapeProvider
 from dpshard.interception.recomputed import with_recomputed_weights
-from dpshard.interception.refusals import refuse_batch_norm
+from dpshard.interception.refusals import refuse_batch_norm, refuse_shared_outliers
 from dpshard.interception.replay import Replay
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions
 from dpshard.names import is_compiled_wrapper
@@ -79,6 +79,7 @@ class Interception:
         self._recomputing = False
         # A model compiled after its engine runs uncompiled, because slots cannot be made within.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
+        refuse_shared_outliers(model)
         self._batch_norms = [
             (path, module)
             for path, module in model.named_modules()

@@ -31,6 +31,25 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
     )
 
 
+def refuse_shared_outliers(model: nn.Module) -> None:
+    """Raise UnsupportedParameterError for bitsandbytes' 8-bit layers whose outliers the whole batch decides.
+
+    LLM.int8() multiplies columns with one large element in another precision, for all rows; Dettmers et al. 2022,
+    arXiv:2208.07339. On CPUs, training multiplies by the whole weight, so nothing is mixed.
+    """
+    for path, module in model.named_modules():
+        if type(module).__name__ != "Linear8bitLt":
+            continue
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        devices = {x.device.type for x in module.parameters(recurse=False)}
+        if threshold > 0 and not devices <= {"cpu"}:
+            raise UnsupportedParameterError(
+                f"{path} (Linear8bitLt): with llm_int8_threshold={threshold:g}, a large activation of one sample changes "
+                f"how the features of all samples are rounded, so gradients depend on the other samples. Load the model "
+                f"with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+            )
+
+
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
     """Raise UnsupportedParameterError for BatchNorm in training mode: it mixes samples even without parameters."""
     for path, module in batch_norms:

@@ -6,15 +6,17 @@ Nothing here affects privacy: an optimizer may post-process released gradients i
 
 from dpshard.recipes.adam_bc import AdamBC
 from dpshard.recipes.averaging import WeightAverage
-from dpshard.recipes.pretraining import DP_BERT, PretrainingRecipe
+from dpshard.recipes.pretraining import DP_BERT, VAULT_GEMMA, PretrainingRecipe, SequenceRecipe
 from dpshard.recipes.scaled_adam import ScaledAdam, scale_parameters, unscale_parameters
 from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 
 __all__ = [
     "DP_BERT",
+    "VAULT_GEMMA",
     "AdamBC",
     "PretrainingRecipe",
     "ScaledAdam",
+    "SequenceRecipe",
     "WeightAverage",
     "scale_parameters",
     "stepped_batches",

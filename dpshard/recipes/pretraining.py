@@ -1,6 +1,6 @@
-"""Pre-training from scratch with the settings of DP-BERT.
+"""Pre-training from scratch with the settings of DP-BERT and of VaultGemma.
 
-Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5.
+DP-BERT: Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5. VaultGemma: Sinha et al. 2025, arXiv:2510.15001.
 """
 
 from __future__ import annotations
@@ -102,3 +102,47 @@ class PretrainingRecipe:
 
 DP_BERT = PretrainingRecipe()
 """Masked-language-model pre-training of BERT-Large on 346M pairs of sentences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRecipe:
+    """Privacy settings of a language model's pre-training, by default those of VaultGemma.
+
+    The unit of privacy is a sequence of tokens, after documents were cut and packed: a document that fills k sequences
+    is protected k times less. Learning rates are not published.
+    """
+
+    steps: int = 100_000
+    """Length of the run in optimizer steps."""
+    batch_size: int = 517_989
+    """Expected logical batch, in sequences."""
+    noise_multiplier: float = 0.614
+    """Standard deviation of the noise over the clipping norm."""
+    sequence_length: int = 1_024
+    """Tokens of a sequence."""
+    sample_size: int = 9_090_909_090
+    """Sequences of the data set: 1 / delta. The number is not published."""
+    target_delta: float = 1.1e-10
+    """Delta of the guarantee."""
+
+    def engine_settings(self, *, truncated: bool = False) -> dict[str, Any]:
+        """Return batch, steps, noise and delta for `PrivacyEngine`, with the data set's size.
+
+        `truncated`: cap the logical batch, as VaultGemma did, and account for it (neighbours replace a sequence).
+        """
+        settings: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("batch_size", "steps", "noise_multiplier", "sample_size", "target_delta")
+        }
+        return {**settings, "max_batch_size": "auto"} if truncated else settings
+
+    def scaled(self, *, sample_size: int, batch_size: int, steps: int) -> SequenceRecipe:
+        """Return the same noise multiplier for a smaller run; delta becomes 1 / sample_size at most."""
+        if not all(map(is_count, (sample_size, batch_size, steps))):
+            raise ConfigurationError(f"{sample_size=!r}, {batch_size=!r}, {steps=!r}: all are positive ints.")
+        delta = min(1e-5, 1 / sample_size)
+        return replace(self, sample_size=sample_size, batch_size=batch_size, steps=steps, target_delta=delta)
+
+
+VAULT_GEMMA = SequenceRecipe()
+"""Pre-training of VaultGemma 1B: sigma 0.614, truncated Poisson samples of 517,989 sequences, 100,000 steps."""

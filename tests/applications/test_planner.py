@@ -27,7 +27,7 @@ from dpshard.applications.planner.meter import (
     Meter,
     UnreadValues,
 )
-from dpshard.applications.planner.models import PRESETS
+from dpshard.applications.planner.models import PRESETS, build
 from dpshard.applications.planner.simulation import simulated
 from dpshard.errors import ConfigurationError, DpshardError
 from tests.grids import quick
@@ -248,6 +248,9 @@ def test_advice_names_what_stands_in_the_way_and_the_ways_out() -> None:
 def test_presets_have_the_sizes_of_the_paper() -> None:
     billions = {"gpt2-xl": 1.56, "gpt-26b": 26.2, "gpt-100b": 101.7, "vit-g": 1.84, "vit-10b": 10.1}
     assert set(PRESETS) == set(billions)
+    with torch.device("meta"):
+        model = build("vaultgemma-1b", seq=None, checkpointing=False).model
+    assert sum(p.numel() for p in model.parameters()) == 1_038_741_120
     for name, expected in billions.items():
         with torch.device("meta"):
             model = PRESETS[name].build(seq=None, checkpointing=False).model

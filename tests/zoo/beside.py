@@ -17,6 +17,9 @@ import torch
 
 BESIDE = Path(sys.prefix) / "timm"
 
+BESIDE_TORCHAO = Path(sys.prefix) / "torchao"
+"""torchao, which transformers would import at every start, with messages about kernels for GPUs."""
+
 _OPERATORS = ("nms", "qnms")
 _declared: list[torch.library.Library] = []  # a dropped Library drops its declarations
 

@@ -32,6 +32,7 @@ DECODERS = {
     "Llama": {**TEXT, "num_key_value_heads": 1},
     "Qwen3": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": True},
     "Gemma2": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
+    "VaultGemma": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
     "Gemma3": {**TEXT, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4},
     "Mistral": {**TEXT, "num_key_value_heads": 1, "sliding_window": 4},
     "Phi": TEXT,
@@ -45,7 +46,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(DECODERS, "GPT2", "Llama", "Rwkv"))
+@pytest.mark.parametrize("name", chosen(DECODERS, "GPT2", "Llama", "Rwkv", "VaultGemma"))
 def test_decoders(name):
     configuration = getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"

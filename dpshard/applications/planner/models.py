@@ -87,6 +87,23 @@ number of parameters (and heads and layers of ViT-10B), which the other values h
 """
 
 
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "vaultgemma-1b": {
+        "model_type": "vaultgemma",
+        "vocab_size": 256_000,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 1024,
+        "layer_types": ["full_attention"] * 26,
+    },
+}
+"""Models that transformers builds: VaultGemma has 1.04 billion parameters, and was trained on 1,024 tokens."""
+
+
 def _cross_entropy(output: Any, targets: Tensor) -> Tensor:
     scores = getattr(output, "logits", output)
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
@@ -122,28 +139,29 @@ def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
 
     Raises ConfigurationError if it is unknown, or cannot be read or sharded.
     """
-    if name.startswith("hf:"):
-        return _from_transformers(name.removeprefix("hf:"), seq, checkpointing)
-    check_choice("model", name, [*PRESETS, "hf:NAME_OR_PATH"])
+    if name.startswith("hf:") or name in CONFIGURATIONS:
+        return _from_transformers(name, seq, checkpointing)
+    check_choice("model", name, [*PRESETS, *CONFIGURATIONS, "hf:NAME_OR_PATH"])
     return PRESETS[name].build(seq=seq, checkpointing=checkpointing)
 
 
 def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subject:
-    require("transformers", "hf", f"model='hf:{name}'")
+    require("transformers", "hf", f"model={name!r}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    path = name.removeprefix("hf:")
     try:
-        if Path(name).is_file():
-            fields = json.loads(Path(name).read_text("utf-8"))
+        if name in CONFIGURATIONS or Path(path).is_file():
+            fields = dict(CONFIGURATIONS.get(name) or json.loads(Path(path).read_text("utf-8")))
             config = AutoConfig.for_model(fields.pop("model_type", ""), **fields)
         else:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(path)
         text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         model = (AutoModelForCausalLM if text else AutoModelForImageClassification).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(
-            f"hf:{name}: cannot build a causal language model or an image classifier from it ({error})."
+            f"{name}: cannot build a causal language model or an image classifier from it ({error})."
         ) from error
     blocks = _largest_list(model)
     if checkpointing:
@@ -152,7 +170,7 @@ def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subje
         limit = getattr(config, "max_position_embeddings", None)
         length = seq or min(2048, limit or 2048)
         if limit is not None and length > limit:
-            raise ConfigurationError(f"seq={length}: hf:{name} has {limit} positions; choose --seq at most {limit}.")
+            raise ConfigurationError(f"seq={length}: {name} has {limit} positions; choose --seq at most {limit}.")
     else:
         length = config.image_size
 
