@@ -44,9 +44,9 @@ def refuse_shared_outliers(model: nn.Module) -> None:
         devices = {x.device.type for x in module.parameters(recurse=False)}
         if threshold > 0 and not devices <= {"cpu"}:
             raise UnsupportedParameterError(
-                f"{path} (Linear8bitLt): with llm_int8_threshold={threshold:g}, a large activation of one sample changes "
-                f"how the features of all samples are rounded, so gradients depend on the other samples. Load the model "
-                f"with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+                f"{path} (Linear8bitLt): with llm_int8_threshold={threshold:g}, a large activation of one sample "
+                f"changes how the features of all samples are rounded, so gradients depend on the other samples. Load "
+                f"the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
             )
 
 

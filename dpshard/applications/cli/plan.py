@@ -26,8 +26,8 @@ GIB = 2**30
 Model = Annotated[
     str,
     typer.Option(
-        help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, vaultgemma-1b, or hf:NAME_OR_PATH, a transformers configuration (name, "
-        "folder, or config.json)."
+        help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, vaultgemma-1b, or hf:NAME_OR_PATH, a transformers "
+        "configuration (name, folder, or config.json)."
     ),
 ]
 Shard = Annotated[
