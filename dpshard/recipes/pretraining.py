@@ -130,10 +130,8 @@ class SequenceRecipe:
 
         `truncated`: cap the logical batch, as VaultGemma did, and account for it (neighbours replace a sequence).
         """
-        settings: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("batch_size", "steps", "noise_multiplier", "sample_size", "target_delta")
-        }
+        names = ("batch_size", "steps", "noise_multiplier", "sample_size", "target_delta")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         return {**settings, "max_batch_size": "auto"} if truncated else settings
 
     def scaled(self, *, sample_size: int, batch_size: int, steps: int) -> SequenceRecipe:

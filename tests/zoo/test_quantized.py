@@ -1,4 +1,4 @@
-"""LoRA on frozen, quantised bases: bitsandbytes in 4 and 8 bits, torchao in 8; adapters are exact, the base leaves nothing.
+"""LoRA on frozen, quantised bases, of bitsandbytes and torchao: adapters are exact, and the base leaves nothing.
 
 The bases multiply in float32, so errors are those of float32.
 
@@ -143,9 +143,8 @@ def test_qlora_from_load_to_merge(tmp_path):
     ids = tokens(7)
     with torch.no_grad():
         expected = adapter(input_ids=ids).logits
-        torch.testing.assert_close(
-            merged_without_warnings(adapter)(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5
-        )
+        found = merged_without_warnings(adapter)(input_ids=ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def merged_without_warnings(model: nn.Module) -> nn.Module:
@@ -191,9 +190,7 @@ def torchao_beside() -> Iterator[None]:
         sys.path.remove(str(BESIDE_TORCHAO))
 
 
-@pytest.mark.skipif(
-    not BESIDE_TORCHAO.exists(), reason="torchao is not beside the environment: `make venv` installs it"
-)
+@pytest.mark.skipif(not BESIDE_TORCHAO.exists(), reason="`make venv` installs torchao")
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_a_torchao_base_are_exact(tmp_path):
     with torchao_beside():
@@ -201,9 +198,8 @@ def test_adapters_of_a_torchao_base_are_exact(tmp_path):
 
         base = transformers.AutoModelForCausalLM.from_pretrained(saved_base(tmp_path), dtype=torch.float32)
         base.requires_grad_(False)
-        quantize_(
-            base, Int8WeightOnlyConfig(), filter_fn=lambda m, name: isinstance(m, nn.Linear) and "head" not in name
-        )
+        kinds = {"filter_fn": lambda module, name: isinstance(module, nn.Linear) and "head" not in name}
+        quantize_(base, Int8WeightOnlyConfig(), **kinds)
         model = adapted(base)
         assert type(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight).__name__ == "Int8Tensor"
         assert_exact(model)
