@@ -7,6 +7,12 @@ if the outcome is in a set S: it finds a present record with probability P(S), a
 e^epsilon (1 - P(S)) + delta. Every pair (epsilon, delta) of one mechanism gives such bounds, so the least over its
 privacy profile holds too; over the whole profile it is the trade-off function itself (Dong, Roth and Su 2022, "Gaussian
 differential privacy", arXiv:1905.02383, Prop. 6).
+
+[Note: Belief has a rarer bound]
+(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. For the privacy loss L, the
+logarithm of the ratio by which a result moves the odds, delta is at least E[(1 - e^(epsilon - L))+]: losses just above
+epsilon hardly count. A loss above epsilon + t counts 1 - e^-t at least, so its probability is at most delta /
+(1 - e^-t), by Markov's inequality. With t = ln(10/9) that is 10 delta: `rarely_above`.
 """
 
 from __future__ import annotations
@@ -41,13 +47,21 @@ def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
     return pairs
 
 
-def belief(epsilon: float, prior: float = 0.5) -> float:
-    """Return the largest belief that a record is present, of an attacker with the belief `prior` before.
+RARELY = 10.0
+"""Largest probability, in deltas, of a loss above `rarely_above`; see [Note: Belief has a rarer bound]."""
 
-    prior e^epsilon / (prior e^epsilon + 1 - prior), by Bayes' rule. Holds for all outcomes except a set of
-    probability delta at most, if epsilon is that of pure differential privacy there.
+
+def rarely_above(epsilon: float) -> float:
+    """Return a privacy loss that no result of an (epsilon, delta)-DP mechanism exceeds, except 10 delta of them."""
+    return epsilon - math.log1p(-1 / RARELY)
+
+
+def belief(loss: float, prior: float = 0.5) -> float:
+    """Return the belief that a record is present after a result of privacy `loss`, from the belief `prior` before.
+
+    prior e^loss / (prior e^loss + 1 - prior): Bayes' rule.
     """
-    return prior / (prior + (1 - prior) * math.exp(-epsilon))
+    return prior / (prior + (1 - prior) * math.exp(-loss))
 
 
 def right_guesses(pairs: Sequence[Pair]) -> float:

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 from dpshard.accounting import Release, compute_epsilon, epsilon_of
-from dpshard.accounting.risk import Pair, belief, found_records, profile, right_guesses
+from dpshard.accounting.risk import Pair, belief, found_records, profile, rarely_above, right_guesses
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0, 8.0])
@@ -58,3 +58,17 @@ def test_no_noise_hides_nothing_and_no_release_tells_nothing():
 
 def test_belief_moves_with_the_prior():
     assert belief(math.log(9), prior=0.01) == pytest.approx(0.09 / 1.08)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("delta", [1e-6, 1e-4, 1e-2])
+def test_a_loss_is_rarely_above_epsilon_but_more_often_than_delta(sigma, delta):
+    """The loss of the Gaussian mechanism is normal, with mean 1 / (2 sigma^2) and deviation 1 / sigma."""
+    counts = ((Release(noise_multiplier=sigma, sampling_probability=1.0, sample_size=100), 1),)
+    epsilon = epsilon_of(counts, delta, "pld")
+
+    def above(loss):
+        return norm.sf((loss - 0.5 / sigma**2) * sigma)
+
+    assert delta < above(epsilon)  # so epsilon itself bounds no belief with this exception
+    assert above(rarely_above(epsilon)) < 10 * delta

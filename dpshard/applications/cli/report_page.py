@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpshard.accounting import rounded_up
-from dpshard.accounting.risk import Pair, belief, found_records, right_guesses
+from dpshard.accounting.risk import RARELY, Pair, belief, found_records, rarely_above, right_guesses
 from dpshard.applications.cli import provenance
 from dpshard.applications.cli.audit import Attack
 from dpshard.applications.cli.final_report import mechanism_rows, result_rows
@@ -66,19 +66,20 @@ def _odds(privacy: Mapping[str, Any], say: Texts) -> dict[str, Any]:
     epsilon, delta = privacy["epsilon"], privacy["delta"]
     recorded = [Pair(*pair) for pair in privacy.get("profile", ()) if pair[0] is not None]
     pairs = [*recorded, Pair(epsilon, delta)]
-    factor = math.exp(min(epsilon, 700))
-    guess, found, after = right_guesses(pairs), found_records(pairs), belief(epsilon)
+    loss, rare = rarely_above(epsilon), RARELY * delta
+    guess, found, after = right_guesses(pairs), found_records(pairs), belief(loss)
     return {
         "pairs": len(pairs) if recorded else 1,
-        "factor": f"{factor:.4g}",
+        "factor": f"{math.exp(min(epsilon, 700)):.4g}",
         "guess": say("risk.of_100", count=_of_100(guess)),
         "found": say("risk.of_100", count=_of_100(found)),
         "coin": say("risk.of_100", count=50),
         "one": say("risk.of_100", count=1),
         "even": say("risk.even", share="50%"),
-        "after": say("risk.to_one", odds=_whole(factor), share=rounded_up(100 * after, 1) + "%"),
+        "after": say("risk.to_one", odds=_whole(math.exp(min(loss, 700))), share=rounded_up(100 * after, 1) + "%"),
         "values": {name: rounded_up(value) for name, value in (("guess", guess), ("found", found), ("belief", after))},
-        "one_in": f"{math.floor(1 / delta * (1 + 1e-9)):,}",
+        "rare": f"{rare:.3g}",
+        "one_in": f"{max(1, math.floor((1 + 1e-9) / rare)):,}",
         "large_delta": delta * privacy["sample_size"] >= 1,
     }
 

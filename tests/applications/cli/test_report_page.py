@@ -84,7 +84,7 @@ QUESTIONS = {
     "Is a person protected, or a record?": "One record: one handwritten digit, one of 1,258",
     "Is that strong?": r"Privacy loss ε = [\d.]+: (strong|reasonable|weak) protection\. Smaller is stronger",
     "What is the worst for one person?": r"Belief afterwards: 50% \(1 to 1\) [\d.]+% \([\d.,]+ to 1\)",
-    "Can it fail?": r"exception: with a probability of at most δ = 1e-05 \(1 in 100,000\)",
+    "Can it fail?": r"exception: with a probability of at most 0\.0001 \(1 in 10,000, ten times δ\)",
     "Against whom?": "This attacker knows all other records, the whole method and the finished model",
     "Does it wear off with use?": "however often the model is used",
     "What may we publish?": r"Only model\.pt is covered, and may be given away",
@@ -109,10 +109,10 @@ def test_figures_of_page_one_are_rounded_against_us():
     say = texts.english()
     privacy = {"epsilon": 3.0, "delta": 1e-5, "sample_size": 1000, "profile": [[1.0, 0.01]]}
     odds = report_page._odds(privacy, say)
-    # (e + 0.01) / (1 + e) = 0.7338; e * 0.01 + 0.01 = 0.0372; e^3 = 20.086, 1 / (1 + e^-3) = 0.95257
+    # (e + 0.01) / (1 + e) = 0.7338; e * 0.01 + 0.01 = 0.0372; 10/9 e^3 = 22.32, 1 / (1 + 9/10 e^-3) = 0.95712
     assert (odds["guess"], odds["found"]) == ("74 of 100", "4 of 100")
-    assert odds["after"] == "95.3% (20.1 to 1)"
-    assert odds["one_in"] == "100,000"
+    assert odds["after"] == "95.8% (22.4 to 1)"
+    assert odds["one_in"] == "10,000"
     assert not odds["large_delta"]
     assert report_page._odds(privacy | {"delta": 1e-3}, say)["large_delta"]
 
