@@ -261,6 +261,40 @@ def verification(
 
 
 @app.command()
+def packed(
+    steps: Annotated[int, typer.Option(min=4, help="Steps of each; those of 0, 1, 2, 4, ... are not timed.")] = 10,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure tokens of text a second in packed and in padded rows, private and ordinary, on one thread."""
+    from benchmarks import packed as packing
+
+    torch.set_num_threads(1)
+    size = packing.TINY if tiny else packing.Size()
+    with console.progress("measuring", 4 * steps) as advance:
+        figures = packing.measure(size, steps=steps, on_step=lambda: advance("step"))
+    results_files.write(out, "packed", "packed", figures)
+    report(out)
+
+
+@app.command()
+def units(
+    rounds: Rounds = 10,
+    memory: Memory = True,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure time and memory of units of 1, 4 and 16 rows over ordinary training on as many rows, on one thread."""
+    from benchmarks import units as of_rows
+
+    torch.set_num_threads(1)
+    with console.progress("measuring", len(of_rows.MODELS) * len(of_rows.SIZES)) as advance, _quiet():
+        rows = of_rows.measure(rounds=rounds, memory=memory, tiny=tiny, on_step=advance)
+    results_files.write(out, "units", "units", {"rows": rows, "rounds": rounds, "samples": of_rows.ROWS})
+    report(out)
+
+
+@app.command()
 def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     """Measure the cost of every kind of noise on the CPU."""
     from benchmarks import noise as kinds

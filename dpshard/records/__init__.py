@@ -16,6 +16,7 @@ from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.routed_reads import RoutedReads
 from dpshard.records.vocabulary import HeadRecord
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PerSampleGrad",
     "Record",
     "RoutedProduct",
+    "RoutedReads",
     "Small",
     "accum_dtype",
     "as_complex",

@@ -19,6 +19,7 @@ from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.routed_reads import RoutedReads
 from dpshard.records.vocabulary import HeadRecord
 
 
@@ -45,6 +46,8 @@ def _kind(record: Record) -> object:
     """Key of records that join: a grouped and a plain product of one weight differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
+    if isinstance(record, RoutedReads):
+        return RoutedReads, record.values.shape[1]
     if isinstance(record, RoutedProduct):
         return RoutedProduct, record.rows.shape[1], record.cols.shape[1]
     return record.values.shape[2] if isinstance(record, EmbeddingRecord) else type(record)
@@ -59,6 +62,9 @@ def _join(kind: Sequence[Record]) -> Record:
         gathers = [r for r in kind if isinstance(r, EmbeddingRecord)]
         ids, values = torch.cat([r.ids for r in gathers], 1), torch.cat([r.values for r in gathers], 1)
         return replace(first, ids=ids, values=values)
+    if isinstance(first, RoutedReads):
+        reads = [r for r in kind if isinstance(r, RoutedReads)]
+        return replace(first, **{n: torch.cat([getattr(r, n) for r in reads]) for n in ("ids", "values", "sample")})
     if isinstance(first, RoutedProduct):
         routed = [r for r in kind if isinstance(r, RoutedProduct)]
         parts = {name: torch.cat([getattr(r, name) for r in routed]) for name in ("rows", "cols", "sample", "group")}
@@ -98,6 +104,8 @@ def _scale(record: Record) -> Tensor:
         return record.scale_of_terms()
     if isinstance(record, EmbeddingRecord):
         return torch.linalg.vector_norm(record.read(), dim=2).sum(1)
+    if isinstance(record, RoutedReads):
+        return record.scale()
     if isinstance(record, RoutedProduct):
         met = (record.group >= 0) & (record.group < record.groups)
         sizes = torch.where(met, norms(record.rows) * norms(record.cols), 0)
@@ -113,6 +121,11 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 def inner(first: Record, second: Record) -> Tensor:
     """Upper bounds [B] of the inner products of the per-sample gradients of two records of one parameter."""
+    if isinstance(first, RoutedReads) and isinstance(second, RoutedProduct):
+        first, second = second, first
+    if isinstance(first, RoutedProduct) and isinstance(second, RoutedReads) and _is_tied(first, second):
+        return _inner_routed(first, second)
+    first, second = (r.whole() if isinstance(r, RoutedReads) else r for r in (first, second))
     if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
         first, second = second, first
     if isinstance(first, EmbeddingRecord) and isinstance(second, HeadRecord):
@@ -126,27 +139,19 @@ def inner(first: Record, second: Record) -> Tensor:
         and first.cols.shape[3] == second.values.shape[2]
     ):
         return _inner_outer_gather(first, second)
-    if isinstance(first, EmbeddingRecord) and isinstance(second, RoutedProduct):
-        first, second = second, first
-    if isinstance(first, RoutedProduct) and isinstance(second, EmbeddingRecord) and _is_tied(first, second):
-        return _inner_routed_gather(first, second)
     products = flat(first.per_sample()) * flat(second.per_sample())
     return products.sum(1) + hidden(products[0].numel(), products.dtype)
 
 
-def _is_tied(routed: RoutedProduct, gather: EmbeddingRecord) -> bool:
-    return routed.groups == 1 and routed.cols.shape[1] == gather.values.shape[2]
+def _is_tied(product: RoutedProduct, reads: RoutedReads) -> bool:
+    return product.groups == 1 and product.cols.shape[1] == reads.values.shape[1]
 
 
-def _inner_routed_gather(routed: RoutedProduct, gather: EmbeddingRecord) -> Tensor:
-    """Return `_inner_outer_gather` of packed samples, without padding all of them to the longest."""
-    total = torch.zeros(routed.batch_size, dtype=wide(routed.rows).dtype, device=routed.rows.device)
-    for samples, product in routed.by_length():
-        longest = int((gather.ids[samples] >= 0).sum(1).max())
-        ids, order = gather.ids[samples].sort(dim=1, descending=True, stable=True)  # padding (-1) goes last
-        values = gather.values[samples].gather(1, order[:, :longest, None].expand(-1, -1, gather.values.shape[2]))
-        part = EmbeddingRecord(ids[:, :longest], values, gather.shape)
-        total = total.index_copy(0, samples, _inner_outer_gather(product, part))
+def _inner_routed(product: RoutedProduct, reads: RoutedReads) -> Tensor:
+    """Return `_inner_outer_gather` of routed rows, without padding all samples to the longest."""
+    total = torch.zeros(product.batch_size, dtype=wide(product.rows).dtype, device=product.rows.device)
+    for samples, part in product.by_length():
+        total = total.index_copy(0, samples, _inner_outer_gather(part, reads.of(samples)))
     return total
 
 

@@ -14,6 +14,7 @@ from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.routed_reads import RoutedReads
 from dpshard.records.vocabulary import HeadRecord
 
 
@@ -22,7 +23,10 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
     if isinstance(record, PerSampleGrad):
         return PerSampleGrad(add_rows(wide(record.gradient), sample_N, batch_size))
     if isinstance(record, EmbeddingRecord):
-        return _gathered(record, sample_N, batch_size)
+        owner = sample_N.repeat_interleave(record.ids.shape[1])
+        return RoutedReads(record.ids.flatten(), record.values.flatten(0, 1), owner, batch_size, record.shape)
+    if isinstance(record, RoutedReads):
+        return replace(record, sample=sample_N[record.sample], batch_size=batch_size)
     if isinstance(record, Convolution | HeadRecord):
         record = record.outer()
     if isinstance(record, OuterProduct):
@@ -31,19 +35,6 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
         rows, cols = record.rows.flatten(0, 2), record.cols.flatten(0, 2)
         return RoutedProduct(rows, cols, sample_N.repeat_interleave(G * T), group, batch_size, record.shape)
     return RoutedProduct(record.rows, record.cols, sample_N[record.sample], record.group, batch_size, record.shape)
-
-
-def _gathered(record: EmbeddingRecord, sample_N: Tensor, batch_size: int) -> EmbeddingRecord:
-    """Gather the reads of each sample; pad with id -1 up to the longest sample."""
-    counts = torch.bincount(sample_N, minlength=batch_size)
-    order = sample_N.argsort(stable=True)
-    place = torch.empty_like(sample_N)
-    place[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[sample_N[order]]
-    (_, T, C), longest = record.values.shape, int(counts.max())
-    ids = record.ids.new_full((batch_size, longest, T), -1)
-    values = record.values.new_zeros(batch_size, longest, T, C)
-    ids[sample_N, place], values[sample_N, place] = record.ids, record.values
-    return EmbeddingRecord(ids.flatten(1), values.flatten(1, 2), record.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +52,11 @@ class Owners:
         if isinstance(record, PerSampleGrad):
             spare = torch.where(padding_N, B, self.sample_N)  # a sum of its own: 0 * NaN would reach the others
             return PerSampleGrad(add_rows(wide(record.gradient), spare, B + 1)[:B])
-        if isinstance(record, EmbeddingRecord):
-            kept = padding_N.logical_not().nonzero()[:, 0]
-            shown = replace(record, ids=record.ids[kept], values=record.values[kept])
-            return of_samples(shown, self.sample_N[kept], B)
         owned = of_samples(record, torch.arange(len(padding_N), device=padding_N.device), len(padding_N))
-        assert isinstance(owned, RoutedProduct)
+        assert isinstance(owned, RoutedProduct | RoutedReads)
         sample = self.sample_N[owned.sample]
+        if isinstance(owned, RoutedReads):
+            ids = torch.where(sample < 0, -1, owned.ids)
+            return replace(owned, ids=ids, sample=sample.clamp(min=0), batch_size=B)
         group = torch.where(sample < 0, -1, owned.group)
         return replace(owned, sample=sample.clamp(min=0), group=group, batch_size=B)

@@ -8,6 +8,7 @@ A use of a parameter leaves one of six records. B samples, G groups of a weight,
     EmbeddingRecord  ids [B, T], values [B, T, C]             values_it added to row ids_it, [V, C]
     PerSampleGrad    gradient [B, *shape]                     the gradient itself
     RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
+    RoutedReads      ids [N], values [N, C]                   an EmbeddingRecord of them
     HeadRecord       hidden [B, T, D], labels [B, T]          an OuterProduct whose rows are computed again, in chunks
 
 Each gives its squared norms [B], the per-sample gradients [B, *shape], and their sum weighted by factors [B]. The
@@ -23,6 +24,7 @@ from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.routed_product import RoutedProduct
+from dpshard.records.routed_reads import RoutedReads
 from dpshard.records.vocabulary import HeadRecord
 
-Record = PerSampleGrad | OuterProduct | Convolution | EmbeddingRecord | RoutedProduct | HeadRecord
+Record = PerSampleGrad | OuterProduct | Convolution | EmbeddingRecord | RoutedProduct | RoutedReads | HeadRecord

@@ -86,8 +86,11 @@ class RoutedProduct:
         rows = rows * clip_coef_B.to(rows.dtype)[self.sample][:, None]
         if self.groups > 1:
             return self._placed(self.group, rows, 1)[0]
-        unmet = self.group != 0
-        return (zero_rows(rows, unmet).mT @ zero_rows(wide(self.cols), unmet)).view(self.shape)
+        met = (self.group == 0).nonzero()[:, 0]
+        cols = wide(self.cols)
+        if len(met) < len(rows):
+            rows, cols = rows[met], cols[met]
+        return (rows.mT @ cols).view(self.shape)
 
     def _placed(self, key: Tensor, rows: Tensor, n: int) -> Tensor:
         keys, product = self._by(key, rows)
