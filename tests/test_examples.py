@@ -48,6 +48,19 @@ def test_an_example_learns(name, right, capsys):
     assert "epsilon = " in capsys.readouterr().out
 
 
+def test_the_image_recipe_trains_at_a_tiny_size(capsys):
+    recipe = load("augmentation")
+    scores = recipe.main(recipe.TINY)
+    assert all(0 <= score <= 1 for score in scores)
+    assert "for one unit of up to 2 rows" in capsys.readouterr().out
+
+
+def test_both_ways_to_protect_users_train(capsys):
+    found = load("user_level").main(users=60, batch=20, steps=3, seeds=1, rows=(2,))
+    assert set(found) == {(epsilon, habits, 2) for epsilon in (0.5, 2.0) for habits in (0.0, 2.0)}
+    assert "| 0.5 | 0 | 2 |" in capsys.readouterr().out
+
+
 def test_half_precision_needs_no_loss_scaling():
     """Unscaled float16 learns as float32 does; a scale overflows if it is large, and shrinks the update if undone."""
     results = load("mixed_precision").main(epochs=12)

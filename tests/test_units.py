@@ -401,12 +401,33 @@ def turned(n):
     return torch.arange(n).view(-1, 3).flip(1).flatten()
 
 
+def turned_one_by_one(n):
+    """The rows of each unit in an order of its own."""
+    return torch.cat([3 * unit + torch.arange(3).roll(unit) for unit in range(n // 3)])
+
+
+@pytest.mark.parametrize("order", [turned, turned_one_by_one])
 @pytest.mark.parametrize("units", [2, 3])
-def test_rows_of_a_unit_may_change_places(units):
+def test_rows_of_a_unit_may_change_places(units, order):
     """In padded micro-batches, too; the unit's own rows stay together."""
     options = {"rows_per_unit": 3, "max_grad_norm": 0.5}
     expected = clipped_sum(Network, loop_in(2), units_of(units, 3), **options)
-    assert relative_error(clipped_sum(Network, in_order(turned), units_of(units, 3), **options), expected) <= TOLERANCE
+    assert relative_error(clipped_sum(Network, in_order(order), units_of(units, 3), **options), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_padding_units_that_get_other_rows_are_refused_in_any_order(whole):
+    """The unit and its copies change places, or one row of each."""
+
+    def exchanged(n):
+        order = turned_one_by_one(n)
+        if n == 6 and whole:
+            return order.roll(3)
+        order[[0, 3]] = order[[3, 0]]
+        return order
+
+    with pytest.raises(LogicalBatchError, match=r"copies of its last sample|clipped as one"):
+        clipped_sum(Network, in_order(exchanged), units_of(3, 3), rows_per_unit=3, verify=False)
 
 
 def test_units_that_lose_a_row_to_each_other_are_refused_after_a_reorder():

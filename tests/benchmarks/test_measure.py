@@ -154,6 +154,21 @@ def test_profiles_noise_and_data_leave_tables(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_packed_rows_and_units_leave_tables(tmp_path):
+    for command in (["packed", "--steps", "4"], ["units", "--rounds", "2", "--no-memory"]):
+        outcome = CliRunner().invoke(app, [*command, "--tiny", "--out", str(tmp_path)])
+        assert outcome.exit_code == 0, outcome.output
+    text = (tmp_path / "README.md").read_text("utf-8")
+    assert "| packed | " in text
+    assert "| GPT, T = 128 | 16 | " in text
+    (packed,) = results_files.read(tmp_path, "packed")
+    assert [(row["packed"], row["private"]) for row in packed["rows"]] == [
+        (True, True), (True, False), (False, True), (False, False),
+    ]  # fmt: skip
+    assert all(0 < row["fill"] <= 1 for row in packed["rows"])
+
+
+@pytest.mark.exhaustive
 def test_a_sharded_model_of_the_gpu_set_trains_in_bfloat16_at_tiny_size():
     setting = zero.Setting(ranks=1, precision="bf16", rounds=2, tiny=True)
     times = zero.launch("time", "fsdp2", find("G3"), [zero.ORDINARY, "layer-wise"], setting)

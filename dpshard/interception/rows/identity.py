@@ -103,7 +103,10 @@ class RowIdentity:
             nan = (copies != copies) & (filler != filler)  # NaN equals NaN here
             rounding = ROUNDING[x.itemsize > 2] * filler.abs().nan_to_num(0, 0, 0).amax()
             differs &= ~nan & ~((copies - filler).abs() <= rounding)
-        self._doubts.note(Doubt.FILLER, differs.any())
+        other = differs.any()
+        if self._rows_per_unit > 1:
+            other = other & _other_rows(filler.movedim(dim, 0), copies.movedim(dim, 0), dim)
+        self._doubts.note(Doubt.FILLER, other)
 
     def _compare_with_data(self, inputs: list[Rows]) -> None:
         handed: list[Rows] = []
@@ -139,6 +142,22 @@ class RowIdentity:
     def _note(self, doubt: Doubt, flag: Tensor | None) -> None:
         if flag is not None:
             self._doubts.note(doubt, flag)
+
+
+def _other_rows(filler: Tensor, copies: Tensor, dim: int) -> Tensor:
+    """Return True if copies [m, ...] of a unit have other rows than it, in any order; rows are dimension 1 + `dim`.
+
+    Each row is projected on one random direction: equal rows agree, and others do not.
+    """
+    wide = torch.complex128 if filler.is_complex() else torch.float64
+    rows = [
+        x.movedim(1 + dim, 1).flatten(2).to(wide) if x.dim() > 2 else x[..., None].to(wide) for x in (filler, copies)
+    ]
+    direction = torch.randn(rows[0].shape[2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    marks = [(x.nan_to_num(0, 0, 0) @ direction.to(x)).abs().sort(1).values for x in rows]
+    size = rows[0].abs().nan_to_num(0, 0, 0).amax() * rows[0].shape[2] ** 0.5
+    rounding = ROUNDING[filler.itemsize > 2] if filler.is_floating_point() or filler.is_complex() else 1e-9
+    return ((marks[0] - marks[1]).abs() > rounding * size).any()
 
 
 def _inputs_of(run: Run) -> list[Rows]:
