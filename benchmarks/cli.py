@@ -262,7 +262,7 @@ def verification(
 
 @app.command()
 def packed(
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each; those of 0, 1, 2, 4, ... are not timed.")] = 10,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of each; those of 0, 1, 2, 4, ... are not timed.")] = 8,
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:

@@ -89,7 +89,7 @@ class Size:
     """Rows of a micro-batch."""
     units: int = 256
     """Most documents of a packed micro-batch."""
-    batch: int = 128
+    batch: int = 64
     """Expected documents of a step."""
 
 

@@ -24,7 +24,7 @@ SIZES = (1, 4, 16)
 
 def images(*, tiny: bool) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a convolutional network with group norm, with images and labels."""
-    width, size = (8, 8) if tiny else (64, 32)
+    width, size = (8, 8) if tiny else (32, 16)
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
     for _ in range(3):
         layers += [nn.GroupNorm(4, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, stride=1)]
@@ -34,12 +34,12 @@ def images(*, tiny: bool) -> tuple[nn.Module, Tensor, Tensor]:
 
 def text(*, tiny: bool) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a GPT with tied weights, with tokens and the next ones."""
-    width, length, depth = (16, 8, 1) if tiny else (256, 128, 4)
+    width, length, depth = (16, 8, 1) if tiny else (128, 64, 2)
     model = GPT(1000, length, width, depth, lambda: Block(width, 4, causal=True))
     return model, torch.randint(0, 1000, (ROWS, length)), torch.randint(0, 1000, (ROWS, length))
 
 
-MODELS: dict[str, Callable[..., tuple[nn.Module, Tensor, Tensor]]] = {"CNN, 32 x 32": images, "GPT, T = 128": text}
+MODELS: dict[str, Callable[..., tuple[nn.Module, Tensor, Tensor]]] = {"CNN, 16 x 16": images, "GPT, T = 64": text}
 
 
 def step_of(name: str, rows_per_unit: int | None, *, tiny: bool) -> Callable[[], None]:

@@ -160,7 +160,7 @@ def test_packed_rows_and_units_leave_tables(tmp_path):
         assert outcome.exit_code == 0, outcome.output
     text = (tmp_path / "README.md").read_text("utf-8")
     assert "| packed | " in text
-    assert "| GPT, T = 128 | 16 | " in text
+    assert "| GPT, T = 64 | 16 | " in text
     (packed,) = results_files.read(tmp_path, "packed")
     assert [(row["packed"], row["private"]) for row in packed["rows"]] == [
         (True, True), (True, False), (False, True), (False, False),
