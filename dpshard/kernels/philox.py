@@ -66,12 +66,12 @@ def standard_normals(
 def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """See triton.release_; here in float32 or float64."""
     norm_sq = torch.linalg.vector_norm(x).double().square()
-    at = 0
-    for number, of_block in enumerate(streams.unbind(1), start=start // block):
+    at, weight_V, streams_VB = 0, weights.tolist(), streams.tolist()
+    for number, stream_V in enumerate(zip(*streams_VB, strict=True), start=start // block):
         first = start + at - number * block
         last = min(block, first + len(x) - at)
         noise = torch.zeros(last - first, dtype=x.dtype, device=x.device)
-        for stream, weight in zip(of_block.tolist(), weights.tolist(), strict=True):
+        for stream, weight in zip(stream_V, weight_V, strict=True):
             noise.add_(standard_normals(stream, first, last, x.dtype, x.device), alpha=weight)
         x[at : at + len(noise)].add_(noise, alpha=std)
         at += len(noise)

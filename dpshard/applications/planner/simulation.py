@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -217,8 +217,8 @@ class _Engine(PrivacyEngine):
 def _labelled(tape: Tape, meter: Meter) -> Tape:
     arrive = tape.arrive
 
-    def labelled(use: Use, anchors: list[int], tensors: Any) -> None:
-        arrive(use, anchors, tensors)
+    def labelled(use: Use, tensors: Sequence[Tensor | None]) -> None:
+        arrive(use, tensors)
         names = {name for source in use.sources for name in source.roots}
         for group in tape.groups.values():
             for name in names & group.entries.keys():

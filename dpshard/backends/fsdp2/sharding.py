@@ -84,7 +84,7 @@ class FSDP2Sharding(Sharding):
         # FSDP swaps the attributes of a module during its forward.
         return self.parameters.get(name) is parameter or self.whole.get(name) is parameter
 
-    def _accumulated(self, name: str) -> None:
+    def _accumulated(self, name: str, _: object = None) -> None:
         # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(

@@ -23,10 +23,11 @@ _BLOCK = 4 * philox.HALF
 def wrong_noise(device: torch.device) -> str | None:
     """Return the name of the kernel of the noise if it differs from philox.py on `device`, else None."""
     x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
-    streams = torch.tensor([[3**30 + i, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)], device=device)
+    names = [[[3**30 + i, -(5**20) - i, 7**22 * (1 - i)] for i in (4 * vector, 1, 2, 3)] for vector in range(2)]
+    streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
     expected = x.clone()
-    expected_norm_sq = philox.release_(expected, streams, _BLOCK, _BLOCK - 7, 0.3, 7.0)
-    norm_sq = operators.release_(x, streams, _BLOCK, _BLOCK - 7, 0.3, 7.0)
+    expected_norm_sq = philox.release_(expected, streams, weights, _BLOCK, _BLOCK - 7, 0.3, 7.0)
+    norm_sq = operators.release_(x, streams, weights, _BLOCK, _BLOCK - 7, 0.3, 7.0)
     found = ((x, expected, 1.0), (norm_sq, expected_norm_sq, expected_norm_sq))
     return None if all(_is_near(*pair) for pair in found) else "release_"
 

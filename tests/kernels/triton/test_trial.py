@@ -53,8 +53,8 @@ def test_a_product_that_differs_is_named(name, fault):
 def test_noise_of_another_size_is_named(std):
     sound = operators.release_
 
-    def faulty(x, streams, block, start, _std, divisor):
-        return sound(x, streams, block, start, std, divisor)
+    def faulty(x, streams, weights, block, start, _std, divisor):
+        return sound(x, streams, weights, block, start, std, divisor)
 
     with mock.patch.object(operators, "release_", faulty):
         assert trial.wrong_noise(DEVICE) == "release_"
@@ -64,7 +64,17 @@ def test_noise_of_another_stream_is_named():
     sound = operators.release_
 
     def faulty(x, streams, *rest):
-        return sound(x, streams.roll(1, 0), *rest)
+        return sound(x, streams.roll(1, 1), *rest)
+
+    with mock.patch.object(operators, "release_", faulty):
+        assert trial.wrong_noise(DEVICE) == "release_"
+
+
+def test_noise_without_an_earlier_vector_is_named():
+    sound = operators.release_
+
+    def faulty(x, streams, weights, *rest):
+        return sound(x, streams[:1], weights[:1], *rest)
 
     with mock.patch.object(operators, "release_", faulty):
         assert trial.wrong_noise(DEVICE) == "release_"
