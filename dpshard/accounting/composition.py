@@ -178,12 +178,13 @@ def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) 
             + mean * np.array([compute_delta(orders, run.tolist(), math.log1p(1 / (a - 1)))[0] for a in at])
             + choice
         )
-    shape, stop = (1, 1 / mean) if search.distribution == "geometric" else (0, _logarithmic_stop(mean))
+    shape, stop = (1, 1 / mean) if search.distribution == "geometric" else (0, logarithmic_stop(mean))
     curve = run + choice + (1 + shape) * np.min((1 - 1 / at) * run - math.log(stop) / at)
     return np.minimum.accumulate(curve[::-1])[::-1]  # divergences rise with the order
 
 
-def _logarithmic_stop(mean: float) -> float:
+def logarithmic_stop(mean: float) -> float:
+    """Return p of the logarithmic distribution with this mean: P(k) is proportional to (1 - p)^k / k."""
     return cast(float, optimize.brentq(lambda p: (1 - 1 / p) / math.log(p) - mean, 1e-15, 1 - 1e-9, xtol=1e-18))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dpshard import __version__
-from dpshard.applications.cli import account, advise, audit, bench, doctor, plan, plots, privacy_report, train
+from dpshard.applications.cli import account, advise, audit, bench, doctor, plan, plots, privacy_report, train, tune
 from dpshard.applications.cli.console import OneLineErrors
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ def about(
 
 
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("advise")(advise.command)
 app.command("account")(account.command)
 app.command("audit")(audit.command)

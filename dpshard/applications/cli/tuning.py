@@ -1,0 +1,373 @@
+"""A private search: trials of random settings, as many as a secret draw says; only the best is published.
+
+[Note: What a search publishes]
+Each trial draws its settings from the candidates, trains by `dpshard train`, and is scored on held-out samples.
+Papernot and Steinke 2022, arXiv:2110.03620, bound the best trial's epsilon, if the number of trials has one of their
+distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret; when the
+search is done, their folders are removed. Candidates may differ in cost: the bound is that of the worst one.
+
+[Note: Private validation]
+Validation samples are no training samples. So one person is in the training, whose cost is that of the releases, or in
+the validation, whose cost is that of one noisy count of right answers: Gaussian, of sensitivity 1. Both are candidates
+of the search's bound: the score costs nothing more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpshard.accounting import (
+    RunsDistribution,
+    SampledMechanism,
+    Search,
+    calibrate,
+    compute_epsilon,
+    relation_of,
+    rounded_up,
+)
+from dpshard.accounting.composition import logarithmic_stop
+from dpshard.accounting.releases import Counts, Release
+from dpshard.applications.cli.data import Data, Kind, load, size
+from dpshard.applications.cli.fitting import fit
+from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically, write_json
+from dpshard.applications.cli.settings import TrainSettings, resolve
+from dpshard.config import BatchSchedule
+from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
+
+SCORED = (Kind.IMAGE, Kind.FEATURES, Kind.TEXT)
+"""Kinds whose score is a count of right answers."""
+FIXED = (
+    "target_epsilon target_delta noise_multiplier noise max_batch_size data task columns drop statistics_share "
+    "statistics_noise feature_scale group_column rows_per_unit text_column label_column objective image_size "
+    "max_length test_fraction validation_fraction shard nproc"
+).split()
+"""Settings that all trials share."""
+LARGER = 1.005
+"""Factor of all noise while the bound of all candidates is above the budget."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A search, before its first trial; all of it is public."""
+
+    candidates: tuple[dict[str, Any], ...]
+    """Settings of each candidate, with its noise_multiplier."""
+    search: Search
+    """With the releases of all candidates."""
+    run: Counts
+    """Releases of the first candidate."""
+    score_noise: float | None
+    """Noise multiplier of a private score; None for public validation samples."""
+    target_delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the outcome."""
+        return compute_epsilon(self.run, self.target_delta, "rdp", self.search)
+
+
+def plan(
+    base: Mapping[str, Any],
+    choices: Mapping[str, Sequence[Any]],
+    *,
+    mean_runs: float,
+    distribution: RunsDistribution,
+    private_validation: bool,
+) -> Plan:
+    """Return the search over all combinations of `choices` in the settings `base`, with noise for the budget.
+
+    Raises ConfigurationError for settings that no search has, AccountingError if no noise is enough.
+    """
+    search = Search(mean_runs, distribution)
+    if fixed := [name for name in choices if name in FIXED]:
+        raise ConfigurationError(f"--search {fixed[0]}: all trials share this setting.")
+    combined = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    settings = [resolve(base, own) for own in combined]
+    first = settings[0]
+    if (
+        first.target_epsilon is None
+        or first.noise_multiplier is not None
+        or first.noise != "gaussian"
+        or first.max_batch_size
+        or first.shard != "none"
+    ):
+        raise ConfigurationError(
+            "A search needs --target-epsilon, Gaussian noise without a cap, and one process per trial: leave "
+            "--noise-multiplier, --noise, --max-batch-size and --shard out."
+        )
+    assert first.target_epsilon is not None
+    epsilon, delta = first.target_epsilon, first.target_delta
+    budget: Any = {"target_epsilon": epsilon, "target_delta": delta, "accountant": "rdp", "search": search}
+    data, first = _loaded(first, budget)
+    mechanisms, found = [], []
+    for own in settings:
+        fitted = fit(
+            replace(own, statistics_share=first.statistics_share, statistics_noise=first.statistics_noise), data
+        )
+        if size(data.validation) == 0:
+            raise ConfigurationError("A search chooses by validation samples: raise --validation-fraction above 0.")
+        mechanisms.append(calibrate(_mechanism(fitted, data), **budget))
+        found.append(fitted)
+    score = _score(data, first, budget) if private_validation else None
+    return _within_budget(found, mechanisms, score, search, budget)
+
+
+def _within_budget(
+    found: Sequence[TrainSettings],
+    mechanisms: Sequence[SampledMechanism],
+    score: Release | None,
+    search: Search,
+    budget: Mapping[str, Any],
+) -> Plan:
+    """Return the plan; all noise grows until the bound of all candidates together is within the budget."""
+    while True:
+        runs = [mechanism.releases() for mechanism in mechanisms]
+        runs += [] if score is None else [((score, 1),)]
+        done = Plan(
+            tuple(
+                asdict(replace(own, target_epsilon=None, noise_multiplier=mechanism.noise_multiplier))
+                for own, mechanism in zip(found, mechanisms, strict=True)
+            ),
+            replace(search, others=tuple(dict.fromkeys(runs[1:]))),
+            runs[0],
+            None if score is None else score.noise_multiplier,
+            budget["target_delta"],
+        )
+        if done.epsilon <= budget["target_epsilon"]:
+            return done
+        # Each candidate fits the budget alone, but at another Renyi order.
+        mechanisms = [replace(m, noise_multiplier=LARGER * m.noise_multiplier) for m in mechanisms]
+        if score is not None:
+            score = replace(score, noise_multiplier=LARGER * score.noise_multiplier)
+
+
+def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, TrainSettings]:
+    """Return the data, and settings with the noise of private bounds, which every trial draws anew."""
+    # Bounds that are drawn here are thrown away; only their cost is read.
+    data = load(replace(settings, statistics_noise=settings.statistics_noise or 1.0))
+    if data.fitted is None or not data.fitted.earlier:
+        return data, settings
+    samples = size(data.train)
+    if settings.statistics_noise is None:
+        alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
+        share = {**budget, "target_epsilon": (settings.statistics_share or 0) * budget["target_epsilon"]}
+        noise = calibrate(alone, **share).noise_multiplier
+        settings = replace(settings, statistics_share=None, statistics_noise=noise)
+    assert settings.statistics_noise is not None
+    earlier = ((Release(settings.statistics_noise, 1.0, samples), 1),)
+    return replace(data, fitted=replace(data.fitted, earlier=earlier)), settings
+
+
+def _mechanism(settings: TrainSettings, data: Data) -> SampledMechanism:
+    batch_size, samples = settings.mechanism()["batch_size"], size(data.train)
+    schedule = BatchSchedule.parse(batch_size, sample_size=samples, epochs=settings.epochs, steps=settings.steps)
+    earlier = () if data.fitted is None else data.fitted.earlier
+    return SampledMechanism(schedule=schedule, sample_size=samples, earlier=earlier)
+
+
+def _score(data: Data, settings: TrainSettings, budget: Mapping[str, Any]) -> Release:
+    """Return the release of a private score."""
+    if data.kind not in SCORED or settings.group_column is not None:
+        raise ConfigurationError(
+            "--private-validation is for scores that count right answers, one for each person: classes, without "
+            "--group-column. Leave it out if the validation samples are public."
+        )
+    samples = size(data.validation)
+    alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
+    return calibrate(alone, **budget).release(0)
+
+
+def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
+    """Return a number of runs of the search's distribution; `uniform` draws from [0, 1)."""
+    mean, u = float(search.mean_runs), uniform()
+    if search.distribution == "geometric":
+        count, share, ratio = 1, 1 / mean, lambda k: 1 - 1 / mean
+    elif search.distribution == "logarithmic":
+        stop = logarithmic_stop(mean)
+        count, share, ratio = 1, -(1 - stop) / math.log(stop), lambda k: (1 - stop) * k / (k + 1)
+    else:
+        count, share, ratio = 0, math.exp(-mean), lambda k: mean / (k + 1)
+    while u >= share and share > 0:
+        u, share, count = u - share, share * ratio(count), count + 1
+    return count
+
+
+class SearchFolder:
+    """Files of a search at `path`; only the report, the weights and the columns are covered by epsilon."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.plan = path / "plan.json"  # public
+        self.secret = path / "secret.json"  # the draws: NOT private
+        self.trials = path / "trials"  # NOT private
+        self.report = path / "report.json"
+
+    @classmethod
+    def create(cls, path: Path, plan: Plan) -> SearchFolder:
+        """Create the folder of a search, with the draws of its trials."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(f"{path} exists: resume that search by --resume {path}, or choose another --out.")
+        folder, source = cls(path), secrets.SystemRandom()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.trials.mkdir(mode=0o700)
+        runs = draw_runs(plan.search, source.random)
+        write_json(folder.secret, [source.randrange(len(plan.candidates)) for _ in range(runs)])
+        others = [[[asdict(release), count] for release, count in run] for run in (plan.run, *plan.search.others)]
+        facts = {"mean_runs": plan.search.mean_runs, "distribution": plan.search.distribution}
+        facts |= {"candidates": plan.candidates, "runs": others, "target_delta": plan.target_delta}
+        write_json(folder.plan, facts | {"score_noise": plan.score_noise})  # last: it marks a search that can resume
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[SearchFolder, Plan]:
+        """Return the search at `path`; raise RunFolderError if there is none."""
+        folder = cls(path)
+        if not folder.plan.is_file():
+            raise RunFolderError(f"{path} is no folder of a search: it has no {folder.plan.name}.")
+        with intact(folder.plan, "restore it from a copy, or start a new search"):
+            facts = json.loads(folder.plan.read_text("utf-8"))
+            first, *others = (tuple((Release(**r), count) for r, count in run) for run in facts["runs"])
+            search = Search(facts["mean_runs"], facts["distribution"], tuple(others))
+            found = Plan(tuple(facts["candidates"]), search, first, facts["score_noise"], facts["target_delta"])
+        return folder, found
+
+    def forget(self) -> None:
+        """Remove what epsilon does not cover, after the report."""
+        shutil.rmtree(self.trials, ignore_errors=True)
+        self.secret.unlink(missing_ok=True)
+
+    def drawn(self) -> list[int]:
+        """Return the candidate of each trial."""
+        with intact(self.secret, "restore it from a copy: another draw would be another search"):
+            return [int(index) for index in json.loads(self.secret.read_text("utf-8"))]
+
+
+def run_trials(folder: SearchFolder, plan: Plan, jobs: int) -> None:
+    """Run what is left of the trials, `jobs` at once; raise RunFolderError if one fails."""
+    drawn = folder.drawn()
+    run = partial(_run_trial, folder, plan)
+    with ThreadPoolExecutor(jobs) as pool:
+        codes = list((map if jobs == 1 else pool.map)(run, range(len(drawn)), drawn))
+    if any(codes):
+        raise RunFolderError(
+            f"A trial stopped (exit codes {sorted(set(codes))}): see the .log files in {folder.trials}. Resume the "
+            f"search with: dpshard tune --resume {folder.path}"
+        )
+
+
+def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) -> int:
+    path = folder.trials / f"{number:04}"
+    run = RunFolder(path)
+    if run.report.exists():
+        return 0
+    if run.config.is_file() and any(run.checkpoints.glob("step-*")):
+        arguments = ["--resume", str(path)]
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # without a checkpoint nothing was released
+        config = folder.trials / f"{number:04}.yaml"
+        write_atomically(config, yaml.safe_dump(plan.candidates[candidate]).encode())
+        arguments = ["--config", str(config), "--out", str(path)]
+    return launch_trial(["train", *arguments], folder.trials / f"{number:04}.log")
+
+
+def launch_trial(arguments: list[str], log: Path) -> int:
+    """Run the command line in another process; return its exit code."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        return subprocess.call([sys.executable, "-m", "dpshard", *arguments], stdout=file, stderr=file)
+
+
+def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
+    """Choose the best trial, write its weights and the report, and remove all trials."""
+    drawn = folder.drawn()
+    reports = [_checked(folder, plan, number) for number in range(len(drawn))]
+    best = max(range(len(drawn)), key=partial(_score_of, folder, plan), default=None)
+    names = [name for name in plan.candidates[0] if len({str(c[name]) for c in plan.candidates}) > 1]
+    result: dict[str, Any] = {
+        "statement": statement(plan),
+        "epsilon": plan.epsilon,
+        "delta": plan.target_delta,
+        "candidates": [{name: candidate[name] for name in names} for candidate in plan.candidates],
+        "mean_runs": plan.search.mean_runs,
+        "distribution": plan.search.distribution,
+        "validation": "public" if plan.score_noise is None else "private",
+        "chosen": None,
+    }
+    if best is not None:
+        run = RunFolder(folder.trials / f"{best:04}")
+        result["chosen"] = {name: plan.candidates[drawn[best]][name] for name in names}
+        result["test"] = reports[best]["test"]
+        for path in (run.model, run.columns, run.config):
+            if path.exists():
+                write_atomically(folder.path / path.name, path.read_bytes())
+    write_json(folder.report, result)
+    folder.forget()
+    return result
+
+
+def statement(plan: Plan) -> str:
+    """Return the guarantee of the outcome in one sentence."""
+    search, samples, group = plan.search, plan.run[-1][0].sample_size, plan.candidates[0]["group_column"]
+    unit = "one sample" if group is None else f"one {group}, with all rows,"
+    scored = "" if plan.score_noise is None else ", of noisy scores on validation samples, which it covers, too"
+    return (
+        f"epsilon = {rounded_up(plan.epsilon)} at delta = {plan.target_delta:g} for {unit} of N = {samples}, "
+        f"{relation_of(release for release, _ in plan.run)} neighbours (zero-out at fixed N), for the best of a secret "
+        f"number of runs ({search.distribution}, mean {search.mean_runs:g}) among {len(plan.candidates)} "
+        f"candidates{scored} (accountant: rdp, Papernot and Steinke 2022)"
+    )
+
+
+def _checked(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
+    """Return the report of a trial; raise AccountingError unless it cost what the plan says."""
+    run = RunFolder(folder.trials / f"{number:04}")
+    path = run.report.with_suffix(".json")
+    with intact(path, "resume the search"):
+        report = json.loads(path.read_text("utf-8"))
+        spent, privacy = report["privacy"]["epsilon"], report["privacy"]
+        counts = next(
+            counts
+            for counts in (plan.run, *plan.search.others)
+            if counts[-1][0].noise_multiplier == privacy["noise_multiplier"]
+            and sum(count for _, count in counts[len(privacy["earlier"]) :]) == privacy["steps"]
+        )
+    if spent > compute_epsilon(counts, plan.target_delta, privacy["accountant"]):
+        raise AccountingError(
+            "A trial repeated steps with other sums, so it cost more than the search accounts for: nothing is chosen. "
+            "Start a new search, and add its epsilon to that of this one."
+        )
+    return report
+
+
+def _score_of(folder: SearchFolder, plan: Plan, number: int) -> float:
+    """Return the score of a trial, drawn once: accuracy of classes, else minus the loss of validation samples."""
+    path = folder.trials / f"{number:04}.score.json"
+    if path.is_file():
+        return float(json.loads(path.read_text("utf-8")))
+    run = RunFolder(folder.trials / f"{number:04}")
+    row = run.read_metrics()[-1]
+    loss = row.get("validation_loss", math.nan)
+    score = row["validation_accuracy"] if "validation_accuracy" in row and "validation_perplexity" not in row else -loss
+    if plan.score_noise is not None:
+        samples = json.loads(run.report.with_suffix(".json").read_text("utf-8"))["samples"]["validation"]
+        right = round(score * samples)
+        score = (right + plan.score_noise * secrets.SystemRandom().gauss(0, 1)) / samples
+    if not math.isfinite(score):
+        score = -math.inf
+    write_json(path, score)
+    return score
