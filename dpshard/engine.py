@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -108,8 +108,11 @@ class PrivacyEngine:
             warning.
         earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics:
             epsilon covers them, and calibration leaves room for them.
-        model_parallel_group: The ranks that hold parts of this model. Only a group of this one rank is supported; ranks
-            outside the data-parallel group then train other models.
+        model_parallel_group: The ranks that hold parts of this model or of its samples, unless DTensors tell. Or a
+            group of this one rank: other ranks train other models.
+        model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
+            that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
+            "sum": the parameter and a term of its gradient. See docs/sharding.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -146,6 +149,7 @@ class PrivacyEngine:
         on_budget: Literal["raise", "continue"] = "raise",
         earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
+        model_parallel_parts: Mapping[str, int | Literal["same", "sum"]] | None = None,
     ) -> None:
         _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)
@@ -155,7 +159,7 @@ class PrivacyEngine:
         given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "earlier": earlier}
         given |= {"accountant": accountant, "target_delta": target_delta, "target_epsilon": target_epsilon}
         given["secure"], given["loss_reduction"], given["rows_per_unit"] = secure_mode, loss_reduction, rows_per_unit
-        self._backend = backend = choose(model, model_parallel_group)
+        self._backend = backend = choose(model, model_parallel_group, model_parallel_parts)
         with ExitStack() as undo:
             undo.callback(backend.detach)
             backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)

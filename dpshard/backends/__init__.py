@@ -23,19 +23,21 @@ from dpshard.backends.model_parallel import (
     require_known_group,
     require_one_training,
 )
+from dpshard.backends.model_parts import Told
 from dpshard.errors import ConfigurationError
 
 __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Return the back-end for the wrapper of `model`.
+    """Return the back-end for the wrapper of `model`; the user tells group and parts of a model on several ranks.
 
     Raises ConfigurationError for unsupported wrappers, and for ranks that share no data, see PrivacyEngine.
     """
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
-    backend = _chosen(model)
+    several = model_parallel_group is not None and model_parallel_group.size() > 1
+    backend = _chosen(model, (model_parallel_group, model_parallel_parts) if several else None)
     try:
         require_all_ranks(
             backend.sharding.core, backend.communicator.world_size, model_parallel_group=model_parallel_group
@@ -46,7 +48,12 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
     return backend
 
 
-def _chosen(model: nn.Module) -> Backend:
+def _chosen(model: nn.Module, told: Told | None) -> Backend:
+    if told is not None and (is_model_engine(model) or placed_parameters(model, beside_fsdp=True)):
+        raise ConfigurationError(
+            "model_parallel_parts tells of plain parameters, under DistributedDataParallel, FSDP2 or neither. DTensors "
+            "of parallelize_module tell their parts by themselves: leave it out. DeepSpeed is not supported here."
+        )
     if is_model_engine(model):
         from dpshard.backends.deepspeed.backend import deepspeed_backend
 
@@ -75,10 +82,10 @@ def _chosen(model: nn.Module) -> Backend:
             "them. Use FSDP2: fully_shard(model), or fsdp_version=2 of accelerate (--fsdp_version 2 of its launcher)."
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return fsdp2_backend(model)
+        return fsdp2_backend(model, told)
     if placed_parameters(model) and not isinstance(model, DistributedDataParallel):
         from dpshard.backends.tensor_parallel import tensor_parallel_backend
 
         return tensor_parallel_backend(model)
     refuse_foreign_placements(model)
-    return ddp_backend(model) if isinstance(model, DistributedDataParallel) else local_backend(model)
+    return ddp_backend(model, told) if isinstance(model, DistributedDataParallel) else local_backend(model, told)

@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
-from dpshard.backends.communicator import Communicator
+from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.grad_store import GradStore, add
+from dpshard.backends.model_parts import Grid, ModelParts, Told
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.records import WIDE, accum_dtype
 
 
-def ddp_backend(model: DistributedDataParallel) -> Backend:
-    """Return the back-end of a model in DistributedDataParallel."""
+def ddp_backend(model: DistributedDataParallel, told: Told | None = None) -> Backend:
+    """Return the back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside training.
@@ -36,7 +37,13 @@ def ddp_backend(model: DistributedDataParallel) -> Backend:
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = GradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
-    return Backend(f"{communicator.world_size} replicas", communicator, sharding, reduction, store)
+    layout = f"{communicator.world_size} replicas"
+    if told is None:
+        return Backend(layout, communicator, sharding, reduction, store)
+    parts, everyone = ModelParts.told(told, sharding.parameters, sharding.device), all_ranks(sharding.device)
+    sharding.tell(parts, everyone.meet)
+    grid = Grid(communicator, parts, everyone)
+    return Backend(f"{layout} of {parts.size} parts", everyone, sharding, reduction, store, communicator, grid)
 
 
 class DDPReduction:

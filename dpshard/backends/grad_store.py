@@ -22,7 +22,11 @@ class GradShards(Protocol):
 
     parameters: dict[str, nn.Parameter]
     guard: Guard
-    parts: ModelParts | None
+
+    @property
+    def parts(self) -> ModelParts | None:
+        """The ranks that hold parts of the model."""
+        ...
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part."""

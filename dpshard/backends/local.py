@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.grad_store import GradStore
-from dpshard.backends.model_parts import Grid, ModelParts
+from dpshard.backends.model_parts import Grid, ModelParts, Told
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import DpshardError
 
 
-def local_backend(model: nn.Module, parts: ModelParts | None = None) -> Backend:
+def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
     """Return the back-end of a model in one process, or of plain tensors that are parts of one."""
-    if parts is None:
+    if told is None:
         sharding = Unsharded(model)
         store = GradStore(sharding)
         return Backend("one process", Communicator(), sharding, NoReduction(store), store)
-    data, everyone = Communicator(), all_ranks(parts.device)
-    sharding = Unsharded(model, parts=parts, together=everyone.meet)
+    sharding = Unsharded(model)
+    parts = ModelParts.told(told, sharding.parameters, sharding.device)
+    data, everyone = Communicator(), all_ranks(sharding.device)
+    sharding.tell(parts, everyone.meet)
     store = GradStore(sharding)
     grid = Grid(data, parts, everyone)
     return Backend(f"parts on {parts.size} ranks", everyone, sharding, NoReduction(store), store, data, grid)

@@ -1,8 +1,9 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm, so the
-sample counts for more than R. Engines on the parts would also draw different batches. Four signs are checked:
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm. If nobody
+tells which (model_parts.py), the sample counts for more than R, and engines on the parts draw different batches. Four
+signs are checked:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
@@ -26,7 +27,8 @@ from dpshard.names import canonical_name
 _KINDS = "tensor, pipeline, context or expert parallelism"
 _TODAY = (
     "dpshard trains whole models on whole samples, sharded by DistributedDataParallel, FSDP2, HSDP or DeepSpeed's ZeRO "
-    "over all ranks (see docs/sharding.md)"
+    "over all ranks, and parts of models and samples that parallelize_module or model_parallel_parts tells (see "
+    "docs/sharding.md)"
 )
 
 _NAMESPACES = frozenset(
@@ -80,19 +82,25 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
             f"others is unknown. If the model is not distributed yet, wrap it in DistributedDataParallel, or call "
             f"fully_shard on it, and make the engine for the result (compile before you wrap: "
             f"DistributedDataParallel(torch.compile(model))). If ranks hold parts of one model or of "
-            f"one sample ({_KINDS}): that is not supported yet. {_TODAY}. If they train other models, start "
-            f"each training by its own launcher, or pass a group of only this rank: "
+            f"one sample ({_KINDS}), tell which, by model_parallel_group and model_parallel_parts. {_TODAY}. "
+            f"If they train other models, start each training by its own launcher, or pass a group of only this rank: "
             f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."
         )
 
 
-def placed_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that are DTensors."""
+def placed_parameters(model: nn.Module, *, beside_fsdp: bool = False) -> list[str]:
+    """Return the names of parameters that are DTensors; with `beside_fsdp`, on more dimensions than FSDP shards."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
         return []
     from torch.distributed.tensor import DTensor
 
-    return [canonical_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    named = [(canonical_name(name), p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if not beside_fsdp:
+        return [name for name, _ in named]
+    from torch.distributed.fsdp import FSDPModule
+
+    by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    return [] if by_fsdp else [name for name, _ in named]
 
 
 def require_one_training(world_size: int) -> None:
@@ -168,9 +176,9 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
         return
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
-        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} is not "
-        f"supported yet, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for the log outside "
-        f"of the forward."
+        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} that "
+        f"nobody tells is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for the "
+        f"log outside of the forward."
     )
 
 

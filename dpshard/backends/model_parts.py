@@ -28,6 +28,9 @@ from dpshard.backends.communicator import Communicator
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import Shard
 
+Told = tuple[dist.ProcessGroup, Mapping[str, int | str]]
+"""Group of the ranks, and their parts by patterns of names, as the user tells them."""
+
 SAME, SUM = "same", "sum"
 """Of a parameter that every rank holds whole: each rank has the gradient, or a term of it."""
 
@@ -60,6 +63,27 @@ class ModelParts:
         self.size, self.rank = group.size(), dist.get_rank(group)
         self._cut, self._termwise = dict(cut), termwise
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @classmethod
+    def told(cls, told: Told, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
+        """Return the parts that a user tells; see `kinds_of`."""
+        group, kinds = told
+        cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
+        return cls(group, device, cut, termwise)
+
+    @property
+    def in_terms(self) -> bool:
+        """True if the ranks may hold parts of samples, not only of the model."""
+        return bool(self._termwise)
+
+    @property
+    def plain(self) -> bool:
+        """True if parts are plain tensors, which do not tell what they are parts of."""
+        return self.mesh is None
+
+    def agreed(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first rank's numbers; all ranks pass as many."""
+        return self.gather(torch.tensor(list(numbers), device="cpu"))[0].tolist()
 
     @property
     def facts(self) -> str:

@@ -189,6 +189,12 @@ class Sharding(ABC):
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and `optimizer` for a checkpoint."""
+        if self.parts is not None and self.parts.plain and any(map(self.parts.is_cut, self.parameters)):
+            raise ConfigurationError(
+                "A Checkpointer cannot tell which parts of a parameter plain tensors hold, so it would save those of "
+                "one rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict() and the "
+                "states of model and optimizer by rank."
+            )
         from dpshard.backends.training_state import NamedState  # late: only checkpoints need it
 
         return NamedState(self.outermost, optimizer, self.names)
@@ -214,6 +220,10 @@ class Unsharded(Sharding):
     ) -> None:
         super().__init__(core, core if outermost is None else outermost, parts)
         self._make_isolated, self._meet = isolated, together
+
+    def tell(self, parts: ModelParts, together: Callable[[], object]) -> None:
+        """Take the plain parameters for parts of a model."""
+        self.parts, self._meet = parts, together
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -256,16 +266,6 @@ class Unsharded(Sharding):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return `x`: no other data rank has another shard."""
         return x
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """See Sharding; ConfigurationError for plain tensors that are parts."""
-        if self.parts is not None and any(map(self.parts.is_cut, self.parameters)):
-            raise ConfigurationError(
-                "A Checkpointer cannot tell which parts of a parameter plain tensors hold, so it would save those of "
-                "one rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict() and the "
-                "states of model and optimizer by rank."
-            )
-        return super().training_state(optimizer)
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

@@ -18,7 +18,7 @@ from dpshard.backends.grad_store import GradStore
 from dpshard.backends.local import NoReduction
 from dpshard.backends.model_parts import Grid, ModelParts
 from dpshard.backends.roles import Take
-from dpshard.backends.sharding import Sharding, Unsharded
+from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import canonical_name
 
@@ -100,10 +100,6 @@ class PlacedSharding(Unsharded):
             )
         else:
             parameter.grad = gradient
-
-    def training_state(self, optimizer: Any) -> Any:
-        """See Sharding: DTensors tell a Checkpointer which parts they hold."""
-        return Sharding.training_state(self, optimizer)
 
 
 class PlacedReduction(NoReduction):

@@ -194,6 +194,9 @@ class Collector:
                 "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
                 "model.eval().requires_grad_(False), and undo both afterwards."
             )
+        parts = self._backend.sharding.parts
+        if parts is not None and parts.in_terms:
+            raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
         if not self._own_loop_warned:
             self._own_loop_warned = True
             warnings.warn(

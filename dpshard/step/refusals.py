@@ -15,6 +15,11 @@ PACKED_UNVERIFIED = (
     "Packed rows need verify=True, because only a comparison of units shows that attention stays within them, and "
     "rows_per_unit=1."
 )
+OWN_LOOP_IN_TERMS = (
+    "Ranks hold parts of one sample (model_parallel_parts has a 'sum'), and this loop feeds its own batches, so "
+    "nothing shows that row i is the same sample on all of them. Train on engine.batches(dataset, micro_batch_size), "
+    "which hands every rank of a model the same samples, and take this rank's part of the sequence in the loop."
+)
 PACKED_IN_PARTS = (
     "Packed rows have no rule for a model with parts on several ranks, which may split the sequence: positions would "
     "be taken for those of other units. Train with one unit a row, or without tensor and context parallelism."

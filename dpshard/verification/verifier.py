@@ -70,7 +70,7 @@ class Verifier:
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         new, due, news = kind not in self._kinds, self._is_due(run, kind), False
-        if not _unshards(replay, run):
+        if not self._meets(replay, run):
             news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
@@ -82,10 +82,14 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed as never before."""
         last, self._last = self._last, None
-        if last is not None and not _unshards(*last) and self._watch.changes(self._moment()[0]):
+        if last is not None and not self._meets(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
+
+    def _meets(self, replay: Replay, run: Run) -> bool:
+        """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
+        return self._sharding.parts is not None or replay.parameters.unshards(run.module)
 
     def _is_due(self, run: Run, kind: Any) -> bool:
         """Return True for the first micro-batch from the drawn one on, in steps that are powers of two."""
@@ -115,6 +119,8 @@ class Verifier:
             self._verify_packed(replay, run, loss, random, thorough=thorough)
             return
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
+        if sharding.parts is not None:
+            chosen = sharding.parts.agreed(chosen)  # parts of one sample may differ in what chooses it
         if thorough:
             fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
@@ -142,7 +148,7 @@ class Verifier:
                 self._compare_kept(bench, statistics, random)
             check_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
-            if self._watch.lengths_vary and not _unshards(replay, run) and run.rows_per_unit == 1:
+            if self._watch.lengths_vary and not self._meets(replay, run) and run.rows_per_unit == 1:
                 check_lengths(bench)
         self._watch.accept(replay.parameters.model, counters)
 
@@ -181,6 +187,7 @@ class Verifier:
                     continue  # forward refuses invented numbers
                 if (
                     not differs
+                    or self._sharding.parts is not None
                     or not can_widen(bench, self._sharding)
                     or not self._agrees_in_double(bench, found, compare)
                 ):
@@ -207,8 +214,3 @@ class Verifier:
             except (RuntimeError, TypeError):  # also if the model cannot compute in float64
                 return False
             return True
-
-
-def _unshards(replay: Replay, run: Run) -> bool:
-    """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
-    return replay.parameters.unshards(run.module)

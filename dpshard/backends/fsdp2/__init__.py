@@ -12,13 +12,13 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.fsdp2.reduction import UnitReduction
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
 from dpshard.backends.grad_store import GradStore
-from dpshard.backends.model_parts import Grid
+from dpshard.backends.model_parts import Grid, Told
 from dpshard.errors import ConfigurationError
 
 
-def fsdp2_backend(model: nn.Module) -> Backend:
-    """Return the back-end of a model on which `fully_shard` was called."""
-    sharding = FSDP2Sharding(model)
+def fsdp2_backend(model: nn.Module, told: Told | None = None) -> Backend:
+    """Return the back-end of a model on which `fully_shard` was called; `told`: its parameters are parts of one."""
+    sharding = FSDP2Sharding(model, told)
     store = GradStore(sharding)
     layout = f"shards on a mesh of {' x '.join(map(str, sharding.mesh.shape))}"
     reduction = UnitReduction(sharding, store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
-from dpshard.backends.model_parts import ModelParts, Place
+from dpshard.backends.model_parts import ModelParts, Place, Told
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
@@ -26,11 +26,11 @@ class FSDP2Sharding(Sharding):
     Raises ConfigurationError for placements that dpshard does not support.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, told: Told | None = None) -> None:
         super().__init__(model, model)
         try:
             self.mesh, self.shard_dim, of_model = mesh_of(model, self.parameters)
-            self.parts = self._parts_of(of_model)
+            self.parts = self._parts_of(of_model, told)
             self.units = list(units_of(model, {id(p): name for name, p in self.parameters.items()}))
             for unit in self.units:
                 self._refuse_mixed(unit)
@@ -45,8 +45,24 @@ class FSDP2Sharding(Sharding):
         self.data = Communicator(self.mesh.size(), self._group, self.compute_device)
         self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
 
-    def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]]) -> ModelParts | None:
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of the whole parameters."""
+        parts = self.parts
+        shapes = super().shapes
+        if parts is None or not parts.plain:
+            return shapes
+        return {name: parts.whole_shape(name, shape) for name, shape in shapes.items()}
+
+    def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]], told: Told | None) -> ModelParts | None:
         """Return the parts that tensor parallelism made of the parameters; None without any."""
+        if told is not None:
+            if of_model:
+                raise ConfigurationError(
+                    "model_parallel_parts tells of plain parameters, but parallelize_module has placed some: these "
+                    "tell their parts by themselves. Leave it out."
+                )
+            return ModelParts.told(told, self.parameters, self.compute_device)
         if not of_model:
             return None
         meshes = {mesh for mesh, _ in of_model.values()}
@@ -156,7 +172,7 @@ class FSDP2Sharding(Sharding):
 
     def _part_shape(self, name: str) -> torch.Size:
         shape = self.parameters[name].shape
-        return shape if self.parts is None else self.parts.part_shape(name, shape)
+        return shape if self.parts is None or self.parts.plain else self.parts.part_shape(name, shape)
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's shard."""
@@ -164,13 +180,16 @@ class FSDP2Sharding(Sharding):
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
         """Return the whole of a DTensor."""
-        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        return self.parts.joined(name, whole) if self.parts is not None and self.parts.plain else whole
 
     def place(self, name: str) -> Place:
         """Return where the shard lies in the flattened parameter."""
         first = min(self._part_shape(name)[0], self.rows(name) * self.shard_mesh.get_local_rank())
-        whole = self.parameters[name].shape
-        return Place(first * whole[1:].numel()) if self.parts is None else self.parts.place(name, whole, first)
+        shape = self.parameters[name].shape
+        if self.parts is None:
+            return Place(first * shape[1:].numel())
+        return self.parts.place(name, self.parts.whole_shape(name, shape) if self.parts.plain else shape, first)
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Put this shard in `.grad`, as a DTensor."""

@@ -1,0 +1,51 @@
+"""Parts that the user tells: tensor parallelism by hand, and context parallelism, give the update of one process.
+
+Under context parallelism a sample's gradient is a sum over parts of its sequence, one sample a group. Failure modes:
+2 (one threshold for a sample, whatever ranks hold of it); 14 and 15 (noise of the whole); 17 (ranks of one model are
+one rank to the sampler).
+"""
+
+import pytest
+
+from tests.distributed.launch import shared
+
+EXACT = (
+    *("tp:alone:all-layer:auto+verified", "tp:ddp:layer-wise:auto", "tp:fsdp2:all-layer:ghost"),
+    *("cp:alone:all-layer:ghost", "cp:ddp:block-wise:auto", "cp:fsdp2:all-layer:auto+verified"),
+)
+ON_FOUR = (
+    *("tp:alone:all-layer:auto", "tp:ddp:all-layer:auto+verified", "tp:fsdp2:layer-wise:auto"),
+    *("cp:alone:all-layer:auto+verified", "cp:ddp:layer-wise:auto", "cp:fsdp2:all-layer:ghost"),
+)
+REFUSED = {
+    "tp:alone:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
+    "cp:ddp:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
+    "cp:alone:all-layer:auto+own": "LogicalBatchError: Ranks hold parts of one sample",
+    "cp:alone:all-layer:auto+lied": "LogicalBatchError: The ranks that hold one model were given different inputs",
+    "tp:alone:all-layer:auto+forgotten+digested": "LogicalBatchError: The clipped sums of parameters that every rank",
+}
+
+ITEMS = [
+    *(pytest.param(2, case) for case in EXACT),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in ON_FOUR),
+]
+found = shared("told_parts_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=6)
+
+
+@pytest.mark.parametrize(("world_size", "case"), ITEMS)
+def test_told_parts_change_no_update(world_size: int, case: str) -> None:
+    for result in found(world_size, case):
+        assert result["error"] <= 1e-12
+        parted, alone = result["metrics"]
+        assert parted == pytest.approx(alone, rel=1e-12)
+        assert result["epsilon"][0] == result["epsilon"][1]
+
+
+TOLD = [pytest.param(case, text) for case, text in REFUSED.items()]
+found_refused = shared("told_parts_worker.py", TOLD, lambda case, _: (2, case))
+
+
+@pytest.mark.parametrize(("case", "text"), TOLD)
+def test_what_nobody_tells_is_refused(case: str, text: str) -> None:
+    for result in found_refused(case, text):
+        assert result["refused"].startswith(text)
