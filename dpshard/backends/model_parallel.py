@@ -177,8 +177,8 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
         f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} that "
-        f"nobody tells is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for the "
-        f"log outside of the forward."
+        f"nobody tells is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for "
+        f"the log outside of the forward."
     )
 
 
