@@ -84,6 +84,11 @@ class _Private(ShardsOnCPU):
                 f"{own[0]} overrides compute_loss, so verification cannot compare its loss with that of single "
                 f"samples: a mean over the tokens of a batch would pass. {_OWN_LOSS}"
             )
+        if "compute_loss_func" not in more and (foreign := _foreign_loss(type(self))):
+            raise ConfigurationError(
+                f"{foreign} has a loss of its own, which may mix samples: verification does not see it. {_OWN_LOSS} "
+                f"For preference pairs, use dpshard.integrations.trl.PrivateDPOTrainer."
+            )
         args = TrainingArguments() if args is None else args
         _check(args)
         refuse_units(privacy, "PrivateTrainer")
@@ -94,7 +99,9 @@ class _Private(ShardsOnCPU):
         self._verified = False
         self._shift: bool | None = None
         self._losses_B: Tensor | None = None
-        super().__init__(model, _neutral(args), *others, **more)  # type: ignore[call-arg]
+        # By name, because the second argument of some trainers is another one.
+        settings = (model, _neutral(args), *others) if others else (model,)
+        super().__init__(*settings, **more, **({} if others else {"args": _neutral(args)}))
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -131,7 +138,7 @@ class _Private(ShardsOnCPU):
             )
         if self.engine is None:
             self.engine = PrivacyEngine(
-                trainer.model_wrapped,
+                self._trained(),
                 batch_size=self._expected,
                 sample_size=len(trainer.train_dataset),
                 steps=steps,
@@ -145,6 +152,10 @@ class _Private(ShardsOnCPU):
                 f"The Trainer resumes at step {released}, the privacy engine at step {self.engine.step}: {STATE} of "
                 f"the checkpoint belongs to another step. Resume from another checkpoint."
             )
+
+    def _trained(self) -> nn.Module:
+        """Return the model that the engine makes private."""
+        return self.model_wrapped  # type: ignore[attr-defined]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the clipped sums of all micro-batches, and add the noise.
@@ -170,6 +181,10 @@ class _Private(ShardsOnCPU):
         """
         if not model.training or self.engine is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        return self._training_loss(model, inputs, return_outputs)
+
+    def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        assert self.engine is not None
         loss_fn = self._loss_outside(model, inputs)
         if loss_fn is None:
             labels = inputs.get("labels")
@@ -280,6 +295,17 @@ class _Begin(TrainerCallback):
         self._call(state.max_steps, state.global_step)
 
 
+def _foreign_loss(cls: type) -> str | None:
+    """Return the name of the trainer below ours whose loss is neither known nor replaced; None if there is none."""
+    if cls._training_loss is not _Private._training_loss:
+        return None
+    known = {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}
+    for base in cls.__mro__:
+        if issubclass(base, Trainer) and not issubclass(base, _Private) and "compute_loss" in vars(base):
+            return None if base.__name__ in known else base.__name__
+    return None
+
+
 def _uneven(labels: Tensor) -> Tensor:
     """Return `labels` with all tokens of the first sample ignored, except one.
 
@@ -351,6 +377,12 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
 
 def _check(args: TrainingArguments) -> None:
     refused = {
+        "packing=True and padding_free=True put several samples into one row, so a row would be clipped as one sample: "
+        "leave them out. dpshard's own loop packs documents with dpshard.PackedBatches.": bool(
+            getattr(args, "packing", False) or getattr(args, "padding_free", False)
+        ),
+        f"loss_type={getattr(args, 'loss_type', None)!r} of SFTTrainer is replaced by the mean over each sample: "
+        f"choose 'nll'.": getattr(args, "loss_type", None) in ("dft", "chunked_dft"),
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
         "label_smoothing_factor averages over the tokens of all samples: pass a compute_loss_func that smooths the "
         "loss of each sample.": args.label_smoothing_factor != 0,

@@ -1,0 +1,143 @@
+"""TRL's trainers with private training: `PrivateSFTTrainer`, `PrivateDPOTrainer`.
+
+[Note: Pairs]
+The unit of preference tuning is a pair. TRL's collator makes rows [2 m, L], all chosen ones first. Here a micro-batch
+has m samples [m, 2, L], and the two rows meet within the model that the engine sees. So a pair has one gradient, with
+the cross terms of its rows, and is clipped once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trl import DPOConfig, DPOTrainer, SFTTrainer
+
+from dpshard.errors import ConfigurationError
+from dpshard.integrations.transformers import _Private
+from dpshard.losses import sample_losses
+
+
+class PrivateSFTTrainer(_Private, SFTTrainer):
+    """A trl.SFTTrainer with private training; see PrivateTrainer. The loss is a mean over each sample's tokens."""
+
+
+class PrivateDPOTrainer(_Private, DPOTrainer):
+    """A trl.DPOTrainer with private training; the unit of privacy is a pair, chosen and rejected, of one prompt.
+
+    Takes the sigmoid loss of DPO (Rafailov et al. 2023, arXiv:2305.18290), in one process. per_device_train_batch_size
+    counts pairs. Raises ConfigurationError for other losses.
+    """
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: DPOConfig | None = None, **more: Any) -> None:
+        args = DPOConfig() if args is None else args
+        _check(args)
+        self._pairs: Pairs | None = None
+        super().__init__(model, args=args, ref_model=ref_model, **more)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the logical batches of an epoch, of pairs."""
+        batches = super().get_train_dataloader()
+        batches._collate_fn = _of_pairs(batches._collate_fn)
+        return batches
+
+    def _trained(self) -> nn.Module:
+        self._pairs = Pairs(super()._trained())
+        return self._pairs
+
+    def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        assert self.engine is not None
+        assert self._pairs is not None
+        rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
+        ratio_B = self._reference(rows, inputs)
+        if not self._verified and self._privacy.get("verify", True):
+            self.engine.verify(loss_fn=lambda *x: self._losses(*x).mean(), targets=ratio_B, **rows)
+            self._verified = True
+        losses_B = self._losses(self._pairs(**rows), ratio_B)
+        self._losses_B = losses_B.detach()
+        loss = losses_B.mean()
+        return (loss, {}) if return_outputs else loss
+
+    def _losses(self, log_probs_B2: Tensor, ratio_B: Tensor) -> Tensor:
+        """Loss [B] of each pair."""
+        return -F.logsigmoid(self.beta * (log_probs_B2[:, 0] - log_probs_B2[:, 1] - ratio_B))
+
+    def _reference(self, rows: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Log-probability of chosen over rejected [B] by the reference model."""
+        if "ref_chosen_logps" in inputs:
+            return inputs["ref_chosen_logps"] - inputs["ref_rejected_logps"]
+        assert self._pairs is not None
+        with torch.no_grad():
+            reference: Any = self.ref_model
+            if reference is not None:
+                log_probs_B2 = Pairs(reference)(**rows)
+            else:
+                log_probs_B2 = self._of_base(rows)
+        return log_probs_B2[:, 0] - log_probs_B2[:, 1]
+
+    def _of_base(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Log-probabilities [B, 2] without the adapters."""
+        bare: Any = self.accelerator.unwrap_model(self.model)
+        if "ref" in bare.peft_config:
+            raise ConfigurationError(
+                "The model had an adapter before, which TRL keeps as the reference: merge it into the base first "
+                "(merge_and_unload), or set precompute_ref_log_probs=True."
+            )
+        assert self._pairs is not None
+        trained = [p for p in bare.parameters() if p.requires_grad]
+        with bare.disable_adapter():
+            log_probs_B2 = self._pairs(**rows)
+        for p in trained:  # peft freezes what it disables
+            p.requires_grad_(True)
+        return log_probs_B2
+
+
+class Pairs(nn.Module):
+    """Rows [B, 2, L] of pairs -> log-probabilities [B, 2] of their completions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor) -> Tensor:
+        """Run the model on all rows at once."""
+        ids, attend, counted = (x.flatten(0, 1) for x in (input_ids, attention_mask, completion_mask))
+        logits = self.model(input_ids=ids, attention_mask=attend, use_cache=False).logits
+        labels = ids.masked_fill(counted == 0, -100)
+        return -sample_losses(logits[:, :-1], labels[:, 1:], per="sample-sum").view(-1, 2)
+
+
+def _of_pairs(collate_fn: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[Any], dict[str, Tensor]]:
+    """Return `collate_fn` with rows [2 m, L] as pairs [m, 2, L]."""
+
+    def collate(rows: Any) -> dict[str, Tensor]:
+        pairs = {}
+        for name, x in collate_fn(rows).items():
+            if len(x) not in (len(rows), 2 * len(rows)):
+                raise ConfigurationError(
+                    f"The collator made {len(x)} rows of {name} for {len(rows)} pairs: keep TRL's own."
+                )
+            pairs[name] = x.unflatten(0, (2, len(rows))).transpose(0, 1) if len(x) == 2 * len(rows) else x
+        return pairs
+
+    return collate
+
+
+def _check(args: DPOConfig) -> None:
+    refused = {
+        f"loss_type={args.loss_type!r}": list(args.loss_type) != ["sigmoid"],
+        "loss_weights": args.loss_weights not in (None, [1.0]),
+        "f_divergence_type": getattr(args.f_divergence_type, "value", args.f_divergence_type) != "reverse_kl",
+        "ld_alpha": args.ld_alpha is not None,
+        "use_weighting": args.use_weighting,
+        f"{args.world_size} processes": args.world_size > 1,
+    }
+    found = [name for name, holds in refused.items() if holds]
+    if found:
+        raise ConfigurationError(
+            f"PrivateDPOTrainer takes the sigmoid loss of DPO in one process, not {', '.join(found)}: some of TRL's "
+            f"losses sort or average over the pairs of a batch. Leave these settings out."
+        )
