@@ -378,7 +378,7 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
 def _check(args: TrainingArguments) -> None:
     refused = {
         "packing=True and padding_free=True put several samples into one row, so a row would be clipped as one sample: "
-        "leave them out. dpshard's own loop packs documents with dpshard.PackedBatches.": bool(
+        "leave them out. dpshard's own loop packs documents: engine.batches(..., packing=dpshard.Packing(...)).": bool(
             getattr(args, "packing", False) or getattr(args, "padding_free", False)
         ),
         f"loss_type={getattr(args, 'loss_type', None)!r} of SFTTrainer is replaced by the mean over each sample: "
