@@ -23,7 +23,7 @@ _BLOCK = 4 * philox.HALF
 def wrong_noise(device: torch.device) -> str | None:
     """Return the name of the kernel of the noise if it differs from philox.py on `device`, else None."""
     x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
-    names = [[[3**30 + i, -(5**20) - i, 7**22 * (1 - i)] for i in (4 * vector, 1, 2, 3)] for vector in range(2)]
+    names = [[[3**30 + i + vector, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)] for vector in range(2)]
     streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
     expected = x.clone()
     expected_norm_sq = philox.release_(expected, streams, weights, _BLOCK, _BLOCK - 7, 0.3, 7.0)

@@ -16,20 +16,32 @@ skip_without_kernels()
 SECRET = bytes(range(32))
 
 
+def drawn(stream, number, start, n):
+    """The normals of block `number` that meet elements [start, start + n)."""
+    return standard_normals(
+        stream, max(start - number * BLOCK, 0), min(start + n - number * BLOCK, BLOCK), device=DEVICE
+    )
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -0.5, -0.125]])
 @pytest.mark.parametrize(
     ("start", "n"),
     [(0, 1), (0, 1024), (1, 1023), (511, 2), (5, 3000), (BLOCK - 1500, 4000), (2**33 + 7, 1500), (BLOCK, 1)],
 )
-def test_the_kernel_draws_what_is_defined(start, n):
+def test_the_kernel_draws_what_is_defined(start, n, weights):
     x = torch.randn(n, device=DEVICE)
     first, last = start // BLOCK, (start + n - 1) // BLOCK
-    streams = [[(-1) ** i * (2**62 + 12345678912345 * (n + i)) for i in range(3)] for n in range(first, last + 1)]
-    noise = [
-        standard_normals(stream, max(start - number * BLOCK, 0), min(start + n - number * BLOCK, BLOCK), device=DEVICE)
-        for number, stream in zip(range(first, last + 1), streams, strict=True)
+    streams = [
+        [[(-1) ** i * (2**62 + 12345678912345 * (n + i) + v) for i in range(3)] for n in range(first, last + 1)]
+        for v in range(len(weights))
     ]
-    expected, norm_sq = (x + 0.3 * torch.cat(noise)) / 7.0, x.double().square().sum()
-    found = triton.release_(x, torch.tensor(streams, device=DEVICE), BLOCK, start, 0.3, 7.0)
+    noise = sum(
+        weight * torch.cat([drawn(stream, number, start, n) for number, stream in enumerate(of_blocks, first)])
+        for weight, of_blocks in zip(weights, streams, strict=True)
+    )
+    expected, norm_sq = (x + 0.3 * noise) / 7.0, x.double().square().sum()
+    of_noise = torch.tensor(streams, device=DEVICE), torch.tensor(weights, device=DEVICE)
+    found = triton.release_(x, *of_noise, BLOCK, start, 0.3, 7.0)
     assert_close(x, expected, rtol=1e-5, atol=1e-6)
     assert_close(found, norm_sq, rtol=1e-6, atol=0.0)
 
