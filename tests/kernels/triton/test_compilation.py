@@ -19,7 +19,7 @@ LEAST_SHARED_MEMORY = 99 * 1024
 """Bytes per program on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
 
 POINTERS = {
-    **dict.fromkeys(("products", "scales", "gradients", "squares", "total", "factors", "x"), "*fp32"),
+    **dict.fromkeys(("products", "scales", "gradients", "squares", "total", "factors", "weights", "x"), "*fp32"),
     "streams": "*i64",
     **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols"), "fp32"),
     **dict.fromkeys(("rows_b", "cols_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
