@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpshard.sampling.units import UnitDataset, augment
     from dpshard.step.logical_batch import LogicalBatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BandMF",
