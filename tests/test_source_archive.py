@@ -1,10 +1,13 @@
 """The source archive is the whole project: what a reader, a packager and a tester need."""
 
+import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+
+import dpshard
 
 ROOT = Path(__file__).parents[1]
 PARTS = (".ci", "dpshard", "docs", "examples", "tests", "benchmarks")
@@ -38,3 +41,9 @@ def test_it_holds_docs_examples_tests_and_headers(tmp_path):
     missing = {name for name in expected - held if ".egg-info" not in name}
     assert not missing
     assert "dpshard/kernels/native/tiles.h" in held
+
+
+def test_the_version_is_the_newest_of_the_changelog():
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    released = re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", changes, re.MULTILINE)
+    assert released[0] == dpshard.__version__
