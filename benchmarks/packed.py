@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dpshard import Packing, PrivacyEngine
 from dpshard.losses import packed_cross_entropy, sample_losses
-from dpshard.sampling import load, packer, poisson_plans
+from dpshard.sampling import load, packer, plan_steps, sampler_of
 
 VOCABULARY, HEADS = 257, 4
 BEGIN = 256
@@ -108,7 +108,6 @@ class Training:
             warnings.simplefilter("ignore")
             settings = {"batch_size": size.batch, "sample_size": len(docs), "steps": 10_000, "noise_multiplier": 1.0}
             self.engine = PrivacyEngine(self.model, **settings)
-        mechanism = self.engine.mechanism
         packing = Packing(rows=size.rows, tokens=size.length, lengths=[len(x) for x in docs]) if packed else None
         most, collate = size.units if packed else size.rows, None if packed else functools.partial(padded, size.length)
         if private:
@@ -116,7 +115,9 @@ class Training:
             self.steps = (((lb.is_padding, batch) for batch in lb) for lb in batches)
             return
         self.engine.detach()
-        plans = poisson_plans(mechanism, bytes(32), count(), most, pack=packer(docs, packing))
+        secret = bytes(32)
+        sampler = sampler_of(self.engine.mechanism, secret)
+        plans = plan_steps(sampler, secret, count(), most, pack=packer(docs, packing))
         loaded = load(docs, plans, sample_size=len(docs), packed=packed, collate_fn=collate)
         by_step = groupby(loaded, lambda pair: pair[0].step)
         self.steps = (((plan.is_padding, batch) for plan, batch in pairs) for _, pairs in by_step)

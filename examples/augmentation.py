@@ -88,15 +88,15 @@ class Scale:
     """The size of the run."""
 
     depth: int = 10
-    factor: int = 2
-    batch: int = 512
-    steps: int = 60
+    factor: int = 1
+    batch: int = 256
+    steps: int = 40
     augmentations: int = 4
     learning_rate: float = 2.0
-    decay: float = 0.999
+    decay: float = 0.9
 
 
-TINY = Scale(factor=1, batch=64, steps=2, augmentations=2)
+TINY = Scale(batch=64, steps=2, augmentations=2)
 
 
 def shifted(item: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
