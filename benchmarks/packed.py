@@ -84,12 +84,12 @@ class Size:
 
     length: int = 512
     width: int = 128
-    depth: int = 4
+    depth: int = 2
     rows: int = 8
     """Rows of a micro-batch."""
     units: int = 256
     """Most documents of a packed micro-batch."""
-    batch: int = 64
+    batch: int = 32
     """Expected documents of a step."""
 
 
