@@ -281,7 +281,8 @@ def _packed(result: Figures) -> str:
             f"{_version(result)}",
             f"{text['documents']:,} paragraphs of Python's documentation, {text['mean']:.0f} bytes on average (median "
             f"{text['median']}), cut at {size['length']}; a GPT of width {size['width']} and {size['depth']} blocks, "
-            f"one thread. Packed private rows train {gain:.1f} times as many tokens a second, at equal epsilon.",
+            f"one thread; CPU time of {result['timed_steps']} steps each, at a load of "
+            f"{result['environment']['load']:g}. Packed private rows train {gain:.1f} times as many tokens a second, at equal epsilon.",
             markdown(head, body),
         ]
     )
