@@ -263,7 +263,7 @@ def _data(result: Figures) -> str:
 
 
 def _packed(result: Figures) -> str:
-    size, text = result["size"], result["text"]
+    size, text, load = result["size"], result["text"], result["environment"]["load"]
     by = {(row["packed"], row["private"]): row for row in result["rows"]}
     body = [
         [
@@ -281,8 +281,8 @@ def _packed(result: Figures) -> str:
             f"{_version(result)}",
             f"{text['documents']:,} paragraphs of Python's documentation, {text['mean']:.0f} bytes on average (median "
             f"{text['median']}), cut at {size['length']}; a GPT of width {size['width']} and {size['depth']} blocks, "
-            f"one thread; CPU time of {result['timed_steps']} steps each, at a load of "
-            f"{result['environment']['load']:g}. Packed private rows train {gain:.1f} times as many tokens a second, at equal epsilon.",
+            f"one thread; CPU time of {result['timed_steps']} steps each, at a load of {load:g}. Packed private rows "
+            f"train {gain:.1f} times as many tokens a second, at equal epsilon.",
             markdown(head, body),
         ]
     )
@@ -294,7 +294,11 @@ def _units(result: Figures) -> str:
         for row in result["rows"]
     ]
     head = ["", "rows of a unit", "time over ordinary", "memory over ordinary"]
-    note = f"{result['samples']} rows a step in every case, one thread."
+    load = result["environment"]["load"]
+    note = (
+        f"{result['samples']} rows a step in every case, one thread; the least CPU time of {result['rounds']} steps in "
+        f"turns, at a load of {load:g}. Without memory where it was not measured."
+    )
     return "\n\n".join(["### Units of several rows", _version(result), note, markdown(head, body)])
 
 
