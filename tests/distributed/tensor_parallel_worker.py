@@ -5,12 +5,15 @@ Usage: torchrun --nproc_per_node=W tensor_parallel_worker.py MESH:STYLE:MODE[+OP
 Meshes: tp (all ranks hold one model), fsdp2 and hsdp (tensor parallelism by two under FSDP2 over the rest; HSDP has
 shards on one rank only). Options: plain (norms and head in no plan: whole on every rank), whole (no sequence
 parallelism), logits (the head's output stays in parts), loss (so does its loss), tied (the head is the vocabulary),
-checkpoint, compiled, verified, strangers (ranks of one model get different samples), digested (the noise depends on the
-sums, as in use), and the planted faults of `FAULTS`.
+checkpoint, compiled, verified, resumed (a checkpoint after the first step goes on under FSDP2 alone, over all ranks),
+started (so does one of FSDP2 on this mesh), strangers (ranks of one model get different samples), digested (the noise
+depends on the sums, as in use), and the planted faults of `FAULTS`.
 """
 
 import math
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import Checkpointer, PrivacyEngine
 from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
 from dpshard.clipping.group_tape import Use
@@ -129,6 +132,11 @@ def parallelize(model: Model, mesh: DeviceMesh, options: set[str]) -> Model:
 
 def distribute(model: Model, backend: str, options: set[str]) -> nn.Module:
     world = dist.get_world_size()
+    if backend == "data":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return model
     if backend == "tp":
         return parallelize(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), options)
     if backend == "hsdp":
@@ -144,7 +152,15 @@ def distribute(model: Model, backend: str, options: set[str]) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, style: str, mode: str, micro_batch_size: int, options: set[str]) -> dict[str, Any]:
+def train(
+    model: nn.Module,
+    style: str,
+    mode: str,
+    micro_batch_size: int,
+    options: set[str],
+    folder: str = "",
+    until: int = STEPS,
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(*(torch.randint(0, V, (SAMPLES, T), generator=generator) for _ in range(2)))
     engine = PrivacyEngine(
@@ -165,7 +181,10 @@ def train(model: nn.Module, style: str, mode: str, micro_batch_size: int, option
     )
     engine.load_state_dict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, foreach=False)
-    for logical_batch in engine.batches(dataset, micro_batch_size):
+    checkpointer = Checkpointer(folder, engine, optimizer) if folder else None
+    if checkpointer is not None:
+        checkpointer.load()
+    for logical_batch in engine.batches(dataset, micro_batch_size) if engine.step < until else ():
         for x, y in logical_batch:
             if "strangers" in options and dist.get_rank() == 1:
                 x = x.flip(0)
@@ -178,6 +197,10 @@ def train(model: nn.Module, style: str, mode: str, micro_batch_size: int, option
                 losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if checkpointer is not None:
+            checkpointer.save()
+        if engine.step == until:
+            break
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics()}
 
 
@@ -231,6 +254,23 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }
 
 
+def resumed(
+    first: nn.Module, backend: str, style: str, mode: str, options: set[str]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and figures after one step on one mesh, and the rest on another; from a checkpoint in between."""
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    torch.manual_seed(1)  # other parameters: those of the checkpoint count
+    second = distribute(Model().double(), "data" if "resumed" in options else backend, options)
+    try:
+        train(first, style, mode, 4, options, shared[0], until=1)
+        return second, train(second, style, mode, 4, options, shared[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(shared[0])
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     backend, style, mode = case.split(":")
@@ -245,10 +285,13 @@ def compare(case: str) -> dict[str, Any]:
     parted.checkpointed = "checkpoint" in options
     if "compiled" in options:
         parted.blocks[0].compile(backend="aot_eager")
-    distributed = distribute(parted, backend, options)
+    distributed = distribute(parted, "data" if "started" in options else backend, options)
     try:
         with fault(options), nullcontext() if "digested" in options else taken_for_equal():
-            found = train(distributed, style, mode, 4, options)
+            if options & {"resumed", "started"}:
+                distributed, found = resumed(distributed, backend, style, mode, options)
+            else:
+                found = train(distributed, style, mode, 4, options)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():

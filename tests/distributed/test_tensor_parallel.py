@@ -31,13 +31,15 @@ REFUSED = {
 
 UNDER_FSDP = ("fsdp2:all-layer:auto+verified", "fsdp2:layer-wise:auto+checkpoint", "fsdp2:all-layer:ghost")
 UNDER_HSDP = ("hsdp:all-layer:auto+verified", "hsdp:block-wise:auto")
+ON_OTHER_MESHES = ("fsdp2:all-layer:auto+resumed", "fsdp2:layer-wise:auto+started", "tp:all-layer:auto+resumed")
 ITEMS = [
     *(pytest.param(2, f"tp:{case}") for case in EXACT),
     pytest.param(2, "fsdp2:layer-wise:auto+checkpoint"),
+    pytest.param(2, "tp:all-layer:auto+resumed"),
     *(pytest.param(2, f"tp:{case}", marks=pytest.mark.exhaustive) for case in THOROUGH),
     *(pytest.param(4, f"tp:{case}", marks=pytest.mark.exhaustive) for case in ON_FOUR),
     *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*UNDER_FSDP, "fsdp2:all-layer:auto+plain")),
-    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in UNDER_HSDP),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*UNDER_HSDP, *ON_OTHER_MESHES)),
 ]
 found = shared("tensor_parallel_worker.py", ITEMS, lambda world_size, case: (world_size, case))
 
