@@ -93,10 +93,18 @@ class ModelParts:
     # --- inputs -----------------------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Note the inputs of a forward, which are those of all model ranks, unless each has a part of the sequence."""
+        """Note the inputs of a forward, which are those of all model ranks, unless each has a part of the sequence.
+
+        Raises ConfigurationError for DTensors, whose placements the checksum would not see.
+        """
         if self._termwise:
             return
         for x in inputs:
+            if hasattr(x, "device_mesh"):
+                raise ConfigurationError(
+                    f"The model was given a DTensor placed as {x.placements}. Give it plain tensors, the same on all "  # type: ignore[attr-defined]
+                    f"ranks of one model; PrepareModuleInput places them."
+                )
             flat = x.detach().contiguous().view(-1)
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             words = flat.view(torch.int32 if flat.itemsize % 4 == 0 else torch.uint8).to(self.device, torch.int64)
