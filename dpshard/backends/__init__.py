@@ -36,8 +36,10 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
     """
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
-    several = model_parallel_group is not None and model_parallel_group.size() > 1
-    backend = _chosen(model, (model_parallel_group, model_parallel_parts) if several else None)
+    told: Told | None = None
+    if model_parallel_group is not None and model_parallel_group.size() > 1:
+        told = model_parallel_group, model_parallel_parts
+    backend = _chosen(model, told)
     try:
         require_all_ranks(
             backend.sharding.core, backend.communicator.world_size, model_parallel_group=model_parallel_group

@@ -40,9 +40,14 @@ def ddp_backend(model: DistributedDataParallel, told: Told | None = None) -> Bac
     layout = f"{communicator.world_size} replicas"
     if told is None:
         return Backend(layout, communicator, sharding, reduction, store)
-    parts, everyone = ModelParts.told(told, sharding.parameters, sharding.device), all_ranks(sharding.device)
+    everyone = all_ranks(sharding.device)
+    try:
+        parts = ModelParts.told(told, sharding.parameters, sharding.device)
+        grid = Grid(communicator, parts, everyone)
+    except ConfigurationError:
+        sharding.detach()
+        raise
     sharding.tell(parts, everyone.meet)
-    grid = Grid(communicator, parts, everyone)
     return Backend(f"{layout} of {parts.size} parts", everyone, sharding, reduction, store, communicator, grid)
 
 

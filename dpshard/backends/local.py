@@ -14,7 +14,7 @@ from dpshard.backends.grad_store import GradStore
 from dpshard.backends.model_parts import Grid, ModelParts, Told
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import DpshardError
+from dpshard.errors import ConfigurationError, DpshardError
 
 
 def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
@@ -23,12 +23,16 @@ def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
         sharding = Unsharded(model)
         store = GradStore(sharding)
         return Backend("one process", Communicator(), sharding, NoReduction(store), store)
-    sharding = Unsharded(model)
-    parts = ModelParts.told(told, sharding.parameters, sharding.device)
-    data, everyone = Communicator(), all_ranks(sharding.device)
+    sharding, data = Unsharded(model), Communicator()
+    everyone = all_ranks(sharding.device)
+    try:
+        parts = ModelParts.told(told, sharding.parameters, sharding.device)
+        grid = Grid(data, parts, everyone)
+    except ConfigurationError:
+        sharding.detach()
+        raise
     sharding.tell(parts, everyone.meet)
     store = GradStore(sharding)
-    grid = Grid(data, parts, everyone)
     return Backend(f"parts on {parts.size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
 
 

@@ -4,7 +4,7 @@ Usage: torchrun --nproc_per_node=W tensor_parallel_worker.py MESH:STYLE:MODE[+OP
 
 Meshes: tp (all ranks hold one model), fsdp2 and hsdp (tensor parallelism by two under FSDP2 over the rest; HSDP has
 shards on one rank only). Options: plain (norms and head in no plan: whole on every rank), whole (no sequence
-parallelism), logits (the head's output stays in parts), loss (so does its loss), tied (the head is the vocabulary),
+parallelism), tracked (adaptive thresholds), logits (the head's output stays in parts), loss (so does its loss), tied,
 checkpoint, compiled, verified, resumed (a checkpoint after the first step goes on under FSDP2 alone, over all ranks),
 started (so does one of FSDP2 on this mesh), strangers (ranks of one model get different samples), digested (the noise
 depends on the sums, as in use), and the planted faults of `FAULTS`.
@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import Checkpointer, PrivacyEngine
+from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
 from dpshard.clipping.group_tape import Use
@@ -174,6 +174,7 @@ def train(
         clipping_style=style,
         clipping_mode=mode,
         accountant="gdp",
+        adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify="verified" in options,
     )
     state = engine_state.pack(
@@ -295,7 +296,7 @@ def compare(case: str) -> dict[str, Any]:
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, style, mode, 7, set())
+        expected = train(alone, style, mode, 7, options & {"tracked"})
     trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, whole(distributed)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
