@@ -19,8 +19,8 @@ ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
 AccountantName = Literal["pld", "rdp", "gdp"]
 NoiseName = Literal["gaussian", "discrete-gaussian"]
-SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order"]
-"""See [Note: Three ways to sample] in accounting/courses.py."""
+SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order", "balls-in-bins"]
+"""See [Note: Ways to sample] in accounting/courses.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,12 @@ class BatchSchedule:
         sample_size: int,
         epochs: float | None = None,
         steps: int | None = None,
+        sampling: SamplingName = "poisson",
     ) -> BatchSchedule:
         """Return the schedule for the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
 
-        If batch sizes vary, `epochs` adds steps until the expected number of drawn samples is reached.
+        With "balls-in-bins" it means round(epochs * steps_of_epoch(sample_size, batch_size)). If batch sizes vary,
+        `epochs` adds steps until the expected number of drawn samples is reached.
         Raises ConfigurationError for empty runs, and for batches larger than the data set.
         """
         if isinstance(sample_size, bool) or not isinstance(sample_size, int):
@@ -84,7 +86,10 @@ class BatchSchedule:
             if isinstance(batch_size, int) and epochs is not None:
                 check_positive("batch_size", batch_size)
                 check_positive("epochs", epochs)
-                epochs, steps = None, max(1, round(epochs * sample_size / batch_size))
+                per_epoch = sample_size / batch_size
+                if sampling == "balls-in-bins":
+                    per_epoch = steps_of_epoch(sample_size, batch_size)
+                epochs, steps = None, max(1, round(epochs * per_epoch))
             size_of = batch_size if callable(batch_size) else lambda _step: batch_size
             sizes = _sizes(size_of, sample_size, epochs, steps)
         for step, size in enumerate(sizes):
@@ -97,6 +102,11 @@ class BatchSchedule:
                     f"choose a batch_size of at most {sample_size}."
                 )
         return cls(sizes)
+
+
+def steps_of_epoch(sample_size: int, batch_size: int) -> int:
+    """Return the steps T of an epoch of random allocation ("balls-in-bins"); the expected batch is sample_size / T."""
+    return max(1, round(sample_size / batch_size))
 
 
 def _steps_of_phases(phases: Sequence[tuple[int, int]], epochs: float | None, steps: int | None) -> int:

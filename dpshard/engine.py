@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn
@@ -40,23 +41,18 @@ from dpshard.noise.keyed import generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
 from dpshard.sampling import (
-    MicroBatchPlan,
     PackedTokens,
     Packing,
     check_feed,
     check_packing,
-    load,
-    packer,
     parse_cap,
-    plan_steps,
-    sampler_of,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
 from dpshard.step.noise_of_run import NoiseOfRun
-from dpshard.step.refusals import refuse_own_loop
+from dpshard.step.order import OrderOfRun
 from dpshard.verification import Verifier, loss_on, verified_collation
 
 if TYPE_CHECKING:
@@ -98,10 +94,11 @@ class PrivacyEngine:
             else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
-        sampling: How `engine.batches` draws: "poisson"; "fixed-order", each sample once an epoch; or "cyclic-poisson",
-            from groups in turn, with BandMF. The last two need one int as batch_size, and fixed thresholds.
+        sampling: "poisson"; "balls-in-bins", each sample in one random step of each epoch; "fixed-order", each sample
+            once an epoch in one order, also from a stream or a loop of your own; or "cyclic-poisson", from groups in
+            turn, with BandMF. All but the first need one int as batch_size, the last two fixed thresholds.
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
-            noise. Not with "poisson".
+            noise. With "fixed-order" or "cyclic-poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
             changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
@@ -153,7 +150,7 @@ class PrivacyEngine:
     ) -> None:
         _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)
-        schedule = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
+        plan = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps, sampling=sampling)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
         given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "earlier": earlier}
@@ -165,9 +162,9 @@ class PrivacyEngine:
             backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
             groups = partition(backend.sharding.core, clipping_style, list(backend.sharding.parameters), max_grad_norm)
             mechanism = Mechanism(
-                schedule=schedule,
+                schedule=plan,
                 sample_size=sample_size,
-                max_batch_size=parse_cap(max_batch_size, schedule),
+                max_batch_size=parse_cap(max_batch_size, plan),
                 quantile_counts=0 if adaptive_clipping is None else len(groups),
                 discretized_elements=None if noise == "gaussian" else backend.sharding.elements,
                 max_grad_norm=float(max_grad_norm),
@@ -190,6 +187,7 @@ class PrivacyEngine:
         run = derive_key(self._secret, "run")[:8].hex()
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._noise = NoiseOfRun(self.mechanism)
+        self._order = OrderOfRun(self.mechanism, self._backend.data_ranks)
         self._facts = Facts(self._backend, clipping_mode)
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
@@ -204,7 +202,8 @@ class PrivacyEngine:
     ) -> None:
         """Make the collector; attach thresholds, verification, interception and the optimizer hook to it."""
         mean, K = self.mechanism.loss_reduction == "mean", self.mechanism.rows_per_unit
-        collector = Collector(self._backend, groups, function, execution, mean=mean, rows_per_unit=K)
+        told = {"mean": mean, "rows_per_unit": K, "fed": self._order.fed}
+        collector = Collector(self._backend, groups, function, execution, **told)
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
@@ -306,29 +305,24 @@ class PrivacyEngine:
         `steps` requests another number of logical batches: part of the run, or steps beyond the plan, for which
         `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
         is empty, not map-style, or not of `sample_size`.
+        With sampling="fixed-order", `dataset` may also be an IterableDataset, the whole of it on every rank: each epoch
+        must yield the same `sample_size` samples, all different, in one order, and num_workers is at most 1.
         """
         K = self.mechanism.rows_per_unit
         check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
         plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
         check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
-        plans = self._plans(dataset, micro_batch_size, steps, pad=pad, packing=packing)
-        rows = {"sample_size": self.mechanism.sample_size, "rows_per_unit": K, "packed": packing is not None}
         collate_fn = verified_collation(collate_fn, K) if self._verify else collate_fn
-        reading = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, "pin_memory": pin_memory}
-        loaded = load(dataset, plans, num_workers=num_workers, prefetch_factor=prefetch_factor, **rows, **reading)
+        reading: Any = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, "pin_memory": pin_memory}
+        reading |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+        begin = partial(self._begin_batches, dataset, micro_batch_size, steps)
+        loaded = self._order.load(dataset, begin, micro_batch_size, pad=pad, packing=packing, **reading)
         return self._collector.batches(loaded, lambda: self.step)
 
-    def _plans(
-        self, dataset: Any, micro_batch_size: int | None, steps: int | None, *, pad: bool, packing: Packing | None
-    ) -> Iterator[MicroBatchPlan]:
-        # A generator reads the engine only at the first batch: load_state_dict() may come before.
+    def _begin_batches(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> tuple[bytes, range]:
+        # Called at the first batch only: load_state_dict() may come before.
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
-        end = self.steps if steps is None else self.step + steps
-        ranks = self._backend.data_ranks
-        sampler, pack = sampler_of(self.mechanism, self._secret), packer(dataset, packing)
-        how = {"rank": ranks.rank, "world_size": ranks.world_size, "rows_per_unit": self.mechanism.rows_per_unit}
-        steps_ahead = range(self.step, end)
-        yield from plan_steps(sampler, self._secret, steps_ahead, micro_batch_size, pad=pad, pack=pack, **how)
+        return self._secret, range(self.step, self.steps if steps is None else self.step + steps)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
         """Return a block in which the model gets packed rows [R, T] with these units; for loops that feed their own.
@@ -351,9 +345,10 @@ class PrivacyEngine:
             return
         if self._verify:
             self._verifier.before_release()
-        if collector.batch is None:
+        own = collector.batch is None
+        if own:
             self._thresholds.refuse_own_loop()
-            refuse_own_loop(self.mechanism.sampling)
+        self._order.begin_release(self.step, own=own)
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         z_std = self._thresholds.gradient_noise(sigma) * mechanism.sensitivity
@@ -364,6 +359,7 @@ class PrivacyEngine:
         # Counted first: an error after this line can only over-state what was spent.
         on_disk = self._spend(of_step.identity)
         self._noise.take(of_step)
+        self._order.end_release(step, own=own)
         noise, std = of_step.noise, z_std * of_step.scale
         signal_norm = backend.gradients.privatize(
             lambda shards: noise.release_(shards, step=step, std=z_std, divisor=batch_size)
@@ -418,6 +414,7 @@ class PrivacyEngine:
             facts=self._facts.state_dict(),
             thresholds=self._thresholds.state_dict(),
             noise=self._noise.state_dict(),
+            order=self._order.state_dict(),
         )
 
     def load_state_dict(
@@ -437,13 +434,14 @@ class PrivacyEngine:
         ranks; LogicalBatchError in the middle of a logical batch.
         """
         self._collector.require_rest()
-        secret, account, saved_facts, thresholds, noise = checkpoint.unpack(state, self.mechanism)
+        unpacked = checkpoint.unpack(state, self.mechanism)
+        secret, account, saved_facts, thresholds, noise, order = unpacked
         if isinstance(released, int) and (type(released) is not int or released < account["ledger"]["steps"]):
             raise ConfigurationError(
                 f"released={released!r}: give the number of steps that were released in all, at least the "
                 f"{account['ledger']['steps']} of the state."
             )
-        loaded = {"secret": secret, "account": account, "thresholds": thresholds, "released": released, "noise": noise}
+        loaded = unpacked._asdict() | {"released": released, "facts": None}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
                 "Ranks were given different states, so they would draw different batches, repeat different steps, and "
@@ -451,8 +449,10 @@ class PrivacyEngine:
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before = self.step
+        self._order.check_state(order, account["ledger"]["steps"])
         self._noise.load_state_dict(noise, account["ledger"]["steps"])
         self._thresholds.load_state_dict(thresholds)
+        self._order.load_state_dict(order)
         visited = self._budget.load_state_dict(account)
         self._secret = secret
         self._collector.restart()

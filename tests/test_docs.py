@@ -32,6 +32,7 @@ NAMES = (
         "sources",
         "known-failures",
         "tables",
+        "sampling",
         "units",
         "command-line",
         "functions",

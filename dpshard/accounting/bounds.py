@@ -23,6 +23,8 @@ def check_accountant(name: str) -> None:
 
 def check_supported(release: Release, accountant: str) -> None:
     """Raise AccountingError unless `accountant` can analyse `release`."""
+    if release.allocated_steps is not None:
+        _check_allocation(release, accountant)
     if release.max_rows_per_unit > 1:
         _check_units(release, accountant)
     if release.discretized_elements is not None:
@@ -34,6 +36,19 @@ def check_supported(release: Release, accountant: str) -> None:
         )
     if release.max_batch_size is not None:
         _mathematics().check_truncation()
+
+
+def _check_allocation(release: Release, accountant: str) -> None:
+    if not accountant.startswith("pld"):
+        raise AccountingError(
+            f"The accountant {accountant!r} cannot analyse random allocation (sampling='balls-in-bins'): take "
+            f"accountant='pld'."
+        )
+    if release.max_batch_size is not None or release.discretized_elements is not None or release.max_rows_per_unit > 1:
+        raise AccountingError(
+            "Random allocation (sampling='balls-in-bins') is analysed for Gaussian noise, units of one sample, and "
+            "without a cap: drop max_batch_size and max_rows_per_unit, and take noise='gaussian'."
+        )
 
 
 def _check_units(release: Release, accountant: str) -> None:

@@ -113,7 +113,7 @@ class Budget:
 
     def _affordable(self, step: int, **facts: bool) -> Release:
         mechanism, release = self.mechanism, self.mechanism.release(step)
-        if self._course is not None and step >= self._course.steps:
+        if self._course is not None and not self._course.open_ended and step >= self._course.steps:
             raise BudgetExceededError(
                 f"Step {step + 1} is not planned: sampling={mechanism.sampling!r} plans the noise for "
                 f"{self._course.steps} steps, and a further one would cost more than a step. Plan more steps from the "

@@ -58,7 +58,7 @@ def calibrate(
     for release, _ in plan:
         check_supported(release, accountant)
     _check_bounds(accountant)
-    variance = sum(steps * release.sampling_probability**2 for release, steps in plan)
+    variance = sum(steps * release.sampled_variance for release, steps in plan)
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
     sigma = math.log1p(mu**2 / variance) ** -0.5

@@ -53,7 +53,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from numpy.typing import NDArray
 from scipy import optimize, special
 
-from dpshard.accounting import mixtures
+from dpshard.accounting import allocation, mixtures
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import check_probability
@@ -81,11 +81,16 @@ def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     """
     epsilon = _METHODS[method](counts, delta)
     compared = method == "pld" or (method == "pld-draft" and epsilon == math.inf)
-    if compared and all(release.max_batch_size is None and release.max_rows_per_unit == 1 for release, _ in counts):
+    if compared and all(_is_plain(release) for release, _ in counts):
         renyi = _rdp_epsilon(counts, delta)
         if renyi < min(epsilon, LARGEST_LOSS):
             return renyi, "rdp"
     return epsilon, method
+
+
+def _is_plain(release: Release) -> bool:
+    """Return True for a Poisson batch of single samples without a cap."""
+    return release.max_batch_size is None and release.max_rows_per_unit == 1 and release.allocated_steps is None
 
 
 def check_truncation() -> None:
@@ -224,7 +229,8 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
     interval = _interval(counts, delta)
     if interval is None:
         return math.inf
-    certain = delta - PLD_ERROR * sum(count for _, count in counts)
+    rounding = allocation.ROUNDING if any(release.allocated_steps for release, _ in counts) else 0.0
+    certain = delta * (1 - rounding) - PLD_ERROR * sum(count for _, count in counts)
     if certain <= 0:
         return math.inf
     composed = _composed(counts, relation_of(r for r, _ in counts), interval * coarseness)
@@ -235,6 +241,8 @@ def _exact_epsilon(counts: Counts, delta: float) -> float | None:
     """Return epsilon of a single release of all samples (a Gaussian mechanism) in closed form; else None."""
     (release, count), *others = counts
     if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
+        return None
+    if release.allocated_steps is not None:
         return None
     mu = release.max_rows_per_unit / release.noise_multiplier
     if mu > LARGEST_LOSS or delta <= PLD_ERROR:
@@ -249,11 +257,12 @@ def _merged(counts: Counts) -> Counts:
     This never under-states epsilon: sampling at q is sampling at q' > q with part of the batch dropped, so by joint
     convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
     """
-    if sum(release.max_batch_size is None for release, _ in counts) <= MAX_DISTINCT:
+    mergeable = {release for release, _ in counts if release.max_batch_size is None and not release.allocated_steps}
+    if len(mergeable) <= MAX_DISTINCT:
         return counts
     merged: Counter[Release] = Counter()
     for release, count in counts:
-        if release.max_batch_size is None:
+        if release in mergeable:
             rounded = MERGE_RATIO ** math.ceil(math.log(release.sampling_probability, MERGE_RATIO))
             release = replace(release, sampling_probability=min(1.0, rounded))
         merged[release] += count
@@ -268,6 +277,8 @@ def _interval(counts: Counts, delta: float) -> float | None:
     """
     if any(release.max_rows_per_unit > 1 for release, _ in counts):
         return mixtures.interval(counts, delta)
+    if any(release.allocated_steps is not None for release, _ in counts):
+        return allocation.interval([(_arguments(release), count) for release, count in counts], GRID_POINTS)
     extent = _rdp_epsilon(counts, delta, whole=True)
     if extent > LARGEST_LOSS:
         extent = _rdp_epsilon(counts, delta)
@@ -292,6 +303,8 @@ def _composed(counts: Counts, relation: Relation, interval: float) -> PrivacyLos
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
     if release.max_rows_per_unit > 1:
         return mixtures.losses(release, interval)
+    if release.allocated_steps is not None:
+        return allocation.losses(*_arguments(release), interval)
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]
     grid = {"value_discretization_interval": interval, "neighboring_relation": neighbours}
     if release.max_batch_size is None:
@@ -300,6 +313,10 @@ def _single(release: Release, relation: Relation, interval: float) -> PrivacyLos
         )
     capped = _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
     return capped(**_truncated(release), **grid)
+
+
+def _arguments(release: Release) -> tuple[float, int, int]:
+    return release.noise_multiplier, release.epoch_steps, release.allocated_steps or 1
 
 
 def _power(single: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:

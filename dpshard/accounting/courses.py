@@ -1,6 +1,6 @@
 """How the steps of a run compose: into a release each, into turns of a group, or into one release.
 
-[Note: Three ways to sample]
+[Note: Ways to sample]
 - "poisson": every step draws each sample with probability B / N. A step is a release of its own.
 - "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. An order that every epoch repeats
   has this property, with or without the last, smaller batch; so has a cyclic order. The releases of a run are W (C S +
@@ -12,8 +12,10 @@
   N, independently of all others, along one column of norm at most |c|. So a window is a Poisson-sampled Gaussian, and
   the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-Neighbours of the last two are zero-out: a sample that contributes nothing keeps its place in the order, else all later
-samples would move.
+- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release of its own (epochs.py).
+
+Neighbours of the last three are zero-out: a sample that contributes nothing keeps its place in the order, else all
+later samples would move.
 
 [Note: Branches of a run]
 A run may go back to an earlier state, and on from there with other sums. Its steps then are a tree. The noise z of a
@@ -35,7 +37,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from dpshard.accounting.copies import Span, total_cost
 from dpshard.accounting.releases import Release
@@ -43,7 +45,10 @@ from dpshard.noise.correlation import Correlation, Series, sensitivities
 
 
 class Course(Protocol):
-    """A run whose steps compose to other releases than one a step; see [Note: Three ways to sample]."""
+    """A run whose steps compose to other releases than one a step; see [Note: Ways to sample]."""
+
+    open_ended: ClassVar[bool]
+    """True if there may be steps beyond the planned ones."""
 
     @property
     def release(self) -> Release:
@@ -52,7 +57,7 @@ class Course(Protocol):
 
     @property
     def steps(self) -> int:
-        """Planned number of steps; there is no further one."""
+        """Planned number of steps."""
         ...
 
     @property
@@ -80,6 +85,7 @@ class FixedOrder:
     correlation: Correlation
     separation: int
     """Least distance of two steps with the same sample."""
+    open_ended: ClassVar[bool] = False
 
     @property
     def sensitivity(self) -> float:
@@ -112,6 +118,7 @@ class CyclicPoisson:
     steps: int
     """See Course."""
     correlation: Correlation
+    open_ended: ClassVar[bool] = False
 
     @property
     def sensitivity(self) -> float:

@@ -180,11 +180,12 @@ class PrivacyLedger:
         repeated = f" ({again} of them of steps that were taken again, or are still to be)" if again else ""
         before = self._earlier.total()
         earlier = f", {before} releases about all samples before them" if before else ""
-        if self._course is not None:
-            return f"zero-out neighbours at fixed N, {self._course.in_words(self.releases)}{repeated}{trust}{earlier}"
-        cap = " with a cap" if relation == "replace-special" else ""
         groups = max((release.quantile_counts for release in self._cost), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
+        if self._course is not None:
+            what = self._course.in_words(self.releases)
+            return f"zero-out neighbours at fixed N, {what}{counts and f', each{counts}'}{repeated}{trust}{earlier}"
+        cap = " with a cap" if relation == "replace-special" else ""
         noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._cost) else ""
         return (
             f"{relation} neighbours (zero-out at fixed N), {self.releases} releases{counts}{noise}{repeated} under "

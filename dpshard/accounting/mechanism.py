@@ -9,6 +9,7 @@ from typing import get_args
 
 from dpshard.accounting.copies import Span
 from dpshard.accounting.courses import Course, CyclicPoisson, FixedOrder
+from dpshard.accounting.epochs import BallsInBins
 from dpshard.accounting.releases import Counts, Release
 from dpshard.config import (
     AccountantName,
@@ -19,6 +20,7 @@ from dpshard.config import (
     check_choice,
     check_rows_per_unit,
     is_count,
+    steps_of_epoch,
 )
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF, prefix_error, weights_at
@@ -49,7 +51,7 @@ class SampledMechanism:
     earlier: Counts = ()
     """Releases about the same samples before the run, such as private statistics; epsilon covers them, too."""
     sampling: SamplingName = "poisson"
-    """How batches are drawn; see [Note: Three ways to sample] in courses.py."""
+    """How batches are drawn; see [Note: Ways to sample] in courses.py."""
     noise_correlation: BandedInverse | BandMF | None = None
     """Correlation of the noise over steps; None if it is independent."""
 
@@ -68,6 +70,9 @@ class SampledMechanism:
             return None
         correlation = self.noise_correlation or INDEPENDENT
         whole, size, steps = Release(self.noise_multiplier, 1.0, self.sample_size), self.schedule[0], self._steps
+        if self.sampling == "balls-in-bins":
+            T = steps_of_epoch(self.sample_size, size)
+            return BallsInBins(replace(whole, quantile_counts=self.quantile_counts, allocated_steps=T), steps)
         if self.sampling == "fixed-order":
             return FixedOrder(whole, steps, correlation, self.sample_size // size)
         probability = min(1.0, correlation.bands * size / self.sample_size)
@@ -199,6 +204,12 @@ def check_sampling(mechanism: SampledMechanism) -> None:
                 f"come at any step. Take sampling='fixed-order', or 'cyclic-poisson' with BandMF."
             )
         return
+    if sampling == "balls-in-bins" and correlation is not None:
+        raise ConfigurationError(
+            f"noise_correlation={correlation!r} is not analysed under sampling='balls-in-bins': a sample may come in "
+            f"two neighbouring steps of two epochs, and no closed form covers both. Take sampling='fixed-order', or "
+            f"'cyclic-poisson' with BandMF."
+        )
     _check_kind(mechanism)
     if sampling == "cyclic-poisson":
         _check_groups(mechanism)
@@ -208,8 +219,8 @@ def _check_kind(mechanism: SampledMechanism) -> None:
     where, sizes = f"sampling={mechanism.sampling!r}", mechanism.schedule.sizes
     if len(set(sizes)) > 1:
         raise ConfigurationError(
-            f"{where} needs one batch size in all steps: it determines the number of steps between two participations "
-            f"of a sample. Give batch_size as an int."
+            f"{where} needs one batch size in all steps: it determines the steps of an epoch, and with them when a "
+            f"sample may come again. Give batch_size as an int."
         )
     if sizes and sizes[0] > mechanism.sample_size:
         raise ConfigurationError(
@@ -219,16 +230,15 @@ def _check_kind(mechanism: SampledMechanism) -> None:
         raise ConfigurationError(
             f"{where} is not analysed with a cap: leave max_batch_size={mechanism.max_batch_size} out."
         )
-    if mechanism.quantile_counts:
+    shared = mechanism.sampling != "balls-in-bins"
+    if mechanism.quantile_counts and shared:
         raise ConfigurationError(
             f"{where} needs fixed thresholds: adaptive_clipping would change the noise from step to step, but steps "
             f"share their noise, and one sensitivity holds for the run. Leave it out."
         )
     if mechanism.discretized_elements is not None:
-        raise ConfigurationError(
-            f"{where} is analysed for Gaussian noise: weighted sums of discrete noise are not on its grid. Take "
-            f"noise='gaussian'."
-        )
+        why = ": weighted sums of discrete noise are not on its grid" if shared else ""
+        raise ConfigurationError(f"{where} is analysed for Gaussian noise{why}. Take noise='gaussian'.")
 
 
 def _check_groups(mechanism: SampledMechanism) -> None:

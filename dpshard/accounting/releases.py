@@ -1,9 +1,9 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch. Composition ignores the order of steps, so a run is a multiset of
-releases. Neighbouring data sets of the engine have the same N samples, except that one sample contributes zero in one
-of them (zero-out at fixed N). Two relations of dp-accounting cover this.
+A step releases one noisy sum over a Poisson batch (or a release covers several steps). Composition ignores the order of
+steps, so a run is a multiset of releases. Neighbouring data sets of the engine have the same N samples, except that one
+sample contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this.
 - Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
   engine refuses a data set of another length.)
 - With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
@@ -39,7 +39,7 @@ ROUNDING = 1 + 2.0**-5
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One noisy sum over one Poisson batch."""
+    """One noisy sum over one Poisson batch, or those of an epoch of random allocation."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
@@ -56,6 +56,9 @@ class Release:
     """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
     max_rows_per_unit: int = 1
     """Samples of one unit of privacy, at most; neighbours differ by a unit. See [Note: Units of several samples]."""
+    allocated_steps: int | None = None
+    """If given, the sums of the first n steps of an epoch of T, in one random step of which each sample is; n / T is
+    `sampling_probability`. See [Note: The pair of random allocation] in allocation.py."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -64,12 +67,17 @@ class Release:
             raise ConfigurationError(
                 f"sampling_probability={self.sampling_probability!r}: it is (batch size) / (sample size), in (0, 1]."
             )
-        for name in ("sample_size", "max_batch_size", "discretized_elements", "max_rows_per_unit"):
+        for name in ("sample_size", "max_batch_size", "discretized_elements", "max_rows_per_unit", "allocated_steps"):
             value = getattr(self, name)
             if not (is_count(value) or (name not in ("sample_size", "max_rows_per_unit") and value is None)):
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
         if not (is_count(self.quantile_counts) or (type(self.quantile_counts) is int and self.quantile_counts == 0)):
             raise ConfigurationError(f"quantile_counts={self.quantile_counts!r}: it must be an int, 0 or above.")
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps T of an epoch of random allocation; 1 for a batch that is drawn on its own."""
+        return 1 if self.allocated_steps is None else round(self.allocated_steps / self.sampling_probability)
 
     @property
     def accounted_noise_multiplier(self) -> float:
@@ -87,7 +95,12 @@ class Release:
         Gaussian differential privacy", arXiv:1911.11607.
         """
         inverse_variance = self.noise_multiplier**-2 if self.noise_multiplier > 0.04 else math.inf
-        return self.sampling_probability * math.sqrt(math.expm1(inverse_variance))
+        return math.sqrt(self.sampled_variance * math.expm1(inverse_variance))
+
+    @property
+    def sampled_variance(self) -> float:
+        """The factor q^2 of e^(1/sigma^2) - 1 in the variance of the likelihood ratio, summed over allocated steps."""
+        return self.sampling_probability**2 / (self.allocated_steps or 1)
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:

@@ -28,6 +28,8 @@ class Unpacked(NamedTuple):
     """Adaptive thresholds, or None."""
     noise: Any
     """Keys of past noise, or None."""
+    order: Any
+    """Which samples took part, in a fixed order; or None."""
 
 
 def pack(
@@ -38,6 +40,7 @@ def pack(
     facts: dict[str, Any] | None = None,
     thresholds: dict[str, Any] | None = None,
     noise: list[str] | None = None,
+    order: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return `Unpacked` and the mechanism as plain JSON, with the secret in hex and a digest over everything."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
@@ -45,6 +48,8 @@ def pack(
         state["thresholds"] = thresholds
     if noise is not None:
         state["noise"] = noise
+    if order is not None:
+        state["order"] = order
     return {**state, "digest": _digest(state)}
 
 
@@ -79,7 +84,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the resumed "
             f"run, or start a new run with its own budget."
         )
-    return Unpacked(secret, account, facts, state.get("thresholds"), state.get("noise"))
+    return Unpacked(secret, account, facts, state.get("thresholds"), state.get("noise"), state.get("order"))
 
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:

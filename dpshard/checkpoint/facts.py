@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from dpshard.backends import Backend
 from dpshard.kernels import native, triton
@@ -85,6 +85,8 @@ def _described(device: torch.device) -> str:
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
     """Return a keyed digest of shapes and some rows of tensors in memory; None for other data sets."""
+    if isinstance(dataset, IterableDataset):
+        return None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     chosen = sorted({int(word) % len(dataset) for word in words})
     while type(dataset) is Subset:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dpshard.clipping.tape import Tape
-from dpshard.interception.rows import RowIdentity
+from dpshard.interception.rows import FedRows, RowIdentity
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 
@@ -24,8 +24,8 @@ class TapeProvider(Protocol):
         ...
 
     @property
-    def rows(self) -> RowIdentity | None:
-        """The check of that micro-batch's rows."""
+    def rows(self) -> RowIdentity | FedRows | None:
+        """The check of that micro-batch's rows, or of those of a user's own loop."""
         ...
 
     @property

@@ -1,15 +1,17 @@
 """Who is in the batch: the draw of a step, its micro-batches, and their data.
 
-`plans.py`: Poisson sampling, and micro-batches on every rank. `orders.py`: other sampling. `loading.py`: reading,
-collating and padding. `units.py`: units of several rows; `UnitDataset` and `augment` are for users. `packing.py`:
-several units in one row; `packed_tokens.py`: the unit of every token. May import `randomness` and below. Begin with
-`plans.py`.
+`plans.py`: Poisson sampling, and micro-batches on every rank. `orders.py`, `allocation.py`: other sampling.
+`streams.py`, `participation.py`: orders that the engine does not draw. `loading.py`: reading, collating and padding.
+`units.py`: units of several rows; `UnitDataset` and `augment` are for users. `packing.py`: several units in one row;
+`packed_tokens.py`: the unit of every token. May import `randomness` and below. Begin with `plans.py`.
 """
 
-from dpshard.sampling.loading import check_dataset, load
+from dpshard.sampling.allocation import AllocationSampler
+from dpshard.sampling.loading import check_dataset, load, load_stream
 from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler, sampler_of
 from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
 from dpshard.sampling.packing import Packing, check_packing, packed_tokens, packer
+from dpshard.sampling.participation import Participation
 from dpshard.sampling.plans import (
     MicroBatchPlan,
     PoissonSampler,
@@ -19,20 +21,26 @@ from dpshard.sampling.plans import (
     plan_micro_batches,
     plan_steps,
 )
+from dpshard.sampling.streams import Stream, fingerprints
 
 __all__ = [
     "NO_UNIT",
+    "AllocationSampler",
     "CyclicPoissonSampler",
     "FixedOrderSampler",
     "MicroBatchPlan",
     "PackedTokens",
     "Packing",
+    "Participation",
     "PoissonSampler",
+    "Stream",
     "check_dataset",
     "check_feed",
     "check_packing",
     "default_cap",
+    "fingerprints",
     "load",
+    "load_stream",
     "packed_tokens",
     "packer",
     "parse_cap",

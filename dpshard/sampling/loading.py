@@ -65,6 +65,25 @@ def load(
     return ((plan, _padded(data, plan)) for data in loader for plan in [ahead.popleft()])
 
 
+def load_stream(
+    batches: Iterable[tuple[int, list[Any]]],
+    plan: Callable[[int, list[Any]], list[MicroBatchPlan]],
+    *,
+    rows_per_unit: int = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[tuple[MicroBatchPlan, Any]]:
+    """Yield pairs of a plan and its collated data, for pairs of a step and the samples of its logical batch.
+
+    `plan` returns the micro-batches of a logical batch on this rank; their indices are places in it.
+    """
+    collate = collate_fn or default_collate
+    if rows_per_unit > 1:
+        collate = CollatedRows(collate, rows_per_unit)
+    for step, samples in batches:
+        for micro in plan(step, samples):
+            yield micro, _padded(collate([samples[i] for i in micro.indices[: max(1, micro.samples)]]), micro)
+
+
 def check_dataset(dataset: Any, sample_size: int) -> None:
     """Raise DataError unless `dataset` is map-style and has exactly `sample_size` > 0 samples."""
     kind = type(dataset).__name__

@@ -3,7 +3,7 @@
 [Note: A cyclic order]
 Step t takes the next B positions of an order that repeats after N. So a sample comes once in N positions, and at least
 floor(N / B) steps after its last step, also if B does not divide N: floor((p + N) / B) - floor(p / B) >= floor(N / B).
-The accountant relies on this ([Note: Three ways to sample] in accounting/courses.py), not on a secret order. The order
+The accountant relies on this ([Note: Ways to sample] in accounting/courses.py), not on a secret order. The order
 is a keyed permutation, because data sets are often sorted.
 """
 
@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dpshard.config import BatchSchedule, SamplingName
+from dpshard.config import BatchSchedule, SamplingName, steps_of_epoch
 from dpshard.randomness import RandomSource, derive_key
+from dpshard.sampling.allocation import AllocationSampler
 from dpshard.sampling.plans import PoissonSampler, Sampler, bernoulli_indices
 
 ROUNDS = 6
@@ -64,6 +65,8 @@ class Sampled(Protocol):
 def sampler_of(mechanism: Sampled, secret: bytes) -> Sampler:
     """Return the sampler of a run."""
     samples, schedule = mechanism.sample_size, mechanism.schedule
+    if mechanism.sampling == "balls-in-bins":
+        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret)
     if mechanism.sampling == "fixed-order":
         return FixedOrderSampler(samples, schedule[0], secret)
     if mechanism.sampling == "cyclic-poisson":

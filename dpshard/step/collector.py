@@ -19,7 +19,7 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
 from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
-from dpshard.interception import Copies, Doubts, RowIdentity
+from dpshard.interception import Copies, Doubts, FedRows, RowIdentity
 from dpshard.noise.keyed import Shard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
@@ -58,7 +58,7 @@ class Collector:
 
     Raises LogicalBatchError for uses that would count a sample twice, in the release of another step, or not at all.
     `mean`: losses are means over the rows of the micro-batch. `rows_per_unit`: rows of a sample; its loss is the mean
-    of theirs.
+    of theirs. `fed` gets the rows of a loop of the user's own.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Collector:
         *,
         mean: bool,
         rows_per_unit: int = 1,
+        fed: FedRows | None = None,
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
@@ -81,7 +82,7 @@ class Collector:
         self.clipper = Clipper(roots, groups, function, execution, self)
         self._backend = backend
         self._device = backend.sharding.device
-        self._mean, self._rows_per_unit = mean, rows_per_unit
+        self._mean, self._rows_per_unit, self._fed = mean, rows_per_unit, fed
         self._loop: Feed | None = None  # feed of the running loop over `batches`
         self._own_packed: PackedTokens | None = None
         self._own: list[Tape] = []  # forwards of a user's own loop since the last release
@@ -110,10 +111,14 @@ class Collector:
         return None if self.batch is None else self.batch.micro
 
     @property
-    def rows(self) -> RowIdentity | None:
+    def rows(self) -> RowIdentity | FedRows | None:
         """See TapeProvider."""
         micro = self._micro
-        if micro is None or micro.plan.placement is not None:
+        if micro is None:
+            if self._fed is not None and self._own_packed is not None:
+                raise LogicalBatchError(refusals.PACKED_IN_ORDER)
+            return self._fed
+        if micro.plan.placement is not None:
             return None
         if micro.rows is None:
             micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
@@ -197,7 +202,7 @@ class Collector:
         parts = self._backend.sharding.parts
         if parts is not None and parts.in_terms:
             raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
-        if not self._own_loop_warned:
+        if not self._own_loop_warned and self._fed is None:
             self._own_loop_warned = True
             warnings.warn(
                 "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
@@ -218,7 +223,10 @@ class Collector:
             self._require_clean(sums)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
-                self._own.clear()  # nothing was collected, and the error tells the script to restart
+                # Nothing was collected, and the error tells the script to restart.
+                self._own.clear()
+                if self._fed is not None:
+                    self._fed.clear()
             raise
         self.state = BatchState.COLLECTING
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
@@ -409,6 +417,8 @@ class Collector:
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
         self._own.clear()
+        if self._fed is not None:
+            self._fed.clear()
         if self.state is BatchState.COLLECTING:
             self.clipper.abort()
             self._backend.gradients.drop()

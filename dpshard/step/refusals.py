@@ -45,6 +45,11 @@ BACKWARD_BEFORE_CLOSURE = (
     "without a closure. For two gradients a step (SAM), call optimizer.step() after each backward(); each call is a "
     "release."
 )
+PACKED_IN_ORDER = (
+    "sampling='fixed-order' checks which samples take part, but a packed row holds several, so they cannot be told "
+    "apart. Pass documents to engine.batches(dataset, micro_batch_size, packing=...), which knows them by their index."
+)
+
 CAPTURED = (
     "A CUDA graph captures this forward. A replayed graph runs no Python, so dpshard could not count its samples or "
     "add noise. Move forward, backward and step out of torch.cuda.graph, or compile the blocks of the model."
@@ -53,10 +58,10 @@ CAPTURED = (
 
 def refuse_own_loop(sampling: SamplingName) -> None:
     """Raise LogicalBatchError if batches of the script's own cannot be accounted for."""
-    if sampling != "poisson":
+    if sampling not in ("poisson", "fixed-order"):
         raise LogicalBatchError(
-            f"sampling={sampling!r} needs to know when each sample takes part, so the engine draws the batches. "
-            f"Iterate over engine.batches(dataset, micro_batch_size), not over batches of your own."
+            f"sampling={sampling!r} draws samples by a secret of the run, so the engine draws the batches. Iterate "
+            f"over engine.batches(dataset, micro_batch_size), not over batches of your own."
         )
 
 

@@ -241,7 +241,9 @@ def test_a_state_without_its_keys_is_refused():
 
     unpacked = checkpoint.unpack(engine.state_dict(), engine.mechanism)
     assert len(unpacked.noise) == 2
-    lacking = checkpoint.pack(engine.mechanism, unpacked.secret, unpacked.account, noise=unpacked.noise[1:])
+    lacking = checkpoint.pack(
+        engine.mechanism, unpacked.secret, unpacked.account, noise=unpacked.noise[1:], order=unpacked.order
+    )
     with pytest.raises(CheckpointError, match="lacks the keys of the noise before step 5"):
         make(**BISR).load_state_dict(lacking)
 
@@ -279,9 +281,10 @@ def test_what_is_not_analysed_is_refused(settings, message):
 
 
 def test_batches_of_the_scripts_own_are_refused():
-    engine = make(**BISR)
+    """In a fixed order they are checked: test_orders.py."""
+    engine = make(**CYCLIC)
     x, y = DATA[:4]
     with pytest.warns(UserWarning, match="feeds its own batches"):
         F.cross_entropy(engine.model(x), y).backward()
-    with pytest.raises(LogicalBatchError, match="sampling='fixed-order' needs to know when each sample"):
+    with pytest.raises(LogicalBatchError, match="sampling='cyclic-poisson' draws samples by a secret"):
         engine.privatize()

@@ -101,7 +101,7 @@ def command(
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
-    schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases)
+    schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases, sampling)
     run = _run(
         max_rows_per_unit,
         schedule=schedule,
@@ -110,11 +110,11 @@ def command(
         max_batch_size=max_batch_size,
         discretized_elements=_grid_elements(noise, elements),
     )
+    budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     plan = Plan(
         unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
-        mechanism=correlated.parse(run, sampling, correlation, bands, of_known_length=length is not None),
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
+        mechanism=correlated.parse(run, sampling, correlation, bands, of_known_length=length is not None, **budget),
+        **budget,
         search=_search(search_runs, search_distribution, search_also or [], sample_size),
     )
     # The table says what the warning about gdp says.
@@ -187,7 +187,12 @@ def _able(plan: Plan) -> Sequence[str]:
 
 
 def _schedule(
-    sample_size: int, batch_size: int | None, epochs: float | None, steps: int | None, phases: str | None
+    sample_size: int,
+    batch_size: int | None,
+    epochs: float | None,
+    steps: int | None,
+    phases: str | None,
+    sampling: Any,
 ) -> BatchSchedule:
     if phases is not None:
         if any(x is not None for x in (batch_size, epochs, steps)):
@@ -195,4 +200,5 @@ def _schedule(
         return BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
     if batch_size is None:
         raise ConfigurationError("The size of a logical batch is missing. Give --batch-size, or --phases.")
-    return BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps)
+    length: Any = {"epochs": epochs, "steps": steps, "sampling": sampling}
+    return BatchSchedule.parse(batch_size, sample_size=sample_size, **length)

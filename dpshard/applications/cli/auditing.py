@@ -29,6 +29,7 @@ from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.sharding import shard
 from dpshard.applications.cli.training import Run, build_model, draw_seed, own_device
 from dpshard.backends.ranks import Ranks
+from dpshard.errors import ConfigurationError
 from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
@@ -141,6 +142,11 @@ def audit_all_releases(
 
 def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
     """Return the settings of an audit's engine, with `prepare`, which shards its model."""
+    if settings.sampling != "poisson":
+        raise ConfigurationError(
+            f"sampling={settings.sampling!r}: audits play steps of Poisson samples, so they say nothing about this "
+            f"run. Audit a run with sampling='poisson', which has the same clipping and noise of a step."
+        )
     kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     return {"prepare": lambda model: shard(model, settings, device).model} | kept
 

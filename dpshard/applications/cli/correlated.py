@@ -19,17 +19,30 @@ KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 Sampling = Annotated[
     str,
     typer.Option(
-        help="poisson; fixed-order: every sample once an epoch, in one order; or cyclic-poisson, with band-mf."
+        help="poisson; balls-in-bins: every sample in one random step of each epoch; fixed-order: every sample once an "
+        "epoch, in one order; or cyclic-poisson, with band-mf."
     ),
 ]
 Name = Annotated[
     str | None, typer.Option(help="Noise that is correlated over steps: banded-inverse or band-mf, with --bands.")
 ]
-Bands = Annotated[int | None, typer.Option(help="Number of bands of --correlation.")]
+Bands = Annotated[
+    str | None,
+    typer.Option(help="Number of bands of --correlation, or auto: the best of a few for --target-epsilon."),
+]
+AROUND = (1 / 4, 1 / 2, 1, 2, 4)
+"""Numbers of bands that `auto` tries, over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 
 
 def parse(
-    run: SampledMechanism, sampling: str, name: str | None, bands: int | None, *, of_known_length: bool
+    run: SampledMechanism,
+    sampling: Any,
+    name: str | None,
+    bands: str | None,
+    *,
+    of_known_length: bool,
+    target_epsilon: float | None,
+    target_delta: float,
 ) -> SampledMechanism:
     """Return `run` with this sampling and correlation; raise ConfigurationError for pairs that cannot be analysed."""
     check_choice("--sampling", sampling, get_args(SamplingName))
@@ -38,15 +51,35 @@ def parse(
             f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
             f"for the noise or for epsilon."
         )
+    if bands == "auto" and name is not None:
+        if target_epsilon is None:
+            raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
+        check_choice("--correlation", name, list(KINDS))
+        return _best(run, sampling, name, target_epsilon=target_epsilon, target_delta=target_delta)
     return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands))
 
 
-def correlation_of(name: str | None, bands: int | None) -> BandedInverse | BandMF | None:
+def correlation_of(name: str | None, bands: str | None) -> BandedInverse | BandMF | None:
     """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
     check_choice("--correlation", name, (None, *KINDS))
     if (name is None) != (bands is None):
         raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
-    return None if name is None or bands is None else KINDS[name](bands=bands)
+    if name is None or bands is None:
+        return None
+    if not bands.isdigit():
+        raise ConfigurationError(f"--bands {bands}: give a number of bands, or auto with --target-epsilon.")
+    return KINDS[name](bands=int(bands))
+
+
+def _best(run: SampledMechanism, sampling: Any, name: str, **budget: Any) -> SampledMechanism:
+    """Return `run` with the number of bands that has the least error within the budget."""
+    steps, samples, size = run.schedule.steps, run.sample_size, run.schedule[0]
+    most = min(steps, samples // size) if name == "band-mf" else steps
+    middle = budget["target_epsilon"] * math.sqrt(steps) / max(1.0, steps * size / samples)
+    tried = {min(max(1, round(middle * factor)), most) for factor in AROUND}
+    runs = [replace(run, sampling=sampling, noise_correlation=KINDS[name](bands=bands)) for bands in sorted(tried)]
+    best = min(runs, key=lambda run: calibrate(run, **budget).error)
+    return replace(best, noise_multiplier=run.noise_multiplier)
 
 
 def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) -> float | None:
@@ -61,10 +94,19 @@ def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) ->
 def in_words(run: SampledMechanism, ratio: float) -> str:
     """Describe `error_over_dp_sgd` and the noise multiplier."""
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
-    advice = "this noise pays" if ratio < 1 else "take --sampling poisson, which has less noise"
+    it = "noise" if run.noise_correlation else "sampling"
+    advice = f"this {it} pays" if ratio < 1 else "take --sampling poisson, which has less noise"
+    what, hint = "", ""
+    if run.noise_correlation is not None:
+        what = f"Correlation: {run.noise_correlation!r}. "
+        hint = f" (Correlation pays for a large ε and few epochs; here {sampled / run.sample_size:.3g}.)"
+    if run.sampling != "balls-in-bins":
+        moved = rounded_up(replace(run, noise_multiplier=1.0).sensitivity)
+        what += (
+            f"The independent noise has standard deviation σ · {moved} · max_grad_norm, for all participations of a "
+            f"sample.\n"
+        )
     return (
-        f"The independent noise under the correlation has standard deviation σ · {rounded_up(run.sensitivity)} · "
-        f"max_grad_norm.\nNoise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of "
-        f"DP-SGD with Poisson sampling at this ε: {advice}. (Correlation pays for a large ε and few epochs; here "
-        f"{sampled / run.sample_size:.3g}.)"
+        f"{what}Noise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of DP-SGD "
+        f"with Poisson sampling at this ε: {advice}.{hint}"
     )

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 import dpshard
-from dpshard.accounting import relation_of, rounded_up
+from dpshard.accounting import Mechanism, relation_of, rounded_up
 from dpshard.accounting.risk import profile
 from dpshard.applications.cli.data import size
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
@@ -37,6 +37,7 @@ _OF_MECHANISM = (
 def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Return the report as plain values; `scores` are of the test split, "before" and "after"."""
     data, engine, mechanism = run.data, run.engine, run.engine.mechanism
+    poisson = mechanism.sampling == "poisson"
     return {
         "task": run.settings.task,
         "model": run.settings.model,
@@ -48,12 +49,18 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "delta": mechanism.target_delta,
             "profile": profile(engine.epsilon) if mechanism.noise_multiplier else [],
             "protected_unit": data.sample,
-            "neighbouring_relation": relation_of([mechanism.release(0)]),
-            "sampling": "truncated Poisson" if mechanism.max_batch_size else "Poisson",
+            "neighbouring_relation": relation_of([mechanism.release(0)]) if poisson else "zero-out",
+            "sampling": _sampling(mechanism),
+            "sensitivity": mechanism.sensitivity,
+            "noise_correlation": None if mechanism.noise_correlation is None else repr(mechanism.noise_correlation),
             **{name: getattr(mechanism, name) for name in _OF_MECHANISM},
             **{name: getattr(run.settings, name) for name in ("clipping_fn", "clipping_style", "clipping_quantile")},
             "phases": [
-                {"expected_batch_size": batch, "sampling_probability": batch / mechanism.sample_size, "steps": steps}
+                {
+                    "expected_batch_size": batch,
+                    "sampling_probability": batch / mechanism.sample_size if poisson else None,
+                    "steps": steps,
+                }
                 for batch, steps in mechanism.schedule.phases()
             ],
             "steps": engine.step,
@@ -123,20 +130,21 @@ def mechanism_rows(privacy: Mapping[str, Any], texts: Texts | None = None) -> li
     """Return sampling, clipping, noise, releases and accountant as names and values, in English without `texts`."""
     say = texts or english()
     sigma, norm, quantile = privacy["noise_multiplier"], privacy["max_grad_norm"], privacy["clipping_quantile"]
-    capped = privacy["max_batch_size"]
+    capped, named = privacy["max_batch_size"], privacy["sampling"]
+    named = {"Poisson": say("sampling.poisson"), "truncated Poisson": say("sampling.truncated")}.get(named, named)
     cap = say("sampling.cap", cap=f"{capped:,}") if capped else ""
     phases = "; ".join(
         say(
-            "sampling.phase",
+            "sampling.steps" if phase["sampling_probability"] is None else "sampling.phase",
             steps=f"{phase['steps']:,}",
-            q=f"{phase['sampling_probability']:.6g}",
+            q=f"{phase['sampling_probability'] or 0:.6g}",
             batch=f"{phase['expected_batch_size']:,}",
             size=f"{privacy['sample_size']:,}",
         )
         for phase in privacy["phases"]
     )
     noise = say("noise.discrete" if privacy.get("noise") == "discrete-gaussian" else "noise.gaussian")
-    unit, moves, counts = say("noise.fixed", deviation=f"{sigma * norm:.6g}"), "", ""
+    unit, moves, counts = _noise_unit(privacy, say), "", ""
     if quantile is not None:
         unit, counts = say("noise.moving"), say("releases.counts")
         moves = say("clipping.moves", quantile=f"{quantile:g}")
@@ -146,12 +154,27 @@ def mechanism_rows(privacy: Mapping[str, Any], texts: Texts | None = None) -> li
     earlier = [say("earlier.bounds", sigma=f"{noise:.6g}") for noise, _ in privacy.get("earlier", ())]
     return [
         *((say("row.earlier"), row) for row in earlier),
-        (say("row.sampling"), f"{say('sampling.truncated' if capped else 'sampling.poisson')}{cap}: {phases}"),
+        (say("row.sampling"), f"{named}{cap}: {phases}"),
         (say("row.clipping"), f"{say('clipping.norm', **clipped)}{moves}"),
         (say("row.noise"), say("noise.sigma", kind=noise, sigma=f"{sigma:.6g}", unit=unit)),
         (say("row.releases"), f"{released}{counts}"),
         (say("row.accountant"), f"{privacy['accountant']}{caution}"),
     ]
+
+
+def _sampling(mechanism: Mechanism) -> str:
+    if mechanism.sampling != "poisson":
+        return mechanism.sampling
+    return "truncated Poisson" if mechanism.max_batch_size else "Poisson"
+
+
+def _noise_unit(privacy: Mapping[str, Any], say: Texts) -> str:
+    sensitivity, correlation = privacy.get("sensitivity", 1.0), privacy.get("noise_correlation")
+    deviation = f"{privacy['noise_multiplier'] * privacy['max_grad_norm'] * sensitivity:.6g}"
+    if sensitivity == 1 and correlation is None:
+        return say("noise.fixed", deviation=deviation)
+    vectors = say("noise.every_sum") if correlation is None else say("noise.vectors", correlation=correlation)
+    return say("noise.of_run", sensitivity=f"{sensitivity:.6g}", deviation=deviation, vectors=vectors)
 
 
 def _markdown(report: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from dpshard.applications import user_code
-from dpshard.config import AccountantName, ClippingStyle, NoiseName, check_choice
+from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
@@ -129,6 +129,17 @@ class TrainSettings:
     max_batch_size: str | None = _privacy(
         None, "Cap of a logical batch in samples, or 'auto' (B + 6 sqrt B): truncated Poisson sampling."
     )
+    sampling: SamplingName = _privacy(
+        "poisson",
+        "How batches are drawn: poisson; balls-in-bins, every sample in one random step of each epoch; fixed-order, "
+        "every sample once an epoch in one order; or cyclic-poisson, with --correlation band-mf.",
+    )
+    correlation: Literal["none", "banded-inverse", "band-mf"] = _privacy(
+        "none", "Noise that partly cancels over the steps, with --bands; for fixed-order or cyclic-poisson."
+    )
+    bands: int | None = _privacy(
+        None, "Number of bands of --correlation; dpshard account --bands auto finds a good one."
+    )
     secure_mode: bool = _privacy(
         False, "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing."
     )
@@ -228,8 +239,15 @@ class TrainSettings:
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
             "adaptive_clipping": None if quantile is None else QuantileTracking(quantile),
+            "noise_correlation": self._correlation(),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
+
+    def _correlation(self) -> Any:
+        from dpshard.applications.cli.correlated import correlation_of  # imports numpy
+
+        bands = None if self.bands is None else str(self.bands)
+        return correlation_of(None if self.correlation == "none" else self.correlation, bands)
 
     def to_yaml(self) -> str:
         """Return YAML of these settings for `read_yaml` and `resolve`."""
@@ -324,7 +342,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 _MECHANISM = (
     "epochs steps target_epsilon noise_multiplier target_delta max_grad_norm clipping_fn clipping_style clipping_mode "
-    "accountant secure_mode noise"
+    "accountant secure_mode noise sampling"
 ).split()
 
 _RANGES: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [

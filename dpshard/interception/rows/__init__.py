@@ -1,12 +1,14 @@
 """Evidence that row i of every forward of a micro-batch is sample i.
 
 `identity.py` watches a micro-batch; `doubts.py` keeps the findings until the release. The other files hold one kind of
-evidence each: repeated rows, copies of the last sample, computations between two parts of a model. May import `run.py`
+evidence each: repeated rows, copies of the last sample, computations between two parts of a model. `own_loop.py` tells
+apart the samples of a loop of the user's own. May import `run.py`
 of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
 """
 
 from dpshard.interception.rows.copies import Copies
 from dpshard.interception.rows.doubts import Doubt, Doubts
 from dpshard.interception.rows.identity import RowIdentity
+from dpshard.interception.rows.own_loop import FedRows
 
-__all__ = ["Copies", "Doubt", "Doubts", "RowIdentity"]
+__all__ = ["Copies", "Doubt", "Doubts", "FedRows", "RowIdentity"]

@@ -65,12 +65,12 @@ class Rows:
         """Hash of each row, int64, from the bits and places of its elements."""
         words = _words(self.sampled).long()
         words = words.reshape(len(words), words[:1].numel())
-        return _mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
+        return mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
 
     @cached_property
     def hash(self) -> Tensor:
         """Hash of the rows in any order, int64 []."""
-        return _mixed(self.hash_B).sum()
+        return mixed(self.hash_B).sum()
 
     @property
     def changes(self) -> Tensor:
@@ -80,7 +80,7 @@ class Rows:
 
     def hash_of_units(self, rows_per_unit: int) -> Tensor:
         """Return a hash of the rows of each unit in whatever order, int64 [units]."""
-        return self.hash_B if rows_per_unit == 1 else _mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
+        return self.hash_B if rows_per_unit == 1 else mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
         """Return True (bool []) if these rows are those of one of `others` in another order than in any, or None.
@@ -105,7 +105,8 @@ def _words(x: Tensor) -> Tensor:
     return x.contiguous().view(_WORDS[x.itemsize])
 
 
-def _mixed(words: Tensor) -> Tensor:
+def mixed(words: Tensor) -> Tensor:
+    """Return a hash of each word, int64."""
     words = (words ^ (words >> 31)) * _MIX
     words = (words ^ (words >> 29)) * _MIX_AGAIN
     return words ^ (words >> 32)

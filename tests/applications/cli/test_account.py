@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -231,6 +232,29 @@ def test_correlated_noise_is_planned_and_compared_with_dp_sgd(dpshard):
     assert answers["rdp"]["error_over_dp_sgd"] is None
 
 
+def test_balls_in_bins_are_whole_epochs_and_compared_with_dp_sgd(dpshard):
+    """At low noise they need less of it; epochs have round(N / B) steps."""
+    run = ["account", "--sample-size", 42_061, "--batch-size", 1024, "--epochs", 10, "--epsilon", 8, "--delta", 8e-6]
+    (answer,) = json.loads(dpshard(*run, "--sampling", "balls-in-bins", "--json").stdout)["answers"]
+    assert answer["steps"] == 410
+    assert answer["accountant"] == "pld"
+    assert answer["neighbouring_relation"] == "zero-out"
+    assert answer["noise_multiplier"] == pytest.approx(0.6555, abs=2e-4)
+    assert answer["error_over_dp_sgd"] == pytest.approx(0.960, abs=2e-3)
+    assert "this sampling pays" in " ".join(dpshard(*run, "--sampling", "balls-in-bins").stdout.split())
+
+
+def test_bands_are_chosen_for_the_budget(dpshard):
+    """The best of a few: no worse than its neighbours."""
+    run = "--steps 60 --epsilon 8 --accountant rdp --sampling fixed-order --correlation banded-inverse".split()
+    chosen = json.loads(dpshard("account", *MNIST, *run, "--bands", "auto", "--json").stdout)
+    bands = int(re.search(r"bands=(\d+)", chosen["plan"]["noise_correlation"]).group(1))
+    assert 1 < bands <= 60
+    for other in (bands // 2, min(60, 2 * bands)):
+        _, others = ask(dpshard, *run, "--bands", other)
+        assert chosen["answers"][0]["error_over_dp_sgd"] <= others["rdp"]["error_over_dp_sgd"] * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("epsilon", "advice"), [(8, "this noise pays"), (0.1, "take --sampling poisson")])
 def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
     words = "--epochs 3 --accountant rdp --sampling fixed-order --correlation banded-inverse --bands 8".split()
@@ -243,12 +267,16 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "cannot be analysed under --sampling poisson"),
+        ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "cannot be analysed under sampling='poisson'"),
         ("--steps 9 --sigma 1 --sampling fixed-order --bands 4", "go together"),
         ("--steps 9 --sigma 1 --sampling cyclic-poisson", "needs BandMF"),
-        ("--steps 9 --sigma 1 --sampling fixed-order --max-batch-size 300", "without a cap"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --max-batch-size 300", "not analysed with a cap"),
         ("--epsilon 2 --sigma 1 --sampling fixed-order", "known length"),
         ("--steps 9 --sigma 1 --sampling shuffled", "choose one of"),
+        ("--steps 9 --sigma 1 --sampling balls-in-bins --correlation band-mf --bands 2", "not analysed under"),
+        ("--steps 9 --sigma 1 --sampling balls-in-bins --accountant rdp", "accountant='pld'"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --correlation band-mf --bands auto", "give --target-epsilon"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --correlation band-mf --bands some", "give a number of bands"),
     ],
 )
 def test_correlations_that_are_not_analysed_are_refused(dpshard, words, message):
@@ -266,4 +294,4 @@ def test_units_of_several_samples(dpshard):
     said = dpshard(*run, "--max-rows-per-unit", 4).stdout
     assert "all samples of one unit, at most 4" in " ".join(said.split())
     wrong = [*run, "--max-rows-per-unit", 4, "--sampling", "fixed-order"]
-    assert "--max-rows-per-unit" in dpshard(*wrong, exit_code=2).stderr
+    assert "max_rows_per_unit" in dpshard(*wrong, exit_code=2).stderr

@@ -104,6 +104,17 @@ def test_the_report_states_the_whole_guarantee(finished):
         assert part in text
 
 
+def test_a_run_of_balls_in_bins_says_so(tmp_path, dpshard):
+    """Every training sample once an epoch; six steps are a part of an epoch of 20."""
+    dpshard("train", *QUICK, "--sampling", "balls-in-bins", "--out", tmp_path / "run")
+    privacy = report(tmp_path / "run")["privacy"]
+    assert privacy["sampling"] == "balls-in-bins"
+    assert privacy["neighbouring_relation"] == "zero-out"
+    assert "6 releases in epochs of 20" in privacy["statement"]
+    run = "--sample-size 1258 --batch-size 64 --steps 6 --sigma 1 --sampling balls-in-bins --json".split()
+    assert privacy["epsilon"] == pytest.approx(json.loads(dpshard("account", *run).stdout)["answers"][0]["epsilon"])
+
+
 def test_the_epsilon_of_a_run_is_that_of_account(finished, dpshard):
     run = "--sample-size 1258 --batch-size 64 --steps 6 --sigma 1 --accountant pld --json".split()
     answer = json.loads(dpshard("account", *run).stdout)["answers"][0]

@@ -1,0 +1,206 @@
+"""Privacy losses of random allocation: every sample is in one random step of each epoch.
+
+[Note: The pair of random allocation]
+An epoch has T steps. Each sample is in step I, uniform on 0, ..., T - 1 and independent of the other samples. Compare a
+sample with one that contributes zero, its neighbour; fix the steps of all others. Let g_t, |g_t| <= R, be what the
+sample would contribute at step t; it may depend on all earlier releases. Take units of R, and noise of standard
+deviation sigma. Draw x from Q = N(0, sigma^2 I_T), or from P, which adds 1 to coordinate I. Release s_t + g_t x_t + e_t
+at step t, with e_t ~ N(0, sigma^2 (1 - g_t g_t^T)). Given the past, this is N(s_t, sigma^2) under Q, and under P it is
+N(s_t + g_t, sigma^2) at step I. So the releases are one randomised function of x: the pair (P, Q) dominates both
+directions, for adaptive g_t and s_t as well, and for every allocation of the others, hence for their mixture. (Feldman
+and Shenfeld 2025, arXiv:2502.08202, and Chua et al. 2024, arXiv:2412.16802, have the same pair.) Epochs draw
+independently, so they compose. The first n steps of an epoch are a part of its releases, whose pair adds 1 to
+coordinate I if I < n.
+
+[Note: Convex order]
+Let A = dP/dQ. Both hockey sticks are means under Q of convex functions of A, (A - e^eps)+ and (1 - e^eps A)+. Under Q,
+A is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2), with mean 1 each. Move the mass of a value
+to its two neighbours on a grid, so that its mean stays. This can only raise means of convex functions, also after
+adding independent variables. So grids give a pair (P', Q') that dominates (P, Q), and 2 log2(T) sums of independent
+variables on grids give the distribution of A. Grids are uniform in log A, and no finer than A is spread.
+
+Masses are kept under Q and under P, where the mass of a value a is a times that under Q. Mass that is cut off counts as
+an infinite loss: at most TAIL at each end of each grid, and less than 8 T TAIL in all, as A is a sum over a tree of 2 T
+nodes. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from dp_accounting.pld import pld_pmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from numpy.typing import NDArray
+from scipy import special
+
+Masses = NDArray[np.float64]
+
+TAIL = 1e-20
+"""Mass that is cut off at each end of a grid."""
+ROUNDING = 1e-6
+"""Bound on the relative rounding of masses, for any T up to 2^30."""
+FINENESS = 0.05
+"""Grid interval over the standard deviation of log A, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ratio:
+    """Distribution of a ratio A of mean 1, on the grid log A = interval * (first + i)."""
+
+    interval: float
+    first: int
+    under_q: Masses
+    """Masses [n]; what is missing to 1 has A = 0."""
+    under_p: Masses
+    """Masses [n], A times `under_q`; what is missing to 1 has infinite A."""
+
+    @property
+    def logs(self) -> Masses:
+        """Log A [n]."""
+        return np.float64(self.interval) * np.arange(self.first, self.first + len(self.under_q), dtype=np.float64)
+
+    def cut(self) -> Ratio:
+        """Return it without tails of mass TAIL: the lower one under Q, the upper one under P."""
+        start = int(np.searchsorted(np.cumsum(self.under_q), TAIL))
+        stop = len(self.under_p) - int(np.searchsorted(np.cumsum(self.under_p[::-1]), TAIL))
+        return Ratio(self.interval, self.first + start, self.under_q[start:stop], self.under_p[start:stop])
+
+    def on(self, interval: float) -> Ratio:
+        """Return it on another grid, with every mean kept; see [Note: Convex order]."""
+        if interval == self.interval:
+            return self
+        low, weights = _split(self.logs, interval)
+        first, length = int(low[0]), int(low[-1] - low[0]) + 2
+        under_q, under_p = np.zeros(length), np.zeros(length)
+        for shift, of_q, of_p in weights:
+            places = low - first + shift
+            under_q += np.bincount(places, of_q * self.under_q, length)
+            under_p += np.bincount(places, of_p * self.under_p, length)
+        return Ratio(interval, first, under_q, under_p).cut()
+
+
+def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple[int, Masses, Masses]]]:
+    """Return the grid points below values, and (shift, parts of the mass under Q, under P) for both neighbours."""
+    low = np.floor(logs / interval).astype(np.int64)
+    above = np.clip(logs - low * interval, 0.0, interval)
+    upper = np.expm1(above) / math.expm1(interval)
+    return low, [
+        (0, 1 - upper, (1 - upper) * np.exp(-above)),
+        (1, upper, upper * np.exp(interval - above)),
+    ]
+
+
+def losses(
+    noise_multiplier: float, epoch_steps: int, steps: int, interval: float, fineness: float = FINENESS
+) -> PrivacyLossDistribution:
+    """Return the losses of the first `steps` steps of an epoch of `epoch_steps`, on a grid; an upper bound."""
+    ratio = allocation(noise_multiplier, epoch_steps, steps, fineness).on(interval)
+    q, p = ratio.under_q, ratio.under_p
+    last, cut_off = ratio.first + len(q) - 1, 8 * epoch_steps * TAIL
+    remove = pld_pmf.DensePLDPmf(interval, ratio.first, p, cut_off, True)
+    add = pld_pmf.DensePLDPmf(interval, -last, q[::-1].copy(), cut_off, True)
+    return PrivacyLossDistribution(remove, add)
+
+
+def interval(counts: Sequence[tuple[tuple[float, int, int], int]], grid_points: int) -> float:
+    """Return a grid interval for the composition of (arguments of `allocation`, count), of about `grid_points`."""
+    ratios = [(allocation(*arguments), count) for arguments, count in counts]
+    finest, single = min(ratio.interval for ratio, _ in ratios), max(np.ptp(ratio.logs) for ratio, _ in ratios)
+    # The mean loss is at most log(1 + v), v the variance of A, and the variance of the loss about as much.
+    mean = sum(count * math.log1p(math.expm1(sigma**-2) * n / T**2) for (sigma, T, n), count in counts)
+    return max(finest, (single + 2 * mean + 20 * math.sqrt(mean)) / grid_points)
+
+
+def allocation(noise_multiplier: float, epoch_steps: int, steps: int, fineness: float = FINENESS) -> Ratio:
+    """Return A of the first `steps` steps of an epoch; see [Note: Convex order]."""
+    ratio = mean_of(steps, noise_multiplier, fineness)
+    if steps == epoch_steps:
+        return ratio
+    nothing = Ratio(ratio.interval, 0, np.ones(1), np.ones(1))  # the sample is in a later step
+    return _mixed(ratio, steps, nothing, epoch_steps - steps, ratio.interval)
+
+
+@lru_cache(maxsize=256)
+def mean_of(n: int, sigma: float, fineness: float) -> Ratio:
+    """Return the mean of `n` independent ratios of one Gaussian release each."""
+    # The spread of log A for a log-normal of the variance of A (Fenton and Wilkinson), on powers of 2.
+    spread = math.sqrt(math.log1p(math.expm1(sigma**-2) / n))
+    interval = 2.0 ** math.floor(math.log2(fineness * spread))
+    if n == 1:
+        return _gaussian(sigma, interval)
+    return _mixed(mean_of(n // 2, sigma, fineness), n // 2, mean_of(n - n // 2, sigma, fineness), n - n // 2, interval)
+
+
+def _gaussian(sigma: float, interval: float) -> Ratio:
+    """Return the ratio of N(1, sigma^2) to N(0, sigma^2): log A ~ N(-1/2, 1) / sigma^2 in units of its deviation."""
+    half = 1 / (2 * sigma)
+    reach = -special.ndtri(TAIL / 4)
+    first, last = math.floor((-half - reach) / sigma / interval), math.ceil((half + reach) / sigma / interval)
+    logs = interval * np.arange(first, last + 1)
+    q, p = _cells(sigma * logs + half), _cells(sigma * logs - half)
+    # In a cell from a to b of mass q and mean m, (b - m) / (b - a) of the mass goes to a. Its mean is m = p / q.
+    upper = np.clip((p * np.exp(-logs[:-1]) - q) / math.expm1(interval), 0.0, q)
+    under_q = np.append(q - upper, 0.0)
+    under_q[1:] += upper
+    return Ratio(interval, first, under_q, np.exp(logs) * under_q).cut()
+
+
+def _cells(edges: Masses) -> Masses:
+    """Return the masses of a standard normal between `edges`, each from the nearer tail."""
+    return np.where(edges[1:] > 0, -np.diff(special.ndtr(-edges)), np.diff(special.ndtr(edges)))
+
+
+def _mixed(a: Ratio, m: int, b: Ratio, k: int, interval: float) -> Ratio:
+    """Return (m A + k B) / (m + k) of independent A and B; `interval` divides theirs."""
+    common = min(a.interval, b.interval)
+    a, b = a.on(common), b.on(common)
+    stride = round(common / interval)
+    shrink = min(0, math.floor(math.log(min(m, k) / (m + k)) / interval)) - 1
+    first = stride * min(a.first, b.first) + shrink
+    length = stride * max(a.first + len(a.under_q), b.first + len(b.under_q)) + 2 - first
+    out_q, out_p = np.zeros(length), np.zeros(length)
+    _add(out_q, out_p, first, a, m, b, k, 0, stride, interval)
+    _add(out_q, out_p, first, b, k, a, m, 1, stride, interval)
+    return Ratio(interval, first, out_q, out_p).cut()
+
+
+def _add(
+    out_q: Masses,
+    out_p: Masses,
+    first: int,
+    a: Ratio,
+    m: int,
+    b: Ratio,
+    k: int,
+    least: int,
+    stride: int,
+    interval: float,
+) -> None:
+    """Add the pairs in which A is at least `least` grid points above B."""
+    least = max(least, a.first - b.first - len(b.under_q) + 1)
+    most = a.first + len(a.under_q) - 1 - b.first
+    if most < least:
+        return
+    distance = np.arange(least, most + 1)
+    # The mean over A depends on the distance only.
+    ratio = np.logaddexp(math.log(m), math.log(k) - distance * a.interval) - math.log(m + k)
+    low, weights = _split(ratio, interval)
+    edges = np.flatnonzero(np.diff(low)) + 1
+    for start, stop in zip([0, *edges], [*edges, len(low)], strict=True):
+        # All B at these distances below A: index j + distance = i.
+        begin = b.first + least + int(start) - a.first
+        i0, i1 = max(0, begin), min(len(a.under_q), begin + len(b.under_q) + int(stop - start) - 1)
+        if i1 <= i0:
+            continue
+        for shift, of_q, of_p in weights:
+            kernel_q, kernel_p = of_q[start:stop], of_p[start:stop]
+            place = stride * (a.first + i0) + int(low[start]) + shift - first
+            out = slice(place, place + stride * (i1 - i0 - 1) + 1, stride)
+            within = slice(i0 - begin, i1 - begin)
+            out_q[out] += a.under_q[i0:i1] * np.convolve(b.under_q, kernel_q)[within]
+            by_q, by_p = np.convolve(b.under_q, kernel_p)[within], np.convolve(b.under_p, kernel_p)[within]
+            out_p[out] += (m * a.under_p[i0:i1] * by_q + k * a.under_q[i0:i1] * by_p) / (m + k)

@@ -1,0 +1,75 @@
+"""How the steps of a run with random allocation compose: an epoch is one release.
+
+[Note: Epochs of a run]
+Each sample is in one random step of every epoch of T steps, so the T sums of an epoch are one release ([Note: The pair
+of random allocation] in allocation.py), and the first n of them are one of `allocated_steps` = n. Epochs draw
+independently, so they compose.
+
+A step that is taken again has independent noise, and draws the same batch. If step t was released k_t times, P adds
+sqrt(k_t) to coordinate t ([Note: Copies of a step share their batch] in copies.py). Let k be the largest k_t of the
+epoch. Scaling coordinate t down and adding noise turns sqrt(k) into sqrt(k_t). So the epoch costs at most one with
+noise multiplier sigma / sqrt(k).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from dpshard.accounting.copies import Span
+from dpshard.accounting.releases import Release
+
+
+@dataclass(frozen=True, slots=True)
+class BallsInBins:
+    """A release for every epoch; a Course."""
+
+    release: Release
+    """Of a whole epoch."""
+    steps: int
+    """Planned number of steps."""
+    open_ended: ClassVar[bool] = True
+    """See Course: further epochs cost as much as the planned ones."""
+
+    @property
+    def sensitivity(self) -> float:
+        """See Course: noise is independent."""
+        return 1.0
+
+    def cost(self, spans: Iterable[Span]) -> Counter[Release]:
+        """See Course; see [Note: Epochs of a run]."""
+        T, total, spans = self.release.epoch_steps, Counter[Release](), list(spans)
+        if len(spans) == 1 and spans[0].start == 0:  # almost always
+            whole, rest = divmod(spans[0].stop, T)
+            return +Counter({self._of(T, 1): whole, self._of(max(1, rest), 1): int(rest > 0)})
+        for parts in _by_epoch(spans, T).values():
+            changes = Counter[int]()  # of the number of copies
+            for start, stop in parts:
+                changes[start] += 1
+                changes[stop] -= 1
+            copies = max(itertools.accumulate(changes[step] for step in sorted(changes)))
+            total[self._of(max(changes), copies)] += 1
+        return total
+
+    def _of(self, steps: int, copies: int) -> Release:
+        sigma = self.release.noise_multiplier / math.sqrt(copies)
+        share = steps / self.release.epoch_steps
+        return replace(self.release, noise_multiplier=sigma, sampling_probability=share, allocated_steps=steps)
+
+    def in_words(self, steps: int) -> str:
+        """See Course."""
+        T = self.release.epoch_steps
+        return f"{steps} releases in epochs of {T}, with every sample in one random step of each (balls in bins)"
+
+
+def _by_epoch(spans: Iterable[Span], T: int) -> dict[int, list[tuple[int, int]]]:
+    """Return the parts of the spans in each epoch, as first and last step within it."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for span in spans:
+        for epoch in range(span.start // T, -(-span.stop // T)):
+            found[epoch].append((max(span.start - epoch * T, 0), min(span.stop - epoch * T, T)))
+    return found

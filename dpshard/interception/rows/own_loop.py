@@ -1,0 +1,41 @@
+"""Fingerprints of the rows that a loop of the user's own feeds, to know which samples take part.
+
+A sample is one row, or unit of rows, of all inputs of a forward together; labels outside the model do not count. Rows
+are compared by at most WIDTH elements of each input, evenly spaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.interception.rows.fingerprints import Rows, mixed
+from dpshard.interception.run import Run
+
+
+class FedRows:
+    """The samples fed since the last release, each once, because each forward brings other samples."""
+
+    def __init__(self) -> None:
+        self._fed: list[Tensor] = []
+
+    def enter(self, run: Run) -> None:
+        """Add the samples of a forward."""
+        hash_B = torch.zeros((), dtype=torch.int64)
+        for place, (x, dim) in enumerate(run.carrying()):
+            of_x = Rows.of(x, dim).hash_of_units(run.rows_per_unit)
+            hash_B = hash_B.to(of_x.device) + mixed(of_x + place)
+        self._fed.append(hash_B)
+
+    def leave(self, output: Any) -> None:
+        """Do nothing: outputs do not tell samples apart."""
+
+    def fingerprints(self) -> Tensor:
+        """Return the hash of every sample, int64 [n]."""
+        return torch.cat(self._fed) if self._fed else torch.zeros(0, dtype=torch.int64)
+
+    def clear(self) -> None:
+        """Begin anew, after a release or a restart."""
+        self._fed.clear()

@@ -1,0 +1,54 @@
+"""Random allocation (balls in bins): every sample is in one random step of each epoch.
+
+[Note: One draw an epoch]
+Every sample draws its step of the epoch, independently and uniformly. The accountant relies on exactly this. A step is
+a function of run secret, epoch and sample, so all ranks agree, and a resumed run continues the epoch. The first step of
+an epoch that is asked for draws the steps of all N samples, and sorts the samples by step. This takes O(N) time and 10
+N bytes, of which 8 N stay until the next epoch. Further steps read their part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpshard.randomness import RandomSource, derive_key
+
+_DRAWN_AT_ONCE = 2**20
+"""Samples whose random words are in memory at once."""
+
+
+@dataclass(frozen=True)
+class AllocationSampler:
+    """The logical batch of every step, as a function of secret and step."""
+
+    sample_size: int
+    """Number of samples N of the data set."""
+    epoch_steps: int
+    """Number of steps of an epoch."""
+    secret: bytes = field(repr=False)
+    """Run secret, 32 bytes."""
+    _drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict, repr=False)
+
+    def draw(self, step: int) -> NDArray[np.int64]:
+        """Return sorted distinct indices [n] of the logical batch of `step`; see [Note: One draw an epoch]."""
+        epoch, place = divmod(step, self.epoch_steps)
+        if epoch not in self._drawn:
+            self._drawn.clear()
+            self._drawn[epoch] = self._sorted(epoch)
+        samples, starts = self._drawn[epoch]
+        return samples[starts[place] : starts[place + 1]]
+
+    def _sorted(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the samples [N] by their step, and the start of each step [epoch_steps + 1]."""
+        source = RandomSource(derive_key(self.secret, "allocation", epoch))
+        # Small integers are sorted in linear time.
+        steps = np.empty(self.sample_size, np.uint16 if self.epoch_steps <= 2**16 else np.uint32)
+        for start in range(0, self.sample_size, _DRAWN_AT_ONCE):
+            part = steps[start : start + _DRAWN_AT_ONCE]
+            # Words of 64 bits: a step is as likely as another to 1 in 2^64 / epoch_steps.
+            part[:] = source.words(len(part)) % np.uint64(self.epoch_steps)
+        ends = np.cumsum(np.bincount(steps, minlength=self.epoch_steps))
+        return np.argsort(steps, kind="stable"), np.concatenate([[0], ends])
