@@ -306,6 +306,26 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
     report(out)
 
 
+@app.command()
+def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
+    """Measure correlated noise: nanoseconds per element by the number of vectors, and accuracy on digits."""
+    from benchmarks import correlated as part
+
+    times = part.seconds(2**12 if tiny else part.ELEMENTS)
+    for row in times:
+        console.out.print(f"p = {row['vectors']:>2}: {row['ns']:.2f} ns/element")
+    small = {"epsilons": (8.0,), "epochs": (1,), "seeds": 1} if tiny else {}
+    trained = []
+    for row in part.training(*part.digits(), **small):
+        trained.append(row)
+        accuracy = row["accuracy"]
+        console.out.print(
+            f"epsilon {row['epsilon']:g}, {row['epochs']} epochs, {row['mechanism']}: RMSE {row['rmse']:.3f}, "
+            f"{accuracy['mean']:.3f} +- {accuracy['stdev']:.3f} at learning rate {row['learning_rate']:g}"
+        )
+    results_files.write(out, "correlated", "correlated", {"times": times, "training": trained})
+
+
 @app.command("fixed-cost")
 def fixed_cost(
     blocks: Annotated[list[int] | None, typer.Argument(min=1, help="Equal blocks. [dim]\\[default: 24][/]")] = None,

@@ -14,6 +14,7 @@ from dpshard.applications.audit.noise import Finding
 from dpshard.applications.audit.one_run import Canaries, GradientCanaries, InputCanaries, refuted, toss_coins
 from dpshard.applications.audit.releases import ReleasesAudit, audit_releases
 from dpshard.applications.audit.steps import StepsAudit, audit_steps
+from dpshard.applications.audit.whole_runs import audit_runs
 
 __all__ = [
     "FALSE_ALARM",
@@ -27,6 +28,7 @@ __all__ = [
     "StepsAudit",
     "Trials",
     "audit_releases",
+    "audit_runs",
     "audit_steps",
     "gdp_delta",
     "gdp_epsilon",

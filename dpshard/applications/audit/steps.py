@@ -61,16 +61,17 @@ class StepsAudit:
 
     @property
     def accounted_mu(self) -> float | None:
-        """Mu of a Gaussian guarantee (every sample in every step, Gaussian noise); None for others."""
+        """Mu of a Gaussian guarantee (Gaussian noise, every sample in every step or a fixed order); None for others."""
         mechanism = self.mechanism
+        if mechanism.sampling == "fixed-order":
+            return 1 / mechanism.noise_multiplier
         sure = mechanism.schedule[0] == mechanism.sample_size and mechanism.max_batch_size is None
         gaussian = sure and mechanism.noise == "gaussian"
         return math.sqrt(self.steps) / mechanism.noise_multiplier if gaussian else None
 
     def accounted(self, delta: float) -> float:
         """Return the accounted epsilon of one trial."""
-        releases = ((self.mechanism.release(0), self.steps),)
-        return epsilon_of(releases, delta, self.mechanism.accountant)
+        return epsilon_of(self.mechanism.releases(self.steps), delta, self.mechanism.accountant)
 
     def lower_bound(self, delta: float, confidence: float) -> float:
         """Return a lower bound on epsilon that holds with probability `confidence`, from mu if Gaussian."""
@@ -143,7 +144,7 @@ def audit_steps(
         played = _Game(prepared, engine, canary, loss, steps, micro_batch_size).play(x, y, trials, on_step)
     finally:
         engine.detach()
-    return StepsAudit(trials=_judge(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    return StepsAudit(trials=judge(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
 
 
 _Release = tuple[list[float], list[float]]
@@ -167,7 +168,7 @@ class _Game:
         """Return the releases of each trial, by the weight of the canary in it: 1.0 or 0.0."""
         step, datasets = stepping(self.model), {weight: _data(self.engine, x, y, weight) for weight in (1.0, 0.0)}
         played: dict[float, list[list[_Release]]] = {1.0: [], 0.0: []}
-        for weight in _order(trials):
+        for weight in order_of(trials):
             played[weight].append([])
             for release in self._releases(step, datasets[weight]):
                 played[weight][-1].append(release)
@@ -202,7 +203,7 @@ def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorD
     return TensorDataset(x[rows], y[rows], weights, torch.arange(n) == n - 1)
 
 
-def _order(trials: int) -> list[float]:
+def order_of(trials: int) -> list[float]:
     """Return `trials` times 1.0 (with the canary) and 0.0 (without), in a random order equal on all ranks."""
     # Effects of earlier steps, such as adaptive thresholds, must not reveal the canary.
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
@@ -220,7 +221,9 @@ class _Scores(NamedTuple):
         """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
         var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
-        ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, np.sqrt(var_NT))
+        # A step without the canary tells nothing; its deviation must not be 0.
+        std_NT = np.sqrt(np.where(var_NT > 0, var_NT, 1.0))
+        ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, std_NT)
         return ratio_NT.sum(1)
 
     def spread(self) -> NDArray[np.float64]:
@@ -254,10 +257,14 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
     return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
-def _judge(played: dict[float, Any], mechanism: Mechanism) -> Trials:
-    """Select a test on the first fifth of the trials, and count its errors on the others."""
+def judge(played: dict[float, Any], mechanism: Mechanism, q: float | None = None) -> Trials:
+    """Select a test on the first fifth of the trials, and count its errors on the others.
+
+    `q`: probability of the canary to be in a step; by default that of Poisson sampling.
+    """
     without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
-    q, sigma = mechanism.schedule[0] / mechanism.sample_size, mechanism.noise_multiplier
+    q = mechanism.schedule[0] / mechanism.sample_size if q is None else q
+    sigma = mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
     # Without noise the variance is that of rounding, or 0, and `likelihood` divides by it.

@@ -1,0 +1,73 @@
+"""The audit of runs in a fixed order refutes planted faults, and passes the sound engine (rows 1, 2, 20).
+
+Under a random secret a sound engine would be refuted with probability 1e-6 at most; secrets are fixed here. Faults that
+weaken no bound, such as a dropped weight of the noise, show in its covariance
+(tests/distributed/test_correlated_noise.py).
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dpshard import BandedInverse
+from dpshard.accounting import courses
+from dpshard.applications.audit import audit_runs
+from dpshard.noise.correlation import sensitivities
+from dpshard.noise.keyed import KeyedGaussian
+from dpshard.sampling import FixedOrderSampler
+from tests.applications.audit.test_steps import classifier
+
+SIGMA = 1.0
+
+
+@pytest.fixture(autouse=True)
+def known_secrets(monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: next(numbers).to_bytes(32, "little"))
+
+
+def audit(samples=2, bands=3):
+    """One sample a step, 8 steps: the canary is in 8 / samples of them."""
+    model, x, y, loss = classifier()
+    options = {"noise_correlation": BandedInverse(bands=bands), "noise_multiplier": SIGMA, "trials": 100}
+    return audit_runs(model, x[:samples], y[:samples], loss, steps=8, batch_size=1, **options)
+
+
+def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
+    found = audit()
+    assert found.accounted_mu == 1 / SIGMA
+    assert found.refuted_at() is None
+    assert 0.4 < found.trials.mu(0.95) < 1.3
+
+
+def participate_at_every_step(monkeypatch):
+    monkeypatch.setattr(FixedOrderSampler, "draw", lambda self, step: np.array([3]))
+
+
+def count_a_single_column(monkeypatch):
+    monkeypatch.setattr(
+        courses, "sensitivities", lambda correlation, steps, separation: sensitivities(correlation, steps, steps)
+    )
+
+
+def weaken_the_vectors(monkeypatch):
+    release_ = KeyedGaussian.release_
+    monkeypatch.setattr(
+        KeyedGaussian,
+        "release_",
+        lambda self, shards, *, step, std, divisor=1.0: release_(self, shards, step=step, std=std / 3, divisor=divisor),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "samples"),
+    [
+        (participate_at_every_step, 4),
+        (count_a_single_column, 1),
+        pytest.param(weaken_the_vectors, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_fault_is_refuted(fault, samples, monkeypatch):
+    fault(monkeypatch)
+    assert audit(samples).refuted_at() is not None
