@@ -127,6 +127,7 @@ def audit_steps(
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
     check_positive("noise_multiplier", noise_multiplier)
     refuse_units(options, "audit_steps")
+    refuse_sampling(options, "audit_steps")
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -229,6 +230,15 @@ class _Scores(NamedTuple):
     def spread(self) -> NDArray[np.float64]:
         """Return the spread over the steps of each trial, [N]."""
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
+
+
+def refuse_sampling(options: dict[str, Any], where: str) -> None:
+    """Raise ConfigurationError for engines whose steps are no releases of their own."""
+    if options.get("sampling", "poisson") != "poisson":
+        raise ConfigurationError(
+            f"{where} plays single steps of Poisson samples, so it says nothing about sampling="
+            f"{options['sampling']!r}. Audit runs in a fixed order by audit_runs."
+        )
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
