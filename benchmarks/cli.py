@@ -295,6 +295,15 @@ def units(
 
 
 @app.command()
+def tokens(gib: Annotated[float, typer.Option(help="GiB of tokens in the store, all read once.")] = 2.0) -> None:
+    """Measure random reads of a TokenStore: 2 GiB are a step of VaultGemma's."""
+    from benchmarks.tokens import measure as read_all
+
+    for name, figure in read_all(gib).items():
+        console.out.print(f"{name}: {figure:,}", highlight=False)
+
+
+@app.command()
 def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     """Measure the cost of every kind of noise on the CPU."""
     from benchmarks import noise as kinds

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpshard.noise.correlation import BandedInverse, BandMF
     from dpshard.replacements import replace_unsupported
     from dpshard.sampling.packing import Packing
+    from dpshard.sampling.tokens import TokenStore
     from dpshard.sampling.units import UnitDataset, augment
     from dpshard.step.logical_batch import LogicalBatch
 
@@ -27,6 +28,7 @@ __all__ = [
     "Packing",
     "PrivacyEngine",
     "QuantileTracking",
+    "TokenStore",
     "UnitDataset",
     "__version__",
     "advise",
@@ -42,6 +44,7 @@ _HOMES = {
     "Packing": "dpshard.sampling.packing",
     "PrivacyEngine": "dpshard.engine",
     "QuantileTracking": "dpshard.clipping.thresholds",
+    "TokenStore": "dpshard.sampling.tokens",
     "UnitDataset": "dpshard.sampling.units",
     "advise": "dpshard.applications.advice",
     "augment": "dpshard.sampling.units",

@@ -2,8 +2,9 @@
 
 `plans.py`: Poisson sampling, and micro-batches on every rank. `orders.py`, `allocation.py`: other sampling.
 `streams.py`, `participation.py`: orders that the engine does not draw. `loading.py`: reading, collating and padding.
-`units.py`: units of several rows; `UnitDataset` and `augment` are for users. `packing.py`: several units in one row;
-`packed_tokens.py`: the unit of every token. May import `randomness` and below. Begin with `plans.py`.
+`tokens.py`: tokens on disk. `units.py`: units of several rows; `UnitDataset` and `augment` are for users. `packing.py`:
+several units in one row; `packed_tokens.py`: the unit of every token. May import `randomness` and below. Begin with
+`plans.py`.
 """
 
 from dpshard.sampling.allocation import AllocationSampler
