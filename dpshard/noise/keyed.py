@@ -168,7 +168,8 @@ class KeyedGaussian:
                 shard.take_back_(pieces)
         if not squares:
             return torch.zeros((), dtype=torch.float64, device="cpu")
-        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        first, *others = squares
+        return (torch.stack([first, *(x.to(first.device) for x in others)]).sum() if others else first).sqrt()
 
     def _release_whole_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
         """Release shards of one run; return the squared norm that they had, float64 []."""

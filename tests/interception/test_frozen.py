@@ -134,9 +134,9 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
     arrived, kept = [], []
     arrive, measure = Tape.arrive, GroupTape.measure
 
-    def arriving(self, use, anchors, tensors):
+    def arriving(self, use, tensors):
         arrived.append([use.sources[0].label, len(tensors)])
-        arrive(self, use, anchors, tensors)
+        arrive(self, use, tensors)
 
     def measuring(self, name, *, keep, closing):
         measure(self, name, keep=keep, closing=closing)
