@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
-from dpshard.losses import chunked_cross_entropy, sample_losses
+from dpshard.errors import ConfigurationError, DataError, LogicalBatchError, UnsupportedParameterError
+from dpshard.losses import chunked_cross_entropy, head, sample_losses
 from dpshard.losses.head import head_of, positions_of, rho
 from dpshard.records import HeadRecord, gram
 
@@ -202,12 +202,14 @@ def test_no_measured_norm_is_below_the_gradient_however_well_the_label_fits(dist
     torch.testing.assert_close(whole.double(), logits.grad, rtol=2e-3 if distance > 1e3 else 1e-4, atol=1e-30)
 
 
-def test_a_weight_written_before_backward_raises():
-    model = Model()
+@pytest.mark.parametrize("written", ["weight", "bias"])
+def test_a_head_written_before_backward_raises(written):
+    """A larger bias alone makes the sums exponentially larger than the norms of the forward."""
+    model = Model(bias=True)
     noise_free_engine(model, batch_size=4, verify=False)
     loss = model(pairs(4)).mean()
     with torch.no_grad():
-        model.head.weight.mul_(2)
+        getattr(model.head, written).mul_(2)
     with pytest.raises(LogicalBatchError, match="written between forward and backward"):
         loss.backward()
 
@@ -240,6 +242,32 @@ def test_bad_arguments(change, reason):
     good = {"hidden": torch.zeros(3, T, D), "weight": torch.zeros(V, D), "labels": torch.zeros(3, T, dtype=torch.int64)}
     with pytest.raises(ConfigurationError, match=reason):
         chunked_cross_entropy(**(good | change))
+
+
+@pytest.mark.parametrize("label", [-1, V])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_label_that_is_no_class_raises(label, trains):
+    """-1 is the last row of a weight for an index, and no class in a product: the norm would be another one's."""
+    model, data = Model(bias=True), pairs(4)
+    data[2, 1, 3] = label
+    if trains:
+        noise_free_engine(model, batch_size=4, verify=False)
+    with (
+        pytest.raises(DataError, match=f"labels has {label}, and the weight has {V} classes"),
+        torch.set_grad_enabled(trains),
+    ):
+        model(data)
+
+
+def test_where_labels_are_not_read_one_that_is_no_class_is_nan(monkeypatch):
+    """As on a GPU: its sample counts as zero."""
+    monkeypatch.setattr(head, "_refuse_other_labels", lambda *_: None)
+    torch.manual_seed(0)
+    model, data = Model(bias=True).double(), pairs(4)
+    data[2, 1, 3] = -1
+    update = private_step(model, [data], max_grad_norm=0.1, batch_size=3, verify=False)
+    expected = clipped_mean(per_sample_gradients(model, [data[[0, 1, 3]]]), max_grad_norm=0.1, batch_size=3)
+    assert relative_error(update, expected) < 1e-10
 
 
 def test_one_more_product_than_ordinary_training_and_no_logits():

@@ -8,7 +8,8 @@ the cross terms of its rows, and is clipped once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         batches = super().get_train_dataloader()
         batches._collate_fn = _of_pairs(batches._collate_fn)
         return batches
+
+    def prediction_step(self, model: nn.Module, *others: Any, **more: Any) -> Any:
+        """Evaluate a micro-batch."""
+        with _trained_as_before(model):
+            return super().prediction_step(model, *others, **more)
 
     def _trained(self) -> nn.Module:
         self._pairs = Pairs(super()._trained())
@@ -87,12 +93,19 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
                 "(merge_and_unload), or set precompute_ref_log_probs=True."
             )
         assert self._pairs is not None
-        trained = [p for p in bare.parameters() if p.requires_grad]
-        with bare.disable_adapter():
-            log_probs_B2 = self._pairs(**rows)
-        for p in trained:  # peft freezes what it disables
-            p.requires_grad_(True)
-        return log_probs_B2
+        with _trained_as_before(bare), bare.disable_adapter():
+            return self._pairs(**rows)
+
+
+@contextmanager
+def _trained_as_before(model: nn.Module) -> Iterator[None]:
+    # peft freezes the adapters that it disables, and then makes all of them trainable, also a frozen lora_A.
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for p, trained in before:
+            p.requires_grad_(trained)
 
 
 class Pairs(nn.Module):

@@ -35,7 +35,8 @@ def chunked_cross_entropy(
     label is `ignore_index`. `reduction` "mean" returns the mean over samples (or positions).
 
     Call it in the model's forward, because an engine does not see what happens outside; then a tied weight is
-    clipped with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes.
+    clipped with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes,
+    and DataError for a label that is no class (on a GPU: NaN, or an assertion of the device).
     [Note: A head in chunks] in head.py has the arithmetic.
     """
     _check(hidden, weight, labels, bias)

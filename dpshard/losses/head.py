@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import DataError, LogicalBatchError
 
 _CHUNK = 2**22
 """Logits of a chunk: 16 MiB in float32."""
@@ -40,20 +40,24 @@ class Head:
     """Dtype of products: autocast's, or that of the input."""
     chunk: int
     """Classes at a time."""
-    version: int | None = None
-    """Version of the weight in forward, because gradients need the same logits again; None: not compared."""
+    versions: tuple[int, ...] | None = None
+    """Versions of weight and bias in forward, because gradients need the same logits again; None: not compared."""
 
     def chunks(self) -> Iterator[slice]:
         """Yield the chunks of classes."""
         V = len(self.weight)
         return (slice(start, min(start + self.chunk, V)) for start in range(0, V, self.chunk))
 
+    def versions_now(self) -> tuple[int, ...]:
+        """Return the versions of weight and bias."""
+        return tuple(x._version for x in (self.weight, self.bias) if x is not None)
+
     def logits(self, hidden_BTD: Tensor, classes: slice) -> Tensor:
         """Logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
-        if self.version is not None and self.weight._version != self.version:
+        if self.versions is not None and self.versions_now() != self.versions:
             raise LogicalBatchError(
-                "The weight of chunked_cross_entropy was written between forward and backward; its gradient needs the "
-                "weight of the forward. Step, load or average weights after the backward."
+                "The weight or bias of chunked_cross_entropy was written between forward and backward; its gradient "
+                "needs those of the forward. Step, load or average weights after the backward."
             )
         product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
         if self.bias is not None:
@@ -121,11 +125,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def positions_of(
     head: Head, hidden: Tensor, labels: Tensor, *, pull: bool, gram: Callable[[Tensor], Tensor] | None
 ) -> Positions:
-    """Read the head once, for `hidden` [B, T, D] and labels [B, T] in range.
+    """Read the head once, for `hidden` [B, T, D] and labels [B, T].
 
     `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T]; None: no Gram matrix.
+    A label that is no class has a loss and a gradient of NaN; on a CPU it raises DataError.
     """
-    label_logit = torch.empty(labels.shape, dtype=wide(hidden.new_empty(0)).dtype, device=hidden.device)
+    _refuse_other_labels(labels, len(head.weight))
+    dtype = wide(hidden.new_empty(0)).dtype
+    label_logit = torch.full(labels.shape, torch.nan, dtype=dtype, device=hidden.device)
     at = Positions(
         label_logit, label_logit.new_full(labels.shape, -torch.inf), torch.zeros_like(label_logit), None, None
     )
@@ -148,6 +155,18 @@ def positions_of(
             at.gram = part if at.gram is None else at.gram.mul_(shrink[..., None] * shrink[:, None]).add_(part)
     _finish(at, head, hidden, labels)
     return at
+
+
+def _refuse_other_labels(labels: Tensor, classes: int) -> None:
+    # Elsewhere, reading the labels would wait for the device.
+    if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+        return
+    least, largest = (int(x) for x in labels.aminmax())
+    if least < 0 or largest >= classes:
+        raise DataError(
+            f"labels has {least if least < 0 else largest}, and the weight has {classes} classes. Pass labels from 0 "
+            f"to {classes - 1}, and as ignore_index the label of positions that do not count."
+        )
 
 
 def _finish(at: Positions, head: Head, hidden: Tensor, labels: Tensor) -> None:

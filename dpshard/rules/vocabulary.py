@@ -37,7 +37,7 @@ def chunked_token_losses(
     labels_BT = axis.split(labels, B).reshape(B, -1)
     head = head_of(hidden, call.plain(weight), call.plain(bias), chunk_size)
     if not torch.compiler.is_compiling():
-        head = replace(head, version=weight._version)
+        head = replace(head, versions=head.versions_now())
     w, b = call.source(weight), call.source(bias)
     sources = [source for source in (w, b) if source is not None]
     output, at = _losses(apart.reshape(B, -1, hidden.shape[-1]), labels_BT, head, compare=bool(sources))

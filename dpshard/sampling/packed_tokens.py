@@ -55,6 +55,7 @@ class PackedTokens:
                 f"unit_ids has shape {tuple(ids.shape)}, so rows and tokens cannot be told apart in the model. Choose "
                 f"another number of rows."
             )
+        object.__setattr__(self, "unit_ids", ids.detach().clone())  # a loop may fill its tensor again before backward
         self._refuse_parts()
 
     def _refuse_parts(self) -> None:

@@ -173,6 +173,33 @@ def test_an_update_of_dpo_is_the_oracles_by_pairs(kind, tmp_path):
     assert_oracles(update, model, [lambda i=i: loss(i) for i in drawn], 8)
 
 
+def test_dpo_trains_half_of_the_adapters_and_evaluates_between(tmp_path):
+    """With lora_A frozen there is less noise. peft makes it trainable again after the reference."""
+    peft = pytest.importorskip("peft")
+    rows = [{"prompt": "1 2", "chosen": f"{1 + i % 9} 3", "rejected": f"{1 + i % 7}"} for i in range(N)]
+    settings = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    trainer = PrivateDPOTrainer(
+        gpt2(),
+        None,
+        arguments(trl.DPOConfig, tmp_path, max_length=None, max_steps=2, eval_strategy="steps", eval_steps=1),
+        train_dataset=datasets.Dataset.from_list(rows),
+        eval_dataset=datasets.Dataset.from_list(rows[:4]),
+        processing_class=tokenizer(),
+        privacy=PRIVACY,
+        peft_config=peft.LoraConfig(**settings),
+    )
+    for name, p in trainer.model.named_parameters():
+        if "lora_A" in name:
+            p.requires_grad_(False)
+    watch = Watch()
+    trainer.add_callback(watch)
+    trainer.train()
+    trainer.engine.detach()
+    assert len(watch.steps) == 2
+    assert all("lora_B" in name for step in watch.steps for name in step)
+    assert all(step for step in watch.steps)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

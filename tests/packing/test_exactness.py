@@ -154,6 +154,23 @@ def test_own_loops_in_which_ranks_or_collators_pack():
     engine.detach()
 
 
+def test_a_loop_may_fill_its_unit_ids_again_before_backward():
+    """Its tokens would count for units of the next micro-batch, one document for several thresholds."""
+    model, docs = LanguageModel(), documents()
+    threshold, update = expected(model, docs[:1])
+    ids = docs[0][None]
+    positions, unit_ids = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
+    batch = {"labels": torch.where(positions == 0, -100, ids), "unit_ids": unit_ids.clone()}
+    engine = noise_free_engine(model, batch_size=1, max_grad_norm=threshold)
+    with engine.packed(unit_ids, units=T):
+        losses = unit_losses(model(ids, positions, batch["unit_ids"]), batch, T)
+        unit_ids.copy_(positions)
+        losses.mean().backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), update) <= TOLERANCE
+    engine.detach()
+
+
 def test_neighbouring_data_sets_move_the_sum_by_at_most_the_threshold():
     """Without one document the others are packed elsewhere; their gradients stay, so only its own is missing."""
     model, docs = LanguageModel(), documents()
