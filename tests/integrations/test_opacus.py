@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 import dpshard
-from dpshard.errors import BudgetExceededError, ConfigurationError, EngineInUseError, LogicalBatchError
+from dpshard.errors import AccountingError, BudgetExceededError, ConfigurationError, EngineInUseError, LogicalBatchError
 from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine, accountants
 from dpshard.integrations.opacus.accountants.utils import get_noise_multiplier
 from dpshard.integrations.opacus.criterion import DPLoss
@@ -231,6 +231,39 @@ def test_a_step_that_was_forgotten_is_noticed():
         next(batches)
 
 
+def test_without_poisson_sampling_every_sample_comes_once_an_epoch():
+    """Epsilon is that of balls-in-bins, not of Poisson sampling at the same noise."""
+    options = {"noise_multiplier": 0.8, "poisson_sampling": False}
+    privacy, model, optimizer, loader = make_private(mlp(), **options)
+    for _ in range(2):
+        seen, used = a_round(model, optimizer, loader)
+        assert len(seen) == len(used) == len(loader) == 8
+        assert sorted(row for rows in seen for row in rows) == list(range(N))
+    assert "one random step of each (balls in bins)" in privacy.engine.statement()
+    spent = privacy.get_epsilon(1e-5)
+    run = {"sample_size": N, "batch_size": EXPECTED, "steps": 16, "target_epsilon": spent}
+    allocated, poisson = (
+        dpshard.PrivacyEngine(mlp(), sampling=sampling, **run).noise_multiplier
+        for sampling in ("balls-in-bins", "poisson")
+    )
+    assert allocated == pytest.approx(0.8, rel=1e-3)
+    assert poisson != pytest.approx(0.8, rel=1e-2)
+
+
+def test_other_accountants_know_no_balls_in_bins():
+    privacy = PrivacyEngine(accountant="rdp")
+    model = mlp()
+    with pytest.raises(AccountingError, match="balls-in-bins"):
+        privacy.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=BATCH),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+
+
 def test_the_budget_holds():
     privacy, private, optimizer, loader = make_private(
         mlp(),
@@ -264,7 +297,6 @@ class Pairs(BatchSampler):
 
 
 REFUSED = {
-    "shuffled batches": ({"poisson_sampling": False}, "the true epsilon may be many times larger"),
     "time first": ({"batch_first": False}, "transpose in the model's forward"),
     "a generator": ({"noise_generator": torch.Generator()}, "predictable"),
     "adaptive": ({"clipping": "adaptive"}, "Adaptive clipping is not supported"),

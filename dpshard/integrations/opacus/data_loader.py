@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from dpshard.config import SamplingName, steps_of_epoch
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.integrations.loaders import loading_options
@@ -19,7 +20,7 @@ _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 class DPDataLoader:
-    """The data set of a DataLoader, Poisson-sampled, with as many steps per round.
+    """The data set of a DataLoader, sampled by the engine, with as many steps per round.
 
     It yields logical batches whole, or in micro-batches of at most `physical_batch_size` rows. All rows are samples,
     which the script may reorder. A batch without a sample has one row that counts nothing.
@@ -55,22 +56,33 @@ class DPDataLoader:
 
     def __len__(self) -> int:
         """Return the logical batches of a round, or as in Opacus the expected number of micro-batches."""
-        rounds = len(self.original)
+        steps = self._steps
         if self.physical_batch_size is None:
-            return rounds
-        return math.ceil(rounds * self.batch_size / self.physical_batch_size)
+            return steps
+        return math.ceil(steps * self.batch_size / self.physical_batch_size)
+
+    @property
+    def _steps(self) -> int:
+        return steps_of_round(self.original, self.batch_size, self.engine.mechanism.sampling)
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.engine.batches(
             self.dataset,
             self.physical_batch_size,
-            steps=len(self.original),
+            steps=self._steps,
             pad=False,
             **loading_options(self.original),
         )
         for logical_batch in batches:
             self.progress.batch = logical_batch
             yield from logical_batch
+
+
+def steps_of_round(loader: DataLoader[Any], batch_size: int, sampling: SamplingName) -> int:
+    """Return the logical batches of a round: an epoch of balls-in-bins, else as many as `loader` has."""
+    if sampling == "poisson":
+        return len(loader)
+    return steps_of_epoch(len(loader.dataset), batch_size)  # type: ignore[arg-type]
 
 
 def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:

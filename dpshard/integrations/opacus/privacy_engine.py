@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpshard import engine as core
-from dpshard.config import AccountantName, LossReduction, check_choice
+from dpshard.config import AccountantName, LossReduction, SamplingName, check_choice
 from dpshard.errors import ConfigurationError, EngineInUseError
 from dpshard.integrations.opacus.accountants import Accountant
 from dpshard.integrations.opacus.criterion import DPLoss
-from dpshard.integrations.opacus.data_loader import DPDataLoader, original_loader
+from dpshard.integrations.opacus.data_loader import DPDataLoader, original_loader, steps_of_round
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
@@ -74,13 +74,22 @@ class PrivacyEngine:
         a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect, because
         the user's model stays usable; nor has `rand_on_empty`, because an empty batch is one row that counts nothing.
 
-        Raises ConfigurationError for settings that cannot be accounted: poisson_sampling=False, batch_first=False, a
-        noise_generator, adaptive clipping; EngineInUseError on a second call.
+        With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"): as with
+        shuffling, but batches differ in size, and epsilon is that of this sampling. It needs accountant="prv".
+
+        Raises ConfigurationError for settings that cannot be accounted: batch_first=False, a noise_generator, adaptive
+        clipping; EngineInUseError on a second call.
         """
-        check_accounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        check_accounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
-            module, optimizer, criterion, data_loader, settings, noise_multiplier=noise_multiplier
+            module,
+            optimizer,
+            criterion,
+            data_loader,
+            settings,
+            sampling="poisson" if poisson_sampling else "balls-in-bins",
+            noise_multiplier=noise_multiplier,
         )
 
     def make_private_with_epsilon(
@@ -107,7 +116,7 @@ class PrivacyEngine:
 
         A step that would exceed `target_epsilon` raises BudgetExceededError.
         """
-        check_accounted(poisson_sampling=poisson_sampling, batch_first=batch_first, noise_generator=noise_generator)
+        check_accounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
             module,
@@ -115,6 +124,7 @@ class PrivacyEngine:
             criterion,
             data_loader,
             settings,
+            sampling="poisson" if poisson_sampling else "balls-in-bins",
             epochs=epochs,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -128,6 +138,7 @@ class PrivacyEngine:
         data_loader: DataLoader[Any] | DPDataLoader,
         settings: ClippingSettings,
         *,
+        sampling: SamplingName,
         epochs: int = 1,
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
@@ -146,12 +157,13 @@ class PrivacyEngine:
         loader = original_loader(data_loader)
         style, norm = settings.style_and_norm(module)
         size = len(loader.dataset)  # type: ignore[arg-type]
+        # Opacus divides by int(N * q), q = 1 / len(loader); this makes the divisor the expected batch size.
+        batch_size = max(1, size // len(loader))
         engine = core.PrivacyEngine(
             module,
-            # Opacus divides by int(N * q), q = 1 / len(loader); this makes the divisor the expected batch size.
-            batch_size=max(1, size // len(loader)),
+            batch_size=batch_size,
             sample_size=size,
-            steps=epochs * len(loader),
+            steps=epochs * steps_of_round(loader, batch_size, sampling),
             noise_multiplier=noise_multiplier,
             target_epsilon=target_epsilon,
             target_delta=min(1e-5, 0.1 / size) if target_delta is None else target_delta,
@@ -161,6 +173,7 @@ class PrivacyEngine:
             clipping_mode=settings.mode,
             accountant=self._accountant_name,
             loss_reduction=reduction,
+            sampling=sampling,
             secure_mode=self.secure_mode,
         )
         self.accountant.engine = engine

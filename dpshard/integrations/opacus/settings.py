@@ -63,13 +63,8 @@ class ClippingSettings:
         )
 
 
-def check_accounted(*, poisson_sampling: bool, batch_first: bool, noise_generator: Any) -> None:
+def check_accounted(*, batch_first: bool, noise_generator: Any) -> None:
     """Raise ConfigurationError for settings that cannot be accounted."""
-    if not poisson_sampling:
-        raise ConfigurationError(
-            "poisson_sampling=False trains on shuffled batches, but epsilon assumes Poisson sampling: the true epsilon "
-            "may be many times larger. Leave it out."
-        )
     if not batch_first:
         raise ConfigurationError(
             "batch_first=False: let the data set give samples in dimension 0, and transpose in the model's forward. "

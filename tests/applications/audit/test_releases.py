@@ -130,6 +130,8 @@ def test_what_cannot_be_audited_is_refused():
         audit_releases(model, x, y, loss, steps=4)
     with pytest.raises(ConfigurationError, match="No candidate"):
         audit_releases(model, x, y, lambda scores, y: 0 * loss(scores, y))
+    with pytest.raises(ConfigurationError, match="audit_runs"):
+        audit_releases(model, x, y, loss, sampling="fixed-order")
 
 
 # --- the tests themselves --------------------------------------------------------------------------------------------

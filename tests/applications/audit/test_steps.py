@@ -215,3 +215,5 @@ def test_what_cannot_be_audited_is_refused():
         audit_steps(model, x, y, lambda scores, y: loss(scores, y).mean())
     with pytest.raises(ConfigurationError, match="norm 0"):
         audit_steps(model, x, y, lambda scores, y: 0 * loss(scores, y))
+    with pytest.raises(ConfigurationError, match="audit_runs"):
+        audit_steps(model, x, y, loss, sampling="balls-in-bins")
