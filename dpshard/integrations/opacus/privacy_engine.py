@@ -144,11 +144,7 @@ class PrivacyEngine:
         target_epsilon: float | None = None,
         target_delta: float | None = None,
     ) -> tuple[Any, ...]:
-        if self.accountant.engine is not None:
-            raise EngineInUseError(
-                "make_private was called before. Make another PrivacyEngine for another model (two runs on one data "
-                "set spend the sum of both), or call load_checkpoint to resume a run."
-            )
+        self._require_unused()
         module = module._module if isinstance(module, GradSampleModule) else module
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         _check_same_parameters(module, optimizer)
@@ -184,6 +180,13 @@ class PrivacyEngine:
         )
         batches = DPDataLoader(loader, engine, progress)
         return (*private, batches) if loss is None else (*private, loss, batches)
+
+    def _require_unused(self) -> None:
+        if self.accountant.engine is not None:
+            raise EngineInUseError(
+                "make_private was called before. Make another PrivacyEngine for another model (two runs on one data "
+                "set spend the sum of both), or call load_checkpoint to resume a run."
+            )
 
     def get_epsilon(self, delta: float) -> float:
         """Return epsilon so far at `delta`."""
