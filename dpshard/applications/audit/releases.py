@@ -34,10 +34,10 @@ from dpshard.applications.audit.bounds import FALSE_ALARM
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
-from dpshard.applications.audit.steps import refuse_sampling, stepping
+from dpshard.applications.audit.steps import refuse_settings, stepping
 from dpshard.backends.ranks import Ranks
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import is_count, refuse_units
+from dpshard.config import is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -89,8 +89,7 @@ def audit_releases(
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: give at least {FEWEST_STEPS}, half of them for a second engine.")
-    refuse_units(options, "audit_releases")
-    refuse_sampling(options, "audit_releases")
+    refuse_settings(options, "audit_releases")
     rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
     x, y = x[rows], y[rows]
     prepared = prepare(model)

@@ -126,8 +126,7 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
     check_positive("noise_multiplier", noise_multiplier)
-    refuse_units(options, "audit_steps")
-    refuse_sampling(options, "audit_steps")
+    refuse_settings(options, "audit_steps")
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -232,8 +231,9 @@ class _Scores(NamedTuple):
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
 
 
-def refuse_sampling(options: dict[str, Any], where: str) -> None:
-    """Raise ConfigurationError for engines whose steps are no releases of their own."""
+def refuse_settings(options: dict[str, Any], where: str) -> None:
+    """Raise ConfigurationError for units of several rows, and for steps that are no releases of their own."""
+    refuse_units(options, where)
     if options.get("sampling", "poisson") != "poisson":
         raise ConfigurationError(
             f"{where} plays single steps of Poisson samples, so it says nothing about sampling="
