@@ -36,7 +36,7 @@ from dpshard.config import (
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run
-from dpshard.noise.correlation import BandedInverse, BandMF
+from dpshard.noise.correlation import BandedInverse, BandMF, explicit
 from dpshard.noise.keyed import generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -51,7 +51,7 @@ from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
-from dpshard.step.noise_of_run import NoiseOfRun
+from dpshard.step.noise_of_run import NoiseOfRun, StepNoise
 from dpshard.step.order import OrderOfRun
 from dpshard.verification import Verifier, loss_on, verified_collation
 
@@ -181,6 +181,8 @@ class PrivacyEngine:
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
+        # Default coefficients may differ with scipy, and noise with them.
+        facts["noise_correlation"] = explicit(self.mechanism.noise_correlation, self.steps)
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
         self._backend.require_agreement(facts | choices)
         self._secret = self._backend.communicator.broadcast(new_run_secret())
@@ -188,7 +190,7 @@ class PrivacyEngine:
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._noise = NoiseOfRun(self.mechanism)
         self._order = OrderOfRun(self.mechanism, self._backend.data_ranks)
-        self._facts = Facts(self._backend, clipping_mode)
+        self._facts = Facts(self._backend, clipping_mode, self.mechanism.sampling)
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
 
@@ -321,7 +323,8 @@ class PrivacyEngine:
 
     def _begin_batches(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> tuple[bytes, range]:
         # Called at the first batch only: load_state_dict() may come before.
-        self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step)
+        released = self._budget.ledger.releases > 0
+        self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step, released=released)
         return self._secret, range(self.step, self.steps if steps is None else self.step + steps)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
@@ -356,28 +359,29 @@ class PrivacyEngine:
         digest = collector.complete_sums(self._noise.digest(self._secret).part)
         sums = (step, *digest, z_std.hex(), *self._thresholds.counts(collector))
         of_step = self._noise.of_step(self._secret, step, sums)
-        # Counted first: an error after this line can only over-state what was spent.
-        on_disk = self._spend(of_step.identity)
-        self._noise.take(of_step)
-        self._order.end_release(step, own=own)
         noise, std = of_step.noise, z_std * of_step.scale
-        signal_norm = backend.gradients.privatize(
-            lambda shards: noise.release_(shards, step=step, std=z_std, divisor=batch_size)
-        )
-        collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
-        self._gradient_noise_std = std / batch_size
-        self._metrics = collector.end_release()
+        with collector.releasing(lambda: self.step != step):
+            # Counted first: an error after this line can only over-state what was spent.
+            on_disk = self._spend(of_step, own=own)
+            signal_norm = backend.gradients.privatize(
+                lambda shards: noise.release_(shards, step=step, std=z_std, divisor=batch_size)
+            )
+            collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
+            self._gradient_noise_std = std / batch_size
+            self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
         collector.warn_of_unreached()
         for wait in on_disk:
             wait()
 
-    def _spend(self, identity: bytes) -> list[Callable[[], object]]:
+    def _spend(self, of_step: StepNoise, *, own: bool) -> list[Callable[[], object]]:
         """Count and record the next release; return functions that wait for the disk."""
         step = self.step
-        counts = self._budget.spend(identity, unverified_sampling=self._collector.batch is None)
-        return self.internals.note(step, identity) if counts else []
+        counts = self._budget.spend(of_step.identity, unverified_sampling=own)
+        self._noise.take(of_step)
+        self._order.end_release(step, own=own)
+        return self.internals.note(step, of_step.identity) if counts else []
 
     def verify(
         self,
@@ -456,6 +460,7 @@ class PrivacyEngine:
         visited = self._budget.load_state_dict(account)
         self._secret = secret
         self._collector.restart()
+        self._facts.know_data(saved_facts, secret)
         if released is not None:
             self._facts.forget()
             self._budget.count_released(released)

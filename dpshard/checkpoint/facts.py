@@ -4,8 +4,11 @@
 Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums; other data change the
 sums. Loading a state under other facts warns that steps may count twice; only the digest of the sums decides. Data are
 identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows,
-which reveals another data set, but not one changed row. Other data sets are not read: reading could open files before
-workers start, or draw random numbers.
+which reveals another data set, but not one changed row. Of a Subset, the chosen indices count, too. Other data sets are
+not read: reading could open files before workers start, or draw random numbers.
+
+Poisson sampling draws every sample alike, so the order of the rows does not matter between steps. Under other sampling
+it decides when a sample comes again. So other rows are refused there, once a step was released.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from dpshard.backends import Backend
+from dpshard.config import SamplingName
+from dpshard.errors import DataError
 from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
 
@@ -29,8 +34,9 @@ ROWS = 64
 class Facts:
     """The facts of one engine, and those of its loaded state; see [Note: Facts of a run]."""
 
-    def __init__(self, backend: Backend, clipping_mode: str) -> None:
-        self._backend, self._clipping_mode = backend, clipping_mode
+    def __init__(self, backend: Backend, clipping_mode: str, sampling: SamplingName = "poisson") -> None:
+        self._backend, self._clipping_mode, self._sampling = backend, clipping_mode, sampling
+        self._data: tuple[bytes, str] | None = None  # run secret, and digest of the data that were sampled
         self._of_batches: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
 
@@ -44,6 +50,7 @@ class Facts:
             "layout": backend.layout,
             "clipping_mode": self._clipping_mode,
             "torch": str(torch.__version__),
+            "data": None if self._data is None else self._data[1],
             **self._of_batches,
         }
 
@@ -56,9 +63,31 @@ class Facts:
         """Forget the loaded facts: the releases of the newly loaded state are known."""
         self._saved = {}
 
-    def begin_batches(self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int) -> None:
-        """Set the facts of the batches; warn if they differ from the loaded state."""
-        self._of_batches = {"micro_batch_size": micro_batch_size or "all", "data": of_rows(dataset, secret)}
+    def know_data(self, saved: dict[str, Any], secret: bytes) -> None:
+        """Store the data of a loaded state of the run with this secret."""
+        data = saved.get("data")
+        if data is not None or (self._data is not None and self._data[0] != secret):
+            self._data = None if data is None else (secret, data)
+
+    def begin_batches(
+        self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int, *, released: bool
+    ) -> None:
+        """Set the facts of the batches; warn if they differ from the loaded state.
+
+        Raises DataError for other rows than those of earlier steps, where their order matters; `released`: there are
+        such steps.
+        """
+        data = of_rows(dataset, secret)
+        if data is not None:
+            if self._sampling != "poisson" and released and self._data not in (None, (secret, data)):
+                raise DataError(
+                    f"These are other rows than before, or the same in another order, but sampling={self._sampling!r} "
+                    f"counts on when a sample comes again, and knows it by its index. Pass the same rows in the same "
+                    f"order to every engine.batches(...) of a run (the engine permutes them), and change samples at "
+                    f"random in __getitem__."
+                )
+            self._data = secret, data
+        self._of_batches = {"micro_batch_size": micro_batch_size or "all"}
         self._compare(step)
 
     def _compare(self, step: int) -> None:
@@ -84,16 +113,18 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """Return a keyed digest of shapes and some rows of tensors in memory; None for other data sets."""
+    """Return a keyed digest of shapes and some rows of tensors in memory, or of a Subset's indices; else None."""
     if isinstance(dataset, IterableDataset):
         return None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     chosen = sorted({int(word) % len(dataset) for word in words})
+    chooses = type(dataset) is Subset
     while type(dataset) is Subset:
-        chosen, dataset = [dataset.indices[i] for i in chosen], dataset.dataset
-    if type(dataset) is not TensorDataset:
-        return None
+        chosen, dataset = [int(dataset.indices[i]) for i in chosen], dataset.dataset
     digest = hmac.new(derive_key(secret, "facts", "data"), digestmod="sha256")
+    if type(dataset) is not TensorDataset:
+        digest.update(f"indices {chosen}".encode())
+        return digest.hexdigest() if chooses else None
     for tensor in dataset.tensors:
         digest.update(f"{tensor.dtype} {list(tensor.shape[1:])}".encode())
         digest.update(tensor[chosen].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

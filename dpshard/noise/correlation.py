@@ -29,7 +29,7 @@ distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, cast
 
@@ -110,6 +110,16 @@ class BandMF:
         if self.coefficients is None:
             return _cut(_optimised_strategy(min(self.bands, steps), steps), steps)
         return _cut(np.array(self.coefficients), steps)
+
+
+def explicit(correlation: BandedInverse | BandMF | None, steps: int) -> BandedInverse | BandMF | None:
+    """Return `correlation` of a run of `steps` steps with the coefficients that it has, also if by default."""
+    if correlation is None or correlation.coefficients is not None:
+        return correlation
+    found = correlation.noising(steps) if isinstance(correlation, BandedInverse) else correlation.strategy(steps)
+    padded = np.zeros(correlation.bands)
+    padded[:steps] = found[: correlation.bands]
+    return replace(correlation, coefficients=tuple(padded.tolist()))
 
 
 def inverse(series: Series, steps: int) -> Series:
@@ -218,4 +228,4 @@ def _optimised_strategy(bands: int, steps: int) -> Series:
 
     start = inverse(_root_weights(bands), bands)[1:]
     found = minimize(log_error, start, jac=True, method="L-BFGS-B").x if bands > 1 else start
-    return np.concatenate([[1.0], found])
+    return np.concatenate([[1.0], np.round(found, 6)])  # further digits depend on the processor and on scipy

@@ -39,6 +39,7 @@ class BatchState(Enum):
     | COLLECTING         | backwards deliver more                                        | COLLECTING |       |
     | COLLECTING         | the release of a loop of the user's own                       | PRIVATIZED |       |
     | COLLECTING         | such a release is refused: a forward had no backward          | EMPTY      | + 1   |
+    | COLLECTING         | such a release fails after it was counted                     | EMPTY      | + 1   |
     | EMPTY, COLLECTING  | the release of a logical batch                                | PRIVATIZED | + 1   |
     | EMPTY, COLLECTING  | the loop is left before all micro-batches were handed out     | EMPTY      | + 1   |
     | all but CLOSED     | `batches` begins; `restart`                                   | EMPTY      | + 1   |
@@ -357,6 +358,19 @@ class Collector:
         self._doubts = Doubts(at_once=self._backend.communicator.world_size == 1)
         self._silence.begin()
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by their tape's mask
+
+    @contextmanager
+    def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:
+        """Drop the sums of a user's own loop if their release fails once it is `counted`: a next one would be later.
+
+        The samples then took part in the counted step. A logical batch of `batches` knows its step.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.batch is None and counted():
+                self._begin_anew()
+            raise
 
     def end_release(self) -> BatchMetrics:
         """End the logical batch after its noise was added; return its metrics over all ranks."""

@@ -144,7 +144,7 @@ class OrderOfRun:
             return
         self._require("loop")
         batch_X = self._over_ranks(self.fed.fingerprints())
-        allowed = {self._batch_size, self._mechanism.sample_size % self._batch_size}
+        allowed = {self._batch_size, self._mechanism.sample_size % self._batch_size or self._batch_size}
         if len(batch_X) not in allowed:
             raise DataError(
                 f"Step {step + 1} got {len(batch_X)} samples over all ranks, but the noise was planned for "

@@ -19,6 +19,8 @@ from dpshard.accounting.copies import Span
 from dpshard.accounting.history import succeeds
 from dpshard.clipping.thresholds import QuantileTracking
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError, LogicalBatchError
+from dpshard.noise import correlation as correlation_module
+from dpshard.noise.correlation import explicit
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import CyclicPoissonSampler, FixedOrderSampler
 from dpshard.step.chain import Chain
@@ -256,6 +258,33 @@ def test_the_state_of_another_mechanism_is_refused(other):
     train(engine, 2)
     with pytest.raises(CheckpointError, match="another mechanism"):
         make(**other).load_state_dict(engine.state_dict())
+
+
+def test_a_run_keeps_the_default_coefficients_that_it_began_with(monkeypatch):
+    """Another scipy may find others: then the releases would be neither those of the old C nor of the new one."""
+    engine = make(**CYCLIC)
+    train(engine, 2)
+    state = engine.state_dict()
+    begun = explicit(BandMF(bands=3), STEPS)
+    found = correlation_module._optimised_strategy(3, STEPS)
+    assert begun.coefficients == tuple(found)
+    make(**CYCLIC | {"noise_correlation": begun}).load_state_dict(state)
+    monkeypatch.setattr(correlation_module, "_optimised_strategy", lambda bands, steps: found * [1, 1, 0.999])
+    correlation_module.sensitivities.cache_clear()
+    with pytest.raises(CheckpointError, match=r"Those saved are BandMF\(bands=3, coefficients=\(1.0, "):
+        make(**CYCLIC).load_state_dict(state)
+    resumed = make(**CYCLIC | {"noise_correlation": begun})
+    resumed.load_state_dict(state)
+    correlation_module.sensitivities.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [BandMF, BandedInverse])
+@pytest.mark.parametrize("steps", [2, 3, 9])
+def test_explicit_coefficients_are_the_default_ones(kind, steps):
+    default, named = kind(bands=3), explicit(kind(bands=3), steps)
+    assert np.array_equal(default.noising(steps), named.noising(steps))
+    assert np.array_equal(default.strategy(steps), named.strategy(steps))
+    assert explicit(named, steps) == named
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

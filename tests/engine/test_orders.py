@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from dpshard import BandedInverse, PrivacyEngine, QuantileTracking
+from dpshard import BandedInverse, BandMF, PrivacyEngine, QuantileTracking
 from dpshard.accounting import Release, compute_epsilon
 from dpshard.errors import AccountingError, CheckpointError, ConfigurationError, DataError, LogicalBatchError
+from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import sampler_of
 
 N, B = 22, 4
@@ -391,6 +392,57 @@ def test_a_loader_that_begins_anew_after_a_resume_is_refused():
     resumed = make("fixed-order")
     resumed.load_state_dict(engine.state_dict())
     assert len(own(resumed, EPOCH[3:])) == 3
+
+
+def test_sums_whose_release_failed_after_it_was_counted_are_dropped(monkeypatch):
+    """Else a later step would release the samples that took part in the counted one, and the next epoch come early."""
+    engine = make("fixed-order", batch_size=2, steps=30)
+    own(engine, [[0, 1], [2, 3]])
+
+    def failing(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeyedGaussian, "release_", failing)
+        with pytest.raises(MemoryError):
+            own(engine, [[4, 5]])
+    assert engine.step == 3
+    engine.privatize()  # nothing is left
+    assert engine.step == 3
+    assert all(p.grad is None for p in engine.model.parameters())
+    own(engine, [[6, 7]])
+    with pytest.raises(DataError, match="A sample of step 5 was in step 3, too"):
+        own(engine, [[4, 5]])
+
+
+@pytest.mark.parametrize("sampling", ["fixed-order", "balls-in-bins", "cyclic-poisson"])
+@pytest.mark.parametrize("kind", ["rows", "indices"])
+def test_another_order_of_the_rows_is_refused(sampling, kind):
+    """An epoch that shuffles its data set: a sample could come in neighbouring steps."""
+
+    def shuffled(seed):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed)).tolist()
+        if kind == "rows":
+            return TensorDataset(X[order], Y[order])
+        return Subset([(X[i], Y[i]) for i in range(N)], order)
+
+    settings = {"noise_correlation": BandMF(bands=2)} if sampling == "cyclic-poisson" else {}
+    engine = make(sampling, **settings)
+    train(engine, shuffled(0), 2)
+    train(engine, shuffled(0), 1)
+    with pytest.raises(DataError, match="in another order"):
+        train(engine, shuffled(1), 1)
+    state = json.loads(json.dumps(engine.state_dict()))
+    for released in (None, 3):
+        resumed = make(sampling, **settings)
+        resumed.load_state_dict(state, released=released)
+        resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
+        with pytest.raises(DataError, match="in another order"):
+            train(resumed, shuffled(1), 1)
+        train(resumed, shuffled(0), 1)
+    poisson = make("poisson")
+    train(poisson, shuffled(0), 2)
+    train(poisson, shuffled(1), 2)
 
 
 def test_evaluation_and_left_batches_do_not_take_part():
