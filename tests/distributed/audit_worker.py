@@ -61,7 +61,7 @@ def audit(case: str) -> tuple[float, list[tuple[bool, float]]]:
     trials = int(count)
     with taken_for_equal():  # which the sums are, but for rounding
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr("dpshard.engine.choose", lambda model, group: local_backend(model))
+            monkeypatch.setattr("dpshard.engine.choose", lambda model, *told: local_backend(model))
             expected = shown("none")
         found = shown(how)
     pairs = ((ours[n], own[n]) for ours, own in zip(found, expected, strict=True) for n in own)
