@@ -29,6 +29,7 @@ from dpshard.applications.tabular import (
     parse_columns,
     private_bounds,
 )
+from dpshard.applications.tabular.columns import cell_name
 from dpshard.config import check_choice
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError, DataError
@@ -86,8 +87,9 @@ class _PrivateEstimator(BaseEstimator):
             if X.empty:
                 raise ValueError(f"Found array with {X.shape[0]} sample(s) and {X.shape[1]} feature(s): give some.")
             return X.rename(columns=str).reset_index(drop=True)
-        # No conversion, because its errors name values.
-        array: Any = validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+        if hasattr(X, "__array__") or isinstance(X, list | tuple):
+            _check_cells(np.asarray(X))
+        array: Any = validate_data(self, cast(Any, X), reset=reset, dtype=None, ensure_all_finite=False)
         return pandas.DataFrame(array, columns=[f"x{i}" for i in range(array.shape[1])])
 
     def _given(self, frame: Any) -> dict[str, Column]:
@@ -106,10 +108,13 @@ class _PrivateEstimator(BaseEstimator):
 
     def _fit(self, frame: Any, y: Tensor | None, target: NDArray[np.float64], objective: Any, groups: Any) -> Self:
         """Fit to rows: y [N] of known scale, or None and `target` [N] without public bounds."""
+        for name in ("epsilon_", "delta_", "statement_", "n_iter_"):  # a fit that stops leaves no older guarantee
+            self.__dict__.pop(name, None)
         units = None if groups is None else _units(groups, len(frame))
         samples = len(frame) if units is None else 1 + int(units.max())
         # The advice takes seconds.
-        advice = None if self.batch_size and self.steps and self.target_delta else self._advice(samples)
+        given = (self.batch_size, self.steps, self.target_delta)
+        advice = self._advice(samples) if None in given else None
         delta = advice.target_delta if advice and self.target_delta is None else self.target_delta
         encoder = Encoder.of(frame, self._given(frame))
         cells_ND = encoder.unbounded_cells(frame)
@@ -151,12 +156,12 @@ class _PrivateEstimator(BaseEstimator):
     def _train(self, rows: Any, units: Any, samples: int, delta: Any, advice: Advice | None, earlier: Any) -> None:
         K = 1 if units is None else self.rows_per_unit
         dataset = rows if units is None else UnitDataset(rows, units, K)
-        batch_size = self.batch_size or (advice.batch_size if advice else 0)
+        batch_size = advice.batch_size if advice and self.batch_size is None else cast(int, self.batch_size)
         engine = PrivacyEngine(
             self.model_,
             batch_size=min(batch_size, samples),
             sample_size=samples,
-            steps=self.steps or (advice.steps if advice else 0),
+            steps=advice.steps if advice and self.steps is None else self.steps,
             target_epsilon=self.target_epsilon,
             target_delta=delta,
             max_grad_norm=self.max_grad_norm,
@@ -193,6 +198,14 @@ LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
 """Of classes that of the advice for tables; numbers are learnt better more slowly (docs/tables.md)."""
 
 
+def _check_cells(X: NDArray[Any]) -> None:
+    """Refuse what scikit-learn would refuse with the cells in its message."""
+    if X.dtype.kind == "c":
+        raise ValueError("Complex data not supported: give real numbers.")
+    if X.ndim < 2:
+        raise ValueError(f"Expected 2D array, got {X.ndim}D array. Reshape your data to [N, D].")
+
+
 def _targets(y: Any, rows: int) -> NDArray[Any]:
     """Return y as [N]; its errors name no value."""
     if y is None:
@@ -210,7 +223,8 @@ def _units(groups: Any, rows: int) -> NDArray[np.int64]:
     ids = np.asarray(groups, dtype=object)
     if ids.shape != (rows,) or any(cell is None or cell != cell for cell in ids.tolist()):
         raise DataError(f"groups: give the unit of each of the {rows} rows, none missing.")
-    return np.unique(ids.astype(str), return_inverse=True)[1].astype(np.int64)
+    names = np.array([cell_name(cell) for cell in ids.tolist()])  # 1, 1.0 and "1 " are one unit
+    return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
@@ -290,6 +304,11 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
             raise ValueError("Classifier can't train when only one class is present: give rows of two or more classes.")
         weights = None
         if self.class_weight is not None:
+            if not isinstance(self.class_weight, Mapping):
+                raise ConfigurationError(
+                    f"class_weight={self.class_weight!r}: give public weights, {{label: weight}}. Weights that are "
+                    f"computed from the labels would not be covered by epsilon."
+                )
             given = dict(self.class_weight)
             if given.keys() - set(self.classes_.tolist()):
                 raise ConfigurationError("class_weight has a label that is no class: give weights of classes only.")
@@ -359,7 +378,10 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
         target = targets.astype(np.float64)
         if self.target_bounds is None:
             return self._fit(frame, None, target, None, groups)
-        low, high = parse_columns({"target_bounds": list(self.target_bounds)})["target_bounds"].bounds or (0.0, 1.0)
+        facts = parse_columns({"target_bounds": np.asarray(self.target_bounds).tolist()})["target_bounds"]
+        if facts.kind != "number" or facts.bounds is None:
+            raise ConfigurationError("target_bounds: give two numbers (low, high), or None for private bounds.")
+        low, high = facts.bounds
         return self._fit(frame, torch.empty(0), target, Numbers(low, high), groups)
 
     def predict(self, X: Any) -> NDArray[np.float64]:

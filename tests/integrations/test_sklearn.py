@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -163,7 +164,48 @@ def test_no_error_and_no_result_shows_a_cell(settings, poisoned):
     assert POISON not in shown
 
 
-@pytest.mark.parametrize("settings", [{"model": "tree"}, {"bounds": (1, 0)}, {"bounds": 3}, {"columns": {"q": "drop"}}])
+@pytest.mark.parametrize("cells", [np.full(20, 4711.5), np.full((20, 2), 4711.5 + 1j), [4711.5] * 20])
+def test_no_error_of_scikit_learn_shows_a_cell(cells):
+    with pytest.raises(ValueError, match=r"2D array|Complex") as caught:
+        PrivateClassifier(**QUICK).fit(cells, rows(20)[1])
+    assert "4711" not in str(caught.value)
+
+
+def test_ids_of_several_types_are_one_unit():
+    x, y = rows(40)
+    model = PrivateClassifier(**QUICK).fit(x, y, [1, 1.0, "1", "1 "] + [2] * 36)
+    assert "N = 2," in model.statement_
+
+
+def test_a_fit_that_stops_leaves_no_older_guarantee(monkeypatch):
+    x, y = rows()
+    model = PrivateClassifier(**QUICK).fit(x, y)
+    monkeypatch.setattr(model, "_train", lambda *facts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(x, y)
+    assert not hasattr(model, "epsilon_")
+    with pytest.raises(NotFittedError):
+        model.predict(x)
+
+
+@pytest.mark.parametrize("bounds", [("a", "b"), ["number"], 5, (1, 0)])
+def test_bounds_of_a_target_are_two_numbers(bounds):
+    x, _ = rows(20)
+    with pytest.raises(ConfigurationError):
+        PrivateRegressor(**QUICK, target_bounds=bounds).fit(x, x[:, 0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "tree"},
+        {"bounds": (1, 0)},
+        {"bounds": 3},
+        {"columns": {"q": "drop"}},
+        {"class_weight": "balanced"},
+        {"steps": 0},
+    ],
+)
 def test_settings_that_cannot_be_are_refused(settings):
     x, y = rows(20)
     with pytest.raises((ConfigurationError, DataError)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,8 @@ def command(
     bounds of `dpshard audit RUN`, if you ran that before.
     """
     folder = RunFolder.open(run)
+    if (run / "plan.json").exists():
+        raise RunFolderError(f"{run} is a search of dpshard tune: its guarantee is in {run / 'report.json'}.")
     target = out or folder.path / ("report-public.html" if public else "report.html")
     page = render(folder, public=public, by=by, say=texts.load(words))
     write_atomically(target, page.encode(), public=public)
@@ -62,7 +65,8 @@ def render(folder: RunFolder, *, public: bool = False, by: str | None = None, sa
     settings = folder.settings()  # raises for a damaged config.yaml
     quoted = folder.config.read_text("utf-8")
     if public and settings.data is not None:  # file names may identify people
-        quoted = quoted.replace(settings.data, say("data.private_name"))
+        name = say("data.private_name")
+        quoted = replace(settings, data=name, columns=settings.columns and name).to_yaml()
     rows = folder.read_metrics()
     with intact(folder.metrics, "restore it from a copy"):
         spent = report_page.spent(rows)

@@ -50,9 +50,18 @@ def context(report: Mapping[str, Any], say: Texts, settings: TrainSettings, *, p
         "mechanism": mechanism_rows(privacy, say),
         "results": [] if public else result_rows(report, say),
         "phases": ",".join(f"{phase['expected_batch_size']}x{phase['steps']}" for phase in privacy["phases"]),
+        "sampled": _sampled(settings),
         "rounded_up": rounded_up,
         "now": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _sampled(settings: TrainSettings) -> str:
+    """Return the options of `dpshard account` for batches that are no Poisson ones."""
+    if settings.sampling == "poisson":
+        return ""
+    correlated = f" --correlation {settings.correlation} --bands {settings.bands}"
+    return f" --sampling {settings.sampling}{'' if settings.correlation == 'none' else correlated}"
 
 
 def _strength(epsilon: float) -> dict[str, Any]:

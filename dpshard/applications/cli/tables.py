@@ -108,7 +108,15 @@ def _encoded(
     target = given.pop(label, None)
     if settings.group_column is not None:
         given.pop(settings.group_column, None)
+    if target is not None and target.kind in ("date", "drop"):
+        raise ConfigurationError(f"The label {label!r} is no {target.kind}: give its classes, or bounds of a number.")
     labels = _complete(frame, label, source)
+    cells_N = numbers_of(frame[label])
+    if target is None and np.isfinite(cells_N).all() and (cells_N % 1 != 0).any():
+        raise ConfigurationError(
+            f"The label {label!r} holds numbers that are not whole, and each would be a class. Name its bounds in "
+            f"--columns ({label}: [0, 100]), or its kind, number or category."
+        )
     numbers = target is not None and target.kind == "number"
     y_N = _numbers(frame, label, source) if numbers else np.empty(0)
     cells = frame.drop(columns=label)
@@ -144,7 +152,7 @@ def _fitted(
     encoder = Encoder.of(cells, given)
     scale = settings.feature_scale
     if scale is not None:
-        encoder = encoder.bounded(np.array([[-scale, scale]] * len(encoder.unbounded)).reshape(-1, 2))
+        encoder = encoder.scaled(scale)
     cells_ND = encoder.unbounded_cells(cells.iloc[rows])
     own_target = target is not None and target.bounds is None
     if own_target:

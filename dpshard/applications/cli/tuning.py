@@ -52,9 +52,9 @@ from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 SCORED = (Kind.IMAGE, Kind.FEATURES, Kind.TEXT)
 """Kinds whose score is a count of right answers."""
 FIXED = (
-    "target_epsilon target_delta noise_multiplier noise max_batch_size data task columns drop statistics_share "
-    "statistics_noise feature_scale group_column rows_per_unit text_column label_column objective image_size "
-    "max_length test_fraction validation_fraction shard nproc"
+    "target_epsilon target_delta noise_multiplier noise max_batch_size sampling correlation bands data task columns "
+    "drop statistics_share statistics_noise feature_scale group_column rows_per_unit text_column label_column "
+    "objective image_size max_length test_fraction validation_fraction shard nproc"
 ).split()
 """Settings that all trials share."""
 LARGER = 1.005
@@ -105,10 +105,11 @@ def plan(
         or first.noise != "gaussian"
         or first.max_batch_size
         or first.shard != "none"
+        or first.sampling != "poisson"
     ):
         raise ConfigurationError(
-            "A search needs --target-epsilon, Gaussian noise without a cap, and one process per trial: leave "
-            "--noise-multiplier, --noise, --max-batch-size and --shard out."
+            "A search needs --target-epsilon, Poisson sampling, Gaussian noise without a cap, and one process per "
+            "trial: leave --noise-multiplier, --noise, --max-batch-size, --sampling and --shard out."
         )
     assert first.target_epsilon is not None
     epsilon, delta = first.target_epsilon, first.target_delta

@@ -70,6 +70,11 @@ class Encoder:
         found = dict(zip(self.unbounded, bounds_D2.tolist(), strict=True))
         return Encoder({n: replace(c, bounds=tuple(found[n])) if n in found else c for n, c in self.columns.items()})
 
+    def scaled(self, scale: float) -> Encoder:
+        """Return this encoder with public bounds -scale and scale of all numbers without bounds; dates stay."""
+        ours = {n for n in self.unbounded if self.columns[n].kind == "number"}
+        return Encoder({n: replace(c, bounds=(-scale, scale)) if n in ours else c for n, c in self.columns.items()})
+
     @property
     def numbers(self) -> int:
         """Number of leading features that are scaled numbers in [-1, 1]."""
@@ -134,8 +139,10 @@ def _numbers(cells: Any, kind: Kind) -> NDArray[np.float64]:
     if not pandas.api.types.is_datetime64_any_dtype(cells):
         texts = cells.astype("string").str.strip()  # a number is no date
         cells = pandas.to_datetime(texts, format="ISO8601", errors="coerce", utc=True)
-    epoch = pandas.Timestamp(0, tz=cells.dt.tz)
-    return ((cells - epoch) / pandas.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
+    if cells.dt.tz is not None:
+        cells = cells.dt.tz_convert("UTC").dt.tz_localize(None)
+    moments = cells.to_numpy(dtype="datetime64[us]")  # nanoseconds would end in 2262
+    return np.where(np.isnat(moments), np.nan, moments.astype(np.int64) / 86_400e6)
 
 
 def _one_hot(cells: Any, column: Column) -> NDArray[np.float32]:

@@ -92,6 +92,27 @@ def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
     assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-9)
 
 
+@pytest.mark.parametrize("options", [["--sampling", "fixed-order", "--correlation", "banded-inverse", "--bands", "2"]])
+def test_the_command_on_the_page_knows_the_sampling_and_the_correlation(dpshard, tmp_path, options):
+    out = tmp_path / "run"
+    dpshard("train", "--steps", "4", "--batch-size", "400", "--evaluations", "1", *options, "--out", out)
+    text = html.unescape(written(dpshard, out))
+    command = re.search(r"^dpshard (account .*)$", text, re.MULTILINE)[1].split()
+    answer = json.loads(dpshard(*command, "--json").stdout)
+    epsilon = json.loads((out / "report.json").read_text())["privacy"]["epsilon"]
+    assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-6)
+
+
+def test_the_command_on_the_page_says_that_it_leaves_private_bounds_out(dpshard, run, tmp_path):
+    copy = tmp_path / "bounds"
+    shutil.copytree(run, copy)
+    report = json.loads((copy / "report.json").read_text())
+    report["privacy"]["earlier"] = [[4.0, 1]]
+    (copy / "report.json").write_text(json.dumps(report))
+    assert "without the private bounds before it" in Page(written(dpshard, copy)).text
+    assert "without the private bounds before it" not in Page(written(dpshard, run)).text
+
+
 def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
     copy = tmp_path / "discrete"
     shutil.copytree(run, copy)
@@ -136,9 +157,19 @@ def test_a_page_for_the_public_holds_no_figures_of_the_data(dpshard, run):
 def test_a_page_for_the_public_holds_no_names_of_files(dpshard, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "task": "data", "data": "clinic/jane-doe.csv"}))
+    long = "clinic of the " + 8 * "very long name " + "it's: jane-doe.csv"  # YAML breaks and quotes it
+    files = {"task": "data", "data": long, "columns": "jane-doe.yaml"}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, **files}))
     assert "jane-doe" in written(dpshard, folder)
-    assert "jane-doe" not in written(dpshard, folder, "--public")
+    public = written(dpshard, folder, "--public")
+    assert "jane-doe" not in public
+    assert "very long" not in public
+
+
+def test_a_search_has_another_report(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "search")
+    (folder / "plan.json").touch()
+    assert "dpshard tune" in dpshard("report", folder, exit_code=2).stderr
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")

@@ -147,6 +147,24 @@ def test_bounds_of_the_label_make_it_a_number(tmp_path, dpshard):
     assert "R²" in (tmp_path / "run" / "report.md").read_text()
 
 
+def test_labels_that_would_be_classes_by_accident_are_refused(tmp_path):
+    frame = patients().assign(label=lambda f: f["pressure"])
+    with pytest.raises(ConfigurationError, match="not whole"):
+        load(resolve(written(tmp_path, frame, columns={"age": [0, 100]})))
+    for kind in ("date", "drop"):
+        with pytest.raises(ConfigurationError, match=f"is no {kind}"):
+            load(resolve(written(tmp_path, frame, columns={"label": kind})))
+
+
+def test_one_scale_of_all_numbers_leaves_dates_alone(tmp_path):
+    source = written(tmp_path, patients(), columns={"age": [0, 90], "visit": "date"})
+    found = load(resolve(source | {"feature_scale": 200, "statistics_noise": 0.1})).fitted
+    assert found.encoder.columns["age"].bounds == (0, 90)
+    assert found.encoder.columns["pressure"].bounds == (-200, 200)
+    assert found.encoder.columns["visit"].bounds[0] > 10_000  # of 2020, in days since 1970
+    assert len(found.earlier) == 1
+
+
 def test_weights_belong_to_labels(tmp_path):
     source = written(tmp_path, patients()) | {"feature_scale": 200}
     loaded = load(resolve(source | {"class_weights": "yes=5"}))

@@ -193,6 +193,8 @@ def test_a_table_with_private_bounds_is_searched_within_the_budget(tmp_path, dps
         (["--search", "learning-rate"], "SETTING=A,B"),
         ([], "--search is missing"),
         (["--search", "learning-rate=0.1,0.2", "--noise-multiplier", "1"], "needs --target-epsilon"),
+        (["--search", "learning-rate=0.1,0.2", "--sampling", "balls-in-bins"], "Poisson sampling"),
+        (["--search", "sampling=poisson,balls-in-bins"], "all trials share"),
         (["--search", "learning-rate=0.1,0.2", "--validation-fraction", "0"], "validation"),
         (["--search", "learning-rate=0.1,0.2", "--mean-runs", "1"], "mean_runs"),
         (["--resume", "x", "--steps", "3"], "leave the other options out"),

@@ -118,3 +118,13 @@ def test_tables_without_columns_or_with_two_of_one_name_are_refused():
         Encoder.of(pandas.DataFrame({"b": [1], "a": [1]}), parse_columns({"a": "drop", "b": [0, 1]})).encode(
             pandas.DataFrame({"a": [1]})
         )
+
+
+def test_days_after_2262_and_before_1677_are_days_without_showing_a_cell():
+    cells = ["9999-12-31", "0001-01-01", "1970-01-02", None]
+    frame = pandas.DataFrame({"d": cells, "t": pandas.Series(cells[2:] * 2, dtype="datetime64[s]")})
+    encoder = Encoder.of(frame, {})
+    found = encoder.unbounded_cells(frame)
+    assert found[:, 0].tolist()[:3] == [2932896, -719162, 1]
+    assert np.isnan(found[3]).all()
+    assert found[0, 1] == 1
