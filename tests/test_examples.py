@@ -61,6 +61,22 @@ def test_both_ways_to_protect_users_train(capsys):
     assert "| 0.5 | 0 | 2 |" in capsys.readouterr().out
 
 
+def test_synthetic_text_learns_and_only_an_ordinary_model_keeps_secrets(capsys):
+    """Keys of ten copies: the mean exposure of 16 of them, 1.4 if none was seen.
+
+    At epsilon 0.1, ten copies move any score by at most 0.33 standard deviations (as under Gaussian privacy), so the
+    mean is at most 1.9, and above 5 with a probability below 4e-7 (Chernoff).
+    """
+    tiny = {"most": 800, "tokens": 400, "length": 24, "width": 32, "public_samples": 4000, "samples": 8000}
+    packages = ("matplotlib", "sklearn")
+    found = load("synthetic_text").main(0.1, public="numpy", packages=packages, batch=256, **tiny)
+    right, loss, _, exposure = zip(*found.values(), strict=True)
+    assert right[0] > 0.8  # real text; so few synthetic texts of so small a model teach a classifier little
+    assert loss[2] < loss[1] - 0.4
+    assert exposure[2] > 5 > exposure[3]
+    assert "epsilon = 0.1000 at delta = 1e-05" in capsys.readouterr().out
+
+
 def test_half_precision_needs_no_loss_scaling():
     """Unscaled float16 learns as float32 does; a scale overflows if it is large, and shrinks the update if undone."""
     results = load("mixed_precision").main(epochs=12)
