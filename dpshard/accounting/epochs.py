@@ -45,7 +45,9 @@ class BallsInBins:
         T, total, spans = self.release.epoch_steps, Counter[Release](), list(spans)
         if len(spans) == 1 and spans[0].start == 0:  # almost always
             whole, rest = divmod(spans[0].stop, T)
-            return +Counter({self._of(T, 1): whole, self._of(max(1, rest), 1): int(rest > 0)})
+            total[self._of(T, 1)] += whole
+            total[self._of(max(1, rest), 1)] += int(rest > 0)  # of T = 1 it is the same release
+            return +total
         for parts in _by_epoch(spans, T).values():
             changes = Counter[int]()  # of the number of copies
             for start, stop in parts:

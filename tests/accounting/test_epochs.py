@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dpshard.accounting import Release
+from dpshard.accounting import Release, compute_epsilon
 from dpshard.accounting.allocation import losses
+from dpshard.accounting.composition import gdp_epsilon
 from dpshard.accounting.copies import Span
 from dpshard.accounting.epochs import BallsInBins
 from dpshard.config import BatchSchedule, steps_of_epoch
@@ -31,6 +32,16 @@ def test_steps_cost_their_epochs_and_the_part_of_the_last(stop):
     assert COURSE.cost([span(0, stop)]) == +Counter({part(T): whole, part(max(1, rest)): int(rest > 0)})
     # One by one, as after many resumes.
     assert COURSE.cost([span(step, step + 1) for step in range(stop)]) == COURSE.cost([span(0, stop)])
+
+
+@pytest.mark.parametrize("stop", [1, 9])
+def test_epochs_of_one_step_cost_their_steps(stop):
+    """Full batches: a step is a Gaussian release. They once cost nothing."""
+    whole = Release(SIGMA, 1.0, N, allocated_steps=1)
+    cost = BallsInBins(whole, 9).cost([Span("run", 0, stop, whole, False)])
+    assert cost == Counter({whole: stop})
+    mu = math.sqrt(stop) / SIGMA
+    assert gdp_epsilon(mu, 1e-3) <= compute_epsilon(tuple(cost.items()), 1e-3) <= gdp_epsilon(mu, 1e-3) * 1.001
 
 
 def test_no_step_costs_nothing():

@@ -174,7 +174,8 @@ def _noise_unit(privacy: Mapping[str, Any], say: Texts) -> str:
     if sensitivity == 1 and correlation is None:
         return say("noise.fixed", deviation=deviation)
     vectors = say("noise.every_sum") if correlation is None else say("noise.vectors", correlation=correlation)
-    return say("noise.of_run", sensitivity=f"{sensitivity:.6g}", deviation=deviation, vectors=vectors)
+    of = say("noise.turn" if privacy.get("sampling") == "cyclic-poisson" else "noise.whole_run")
+    return say("noise.of_run", of=of, sensitivity=f"{sensitivity:.6g}", deviation=deviation, vectors=vectors)
 
 
 def _markdown(report: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpshard.applications.cli import app
+from dpshard.applications.cli.final_report import mechanism_rows
 from dpshard.applications.cli.texts import english
 from tests.applications.cli.conftest import QUICK, no_pictures
 
@@ -220,3 +221,13 @@ def test_adaptive_thresholds_have_no_fixed_noise_on_the_page(dpshard, tmp_path):
     text = Page(written(dpshard, folder)).text
     assert "norm at most 1 at first; then thresholds follow quantile 0.5 of the norms" in text
     assert "standard deviation" not in text
+
+
+@pytest.mark.parametrize(("sampling", "words"), [("cyclic-poisson", "a turn of a group"), ("fixed-order", "whole run")])
+def test_the_noise_of_correlated_runs_is_told_by_the_sensitivity_that_it_has(sampling, words):
+    facts = {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "clipping_quantile": None, "max_batch_size": None}
+    facts |= {"clipping_fn": "abadi", "clipping_style": "all-layer", "accountant": "pld", "earlier": [], "steps": 4}
+    facts |= {"sampling": sampling, "sensitivity": 1.5, "noise_correlation": "BandMF(bands=3)", "noise": "gaussian"}
+    facts |= {"sample_size": 90, "phases": [{"expected_batch_size": 9, "sampling_probability": None, "steps": 4}]}
+    rows = dict(mechanism_rows(facts))
+    assert f"{words}, 1.5 norms: standard deviation 3 on the independent vectors" in rows["noise"]
