@@ -47,6 +47,11 @@ class Run:
     rows_per_unit: int = 1
     """Rows of a sample; see [Note: Units]."""
 
+    @property
+    def side_by_side(self) -> bool:
+        """True if samples share rows of tokens; see PackedRun."""
+        return False
+
     def on(self, samples: list[int]) -> Any:
         """Return the output for only `samples` (indices into the batch)."""
         picked = [self._joined(self._pick(i, samples), self.dims[i]) for i in range(len(self.leaves))]

@@ -35,6 +35,8 @@ class PackedTokens:
     """Units that are not padding, the first ones; None: those with tokens."""
     everywhere: int | None = None
     """Units that every rank has in its micro-batch of this number, if known."""
+    planned_beside: bool | None = None
+    """A row of some rank holds several units, if known."""
     given: tuple[Tensor, ...] = field(default=(), compare=False)
     """Tensors [R, T] that were handed out with them."""
 
@@ -92,6 +94,17 @@ class PackedTokens:
     def places(self) -> dict[int, tuple[int, int, int]]:
         """Row, first token and end of every unit."""
         return {unit: (row, start, end) for unit, row, start, end in self.runs}
+
+    @cached_property
+    def side_by_side(self) -> bool:
+        """True if a row holds several units, of some rank where that is known: only they show what mixes them."""
+        beside = len({row for _, row, _, _ in self.runs}) < len(self.runs)
+        return beside if self.planned_beside is None else self.planned_beside
+
+    def before(self, unit: int) -> bool:
+        """Return True if another unit lies before this one in its row."""
+        row, start, _ = self.places[unit]
+        return any(r == row and begin < start for _, r, begin, _ in self.runs)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -75,6 +75,8 @@ class Placement:
     row: tuple[int, ...]
     start: tuple[int, ...]
     length: tuple[int, ...]
+    side_by_side: bool = False
+    """A row of some rank holds several units."""
 
 
 def packer(dataset: Any, packing: Packing | None) -> Callable[..., list[MicroBatchPlan]] | None:
@@ -112,7 +114,8 @@ def plan_packed(
         sizes = tuple(lengths[unit] for unit in units)
         indices_B = [*units, *[units[-1]] * (micro_batch_size - len(units))]
         is_padding_B = torch.arange(micro_batch_size, device="cpu") >= samples
-        placement = Placement(replace(packing, lengths=None), tuple(rows), tuple(starts), sizes)
+        beside = any(any(p[position][2]) for p in packed if position < len(p))  # a unit that begins after another
+        placement = Placement(replace(packing, lengths=None), tuple(rows), tuple(starts), sizes, beside)
         plans.append(MicroBatchPlan(step, position, count, indices_B, is_padding_B, everywhere, placement=placement))
     return plans
 
@@ -243,4 +246,4 @@ def packed_tokens(data: Any, plan: MicroBatchPlan) -> PackedTokens:
     for unit, (row, start, n) in enumerate(zip(p.row, p.start, p.length, strict=True)):
         unit_ids[row, start : start + n] = unit
     given = tuple(x for x in data.values() if x.dim() == 2 and not x.is_floating_point())
-    return PackedTokens(unit_ids, len(plan.indices), plan.samples, plan.min_samples_per_rank, given)
+    return PackedTokens(unit_ids, len(plan.indices), plan.samples, plan.min_samples_per_rank, p.side_by_side, given)

@@ -66,9 +66,18 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units that every rank has, neighbours and the last one."""
-    units = run.rows
-    return sorted({(start + i) % units for i in range(min(n, units) - 1)} | {units - 1})
+    """Return up to n units, as many on every rank: the last one behind another in its row, and some that follow."""
+    units, n = _real(run), min(n, run.rows)
+    behind = [unit for unit in units if run.packed.before(unit)]
+    last = behind[-1] if behind else units[-1]
+    others = [unit for unit in units[start:] + units[:start] if unit != last]  # `start` is below run.rows
+    return sorted([last, *others[: n - 1]])
+
+
+def _real(run: PackedRun) -> list[int]:
+    """Return the units that are not padding; the first one if all are."""
+    units = sorted(run.packed.places)
+    return [unit for unit in units if not run.packed.is_padding[unit]] or units[:1]
 
 
 def shuffled(x: Tensor, everything: Tensor) -> Tensor:
@@ -230,11 +239,13 @@ def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Gene
     """Raise VerificationError if other contents of half of the units move outputs of the other half."""
     run = bench.run
     assert isinstance(run, PackedRun)
-    units = list(range(run.rows))
-    if len(units) < 2:
+    places, units = run.packed.places, _real(run)
+    if run.rows < 2 and not run.side_by_side:
         return
-    order = random.permutation(len(units)).tolist()
-    first, second = sorted(order[: len(order) // 2]), sorted(order[len(order) // 2 :])
+    # Neighbours are never in one half, and rows come in any order.
+    rows = random.permutation(run.packed.shape[0])
+    order = sorted(units, key=lambda unit: (rows[places[unit][0]], places[unit][1]))
+    first, second = sorted(order[::2]), sorted(order[1::2])
     spots = torch.from_numpy(random.permutation(run.packed.unit_ids.numel()))
 
     def change(x: Tensor, everything: Tensor) -> Tensor:
@@ -256,7 +267,7 @@ def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Gene
     for now, kept in ((after, second), (third, first)):
         for x, y in zip(before, now or (), strict=False):
             place = _place(run, x) if x.dim() else None
-            if place is not None and x.shape == y.shape:
+            if kept and place is not None and x.shape == y.shape:
                 _check_kept(bench, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
     scalars = [i for i, x in enumerate(before) if x.dim() == 0]
     if scalars and not scaled and after is not None and third is not None:

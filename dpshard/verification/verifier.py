@@ -1,7 +1,8 @@
 """When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input (numbers, flags and strings among the arguments count). Then at steps 1, 2,
+At the first forward on every kind of input (numbers, flags and strings among the arguments count, and whether packed
+units lie side by side). Then at steps 1, 2,
 4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
 attributes and buffers: the first change of an attribute triggers a verification. So does the first micro-batch of a
 new longest length, and the first with labels below 0 or positions beyond its length.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.sharding import Sharding
 from dpshard.clipping.tape import Clipper
-from dpshard.errors import VerificationError
+from dpshard.errors import BatchLayoutError, VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
@@ -69,8 +71,14 @@ class Verifier:
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
-        new, due, news = kind not in self._kinds, self._is_due(run, kind), False
-        if not self._meets(replay, run):
+        meets, new, news = self._meets(replay, run), kind not in self._kinds, False
+        if isinstance(run, PackedRun) and run.packed.everywhere is None:
+            if not (run.packed.places or meets):
+                return  # no token has a unit, so nothing is recorded
+            if meets:
+                run, new = self._agreed(run, new)
+        due = self._is_due(run, kind)
+        if not meets:
             news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
@@ -86,6 +94,17 @@ class Verifier:
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
+
+    def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
+        """Return the run with what is true of all ranks' rows, and True if it is new on any; each packed its own."""
+        own = [len(run.packed.places), not run.side_by_side, not new]
+        rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
+        if rows == 0:
+            raise BatchLayoutError(
+                "The rows of a rank hold no unit, and ranks that share a model verify it together. Give every rank at "
+                "least one unit in every micro-batch, or use engine.batches(..., packing=...)."
+            )
+        return replace(run, rows=rows, packed=replace(run.packed, planned_beside=not apart)), not known
 
     def _meets(self, replay: Replay, run: Run) -> bool:
         """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
@@ -156,6 +175,8 @@ class Verifier:
         self, replay: Replay, run: PackedRun, loss: Loss | None, random: np.random.Generator, *, thorough: bool
     ) -> None:
         """Compare packed units with each unit alone; see packed.py."""
+        if not run.packed.places:
+            return
         sharding = self._sharding
         chosen = pick_units(run, int(random.integers(run.rows)), SAMPLES if thorough else 2)
         with sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():

@@ -3,12 +3,15 @@
 Usage: torchrun --nproc_per_node=2 packed_worker.py CASE...
 
 A case is ddp, fsdp2, or one of these with documents that fill more micro-batches on one rank (`-uneven`) or with
-attention that looks across (`-across`): then the report is the name of the error.
+attention that looks across (`-across`): then the report is the name of the error. `-own`: a loop that packs its own
+rows, of one document, then of several, on other ranks at other times; it has two micro-batches.
 """
 
 import sys
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,17 +25,23 @@ from tests.packing.models import PACKING, LanguageModel, T, U, documents, expect
 
 def error(case: str) -> float | str:
     kind, _, how = case.partition("-")
+    own = how.startswith("own")
     # With lengths in this order, rank 0 packs long documents and rank 1 short ones.
     docs = documents(lengths=[T if i % 2 == 0 else 2 for i in range(14)]) if how == "uneven" else documents()
     R, update = expected(LanguageModel(), docs)
-    model: nn.Module = LanguageModel(segments=how != "across")
+    model: nn.Module = LanguageModel(segments=not how.endswith("across"))
     if kind == "ddp":
         model = DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     engine = noise_free_engine(model, batch_size=len(docs), sample_size=len(docs), max_grad_norm=R)
     try:
-        for logical_batch in engine.batches(docs, U, packing=PACKING):
+        if own:
+            for batch in own_rows(docs):
+                with engine.packed(batch["unit_ids"], U):
+                    unit_losses(model(*inputs(batch)), batch).mean().backward()
+            engine.privatize()
+        for logical_batch in () if own else engine.batches(docs, U, packing=PACKING):
             for batch in logical_batch:
                 unit_losses(model(*inputs(batch)), batch).mean().backward()
             engine.privatize()
@@ -43,6 +52,25 @@ def error(case: str) -> float | str:
         assert p.grad is not None
         found[name.removeprefix("module.")] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return relative_error(found, update)
+
+
+def own_rows(docs: list[Tensor]) -> list[dict[str, Tensor]]:
+    """The documents of this rank: one, and then the other three in a row; on rank 1 the other way round."""
+    mine = docs[dist.get_rank() :: 2]
+    split = [mine[:1], mine[1:]] if dist.get_rank() == 0 else [mine[:3], mine[3:]]
+    return [row(some) for some in split]
+
+
+def row(docs: list[Tensor]) -> dict[str, Tensor]:
+    positions = torch.cat([torch.arange(len(ids)) for ids in docs])[None]
+    ids = torch.cat(docs)[None]
+    units = torch.cat([torch.full((len(ids),), i) for i, ids in enumerate(docs)])[None]
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "unit_ids": units,
+        "labels": torch.where(positions == 0, -100, ids),
+    }
 
 
 if __name__ == "__main__":

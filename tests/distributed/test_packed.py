@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.launch import together
 from tests.oracle import TOLERANCE
 
-EXACT = ("ddp", "fsdp2", "ddp-uneven", "fsdp2-uneven")
+EXACT = ("ddp", "fsdp2", "ddp-uneven", "fsdp2-uneven", "ddp-own", "fsdp2-own")
 REFUSED = ("ddp-across", "fsdp2-across")
 
 

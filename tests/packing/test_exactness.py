@@ -154,6 +154,24 @@ def test_own_loops_in_which_ranks_or_collators_pack():
     engine.detach()
 
 
+@pytest.mark.parametrize("numbers", [(0, 2, 7), (5, 2)])
+def test_own_unit_ids_may_leave_numbers_out(numbers):
+    model, docs = LanguageModel(), documents()[: len(numbers)]
+    threshold, update = expected(model, docs)
+    unit_ids = torch.cat([torch.full((len(ids),), i) for i, ids in zip(numbers, docs, strict=True)])[None]
+    ids, positions = torch.cat(docs)[None], torch.cat([torch.arange(len(ids)) for ids in docs])[None]
+    batch = {"labels": torch.where(positions == 0, -100, ids), "unit_ids": unit_ids}
+    engine = noise_free_engine(model, batch_size=len(docs), max_grad_norm=threshold)
+    with engine.packed(unit_ids, units=U):
+        unit_losses(model(ids, positions, unit_ids), batch).mean().backward()
+    nothing = torch.full_like(unit_ids, -1)
+    with engine.packed(nothing, units=U):
+        unit_losses(model(ids, positions, unit_ids), batch | {"unit_ids": nothing}).mean().backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), update) <= TOLERANCE
+    engine.detach()
+
+
 def test_a_loop_may_fill_its_unit_ids_again_before_backward():
     """Its tokens would count for units of the next micro-batch, one document for several thresholds."""
     model, docs = LanguageModel(), documents()

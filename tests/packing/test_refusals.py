@@ -33,6 +33,28 @@ def test_attention_that_looks_across_is_caught(wrong, dtype):
         step(LanguageModel(dtype=dtype, **wrong), documents(), 1.0)
 
 
+def test_attention_that_looks_across_is_caught_where_units_are_first_side_by_side():
+    """Packing begins with the longest documents, one a row, which show nothing."""
+    model, docs = LanguageModel(segments=False), documents(lengths=[T] * 6 + [5, 4, 3])
+    alone_first = []
+    with pytest.raises(VerificationError, match="attention looks across units"):
+        step(model, docs, 1.0, forward=lambda batch: (alone_first.append(batch), model(*inputs(batch)))[1])
+    assert len(alone_first) == 4
+    assert all(batch["position_ids"].argmax(1).eq(T - 1).all() for batch in alone_first[:3])
+
+
+@pytest.mark.parametrize("mix", ["behind", "before"])
+def test_one_pair_side_by_side_among_single_units_is_caught(mix):
+    """Wherever in the stream the pair lies."""
+    for lengths in ([T, T, T, 7, 5], [9, 3, 8], [8, 4, T, T, T]):
+        R = 4 if len(lengths) == 5 else 2
+        packing = Packing(rows=R, tokens=T)
+        shift = {"behind": 1, "before": -1}[mix]
+        across = lambda self, x, unit_ids, by=shift: x + x.roll(by, 1).detach()  # noqa: E731
+        with pytest.raises((VerificationError, UnsupportedParameterError)):
+            step(Mixer(across), documents(lengths=lengths), 1.0, packing=packing)
+
+
 def test_positions_that_do_not_restart_are_caught():
     model = LanguageModel()
 
