@@ -161,6 +161,8 @@ class Interception:
         if self._note_inputs is not None:
             self._note_inputs([x for x, _ in run.carrying()])
         run, layout = self._prepare(run)
+        if rows is not None:
+            rows.read(run)
         tape = session.open_tape(run.batch_size, module)
         versions = parameters.versions()
         if compiled:

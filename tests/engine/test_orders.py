@@ -344,6 +344,27 @@ def test_a_loop_in_another_order_stops_before_the_release(batches, message):
         engine.privatize()
 
 
+def test_a_mask_with_as_many_rows_as_the_batch_does_not_hide_a_sample():
+    """Row i of the mask [T, T] is not of sample i: at another place, a sample would pass for another one."""
+
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(mask @ x).mean(1)
+
+    facts = {"batch_size": B, "sample_size": N, "steps": 12, "noise_multiplier": 1.0, "sampling": "fixed-order"}
+    engine = PrivacyEngine(Masked(3, 2), **facts)
+    sequences, mask = torch.randn(N, B, 3, generator=torch.Generator().manual_seed(1)), torch.tril(torch.ones(B, B))
+
+    def feed(rows):
+        F.cross_entropy(engine.model(sequences[rows], mask), Y[rows]).backward()
+        torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+        engine.model.zero_grad()
+
+    feed([0, 1, 2, 3])
+    with pytest.raises(DataError, match="A sample of step 2 was in step 1, too"):
+        feed([3, 4, 5, 6])
+
+
 def test_packed_rows_of_an_own_loop_are_refused():
     """They hold several samples."""
     engine = make("fixed-order", verify=True)

@@ -82,6 +82,9 @@ class RowIdentity:
             if self._forwards > 1:
                 self._require_order_of_forwards(inputs)
 
+    def read(self, run: Run) -> None:
+        """Do nothing: inputs were checked when the forward began."""
+
     def leave(self, output: Any) -> None:
         """Note the outputs of a forward, which another may get."""
         if self.samples < 2:

@@ -22,7 +22,10 @@ class FedRows:
         self._fed: list[Tensor] = []
 
     def enter(self, run: Run) -> None:
-        """Add the samples of a forward."""
+        """Do nothing: it is not known yet which inputs carry samples."""
+
+    def read(self, run: Run) -> None:
+        """Add the samples of a forward; a mask [T, T] with T = B would change a sample from place to place."""
         hash_B = torch.zeros((), dtype=torch.int64)
         for place, (x, dim) in enumerate(run.carrying()):
             of_x = Rows.of(x, dim).hash_of_units(run.rows_per_unit)
