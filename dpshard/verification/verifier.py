@@ -2,10 +2,10 @@
 
 [Note: When]
 At the first forward on every kind of input (numbers, flags and strings among the arguments count, and whether packed
-units lie side by side). Then at steps 1, 2,
-4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
-attributes and buffers: the first change of an attribute triggers a verification. So does the first micro-batch of a
-new longest length, and the first with labels below 0 or positions beyond its length.
+units lie side by side). Then at steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. Every forward and
+release compares a signature of the model's attributes and buffers: the first change of an attribute triggers a
+verification. So does the first micro-batch of a new longest length, and the first with labels below 0 or positions
+beyond its length.
 """
 
 from __future__ import annotations

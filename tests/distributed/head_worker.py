@@ -26,7 +26,7 @@ N = 5
 
 def network(*, tied: bool = True) -> Model:
     torch.manual_seed(0)
-    return Model(tied=tied).double()
+    return Model(tied=tied, bias=True).double()
 
 
 def report(case: str) -> float | str:
