@@ -213,8 +213,7 @@ class KeyedGaussian:
             dtype=torch.int64,
             device="cpu",
         )  # [vectors, blocks, 3]
-        weights = torch.tensor([v.weight for v in vectors], dtype=torch.float32, device="cpu")
-        copies = {device: (streams.to(device), weights.to(device)) for device in {flat.device for _, flat in pairs}}
+        copies = {device: (streams.to(device), _weights_on(device, vectors)) for device in {x.device for _, x in pairs}}
         norms, at = [], 0
         for (shard, flat), count in zip(pairs, counts, strict=True):
             own, weights = copies[flat.device]
@@ -422,6 +421,13 @@ class Vector(NamedTuple):
     """Secret of the release that had them first, 32 bytes."""
     step: int
     """Its step."""
+
+
+def _weights_on(device: torch.device, vectors: Sequence[Vector]) -> Tensor:
+    """Return the weights [vectors], float32; a single one is 1, which is made there without a copy."""
+    if len(vectors) == 1:
+        return torch.ones(1, device=device)
+    return torch.tensor([vector.weight for vector in vectors], dtype=torch.float32, device="cpu").to(device)
 
 
 def _stream(key: bytes) -> tuple[int, ...]:
