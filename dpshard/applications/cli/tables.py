@@ -45,7 +45,7 @@ class Fitted:
 
     encoder: Encoder
     target: Column | None
-    """Bounds of the label, if it is a number."""
+    """Facts of the label: bounds of a number, names of classes in the order of the outputs; None if not given."""
     earlier: Counts
 
     def plain(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _encoded(
     def fit() -> Fitted:
         own = parts(len(frame), settings, groups)
         rows, units = own.rows["train"], None if groups is None else np.unique(own.units, return_inverse=True)[1]
-        return _fitted(cells, rows, units, given, target if numbers else None, y_N, settings)
+        return _fitted(cells, rows, units, given, target, y_N, settings)
 
     fitted = agree(fit)
     x = fitted.encoder.encode(cells)
@@ -134,7 +134,7 @@ def _encoded(
         y = objective.scaled(torch.from_numpy(y_N))
         facts |= {"kind": Kind.NUMBERS, "classes": 1, "objective": objective}
         return splits(TensorDataset(x, y), settings, groups=groups, **facts)
-    y, objective = _classes(labels, target, settings)
+    y, objective = _classes(labels, fitted.target or target, settings)
     facts |= {"kind": Kind.FEATURES, "classes": objective.outputs, "objective": objective}
     return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
 
@@ -154,7 +154,7 @@ def _fitted(
     if scale is not None:
         encoder = encoder.scaled(scale)
     cells_ND = encoder.unbounded_cells(cells.iloc[rows])
-    own_target = target is not None and target.bounds is None
+    own_target = target is not None and target.kind == "number" and target.bounds is None
     if own_target:
         cells_ND = np.concatenate([cells_ND, y_N[rows, None]], axis=1)
     if cells_ND.shape[1] == 0 or len(rows) == 0:

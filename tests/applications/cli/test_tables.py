@@ -13,8 +13,9 @@ import yaml
 
 from dpshard.accounting import Release, SampledMechanism, compute_epsilon
 from dpshard.applications.cli.data import Kind, load
-from dpshard.applications.cli.settings import parse_weights, resolve
+from dpshard.applications.cli.settings import parse_weights, read_yaml, resolve
 from dpshard.applications.cli.tables import Fitted
+from dpshard.applications.tabular import parse_columns
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError, DpshardError
 
@@ -145,6 +146,26 @@ def test_bounds_of_the_label_make_it_a_number(tmp_path, dpshard):
     assert scores["after"]["r2"] > 0.5 > scores["before"]["r2"]
     assert scores["after"]["rmse"] < scores["before"]["rmse"]
     assert "R²" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_resumed_run_keeps_the_order_of_its_classes(tmp_path):
+    facts = {"feature_scale": 200}
+    first = load(resolve(written(tmp_path, patients(), columns={"label": ["yes", "no"]}) | facts))
+    kept = json.loads(json.dumps(first.fitted.plain()))
+    edited = resolve(written(tmp_path, patients(), columns={"label": ["no", "yes"]}) | facts)
+    again = load(edited, lambda fit: Fitted.parse(kept))
+    assert (again.train.tensors[1] == first.train.tensors[1]).all()
+    assert (load(edited).train.tensors[1] != first.train.tensors[1]).all()
+
+
+def test_yes_and_no_are_names_without_quotes(tmp_path):
+    path = tmp_path / "columns.yaml"
+    path.write_text("outcome: [no, yes]\non: [0, 1]\nday: [2020-01-01, 2020-01-02]\nbed: [true, false]\n")
+    found = read_yaml(path, names=True)
+    assert found["outcome"] == ["no", "yes"]
+    assert found["on"] == [0, 1]
+    assert found["bed"] == [True, False]
+    assert parse_columns({"day": found["day"]})["day"].kind == "date"
 
 
 def test_labels_that_would_be_classes_by_accident_are_refused(tmp_path):
