@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return `value` as strict JSON, with null for NaN and infinity."""
@@ -19,3 +21,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Names(yaml.SafeLoader):
+    """Reads words as texts that YAML 1.1 takes for booleans; only true and false are none."""
+
+
+Names.yaml_implicit_resolvers = {
+    first: [(tag, words) for tag, words in found if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

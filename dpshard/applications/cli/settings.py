@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from dpshard.applications import user_code
+from dpshard.applications.cli.formats import Names
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 
@@ -271,23 +272,13 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
 
 
-class _Names(yaml.SafeLoader):
-    """Reads words as texts that YAML 1.1 takes for booleans; only true and false are none."""
-
-
-_Names.yaml_implicit_resolvers = {
-    first: [(tag, words) for tag, words in found if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
 def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
     """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping.
 
     Keys are settings, so "-" becomes "_", or `names` that stay; there yes, no, on and off are names, too.
     """
     try:
-        content = yaml.load(path.read_text("utf-8"), _Names if names else yaml.SafeLoader)  # both are safe
+        content = yaml.load(path.read_text("utf-8"), Names if names else yaml.SafeLoader)  # both are safe
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"The settings file {path} cannot be read: {error}") from error
     if content is None:
