@@ -281,8 +281,7 @@ def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
         content = yaml.load(path.read_text("utf-8"), Names if names else yaml.SafeLoader)  # both are safe
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"The settings file {path} cannot be read: {error}") from error
-    if content is None:
-        return {}
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigurationError(f"The settings file {path} must be a mapping of `key: value` lines.")
     return {str(key) if names else str(key).replace("-", "_"): value for key, value in content.items()}
