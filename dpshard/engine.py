@@ -452,7 +452,7 @@ class PrivacyEngine:
                 "count differently. Load one state, saved by one rank, on all of them."
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
-        before = self.step
+        before, same_run = self.step, secret == self._secret
         self._order.check_state(order, account["ledger"]["steps"])
         self._noise.load_state_dict(noise, account["ledger"]["steps"])
         self._thresholds.load_state_dict(thresholds)
@@ -465,7 +465,7 @@ class PrivacyEngine:
             self._facts.forget()
             self._budget.count_released(released)
         elif not visited:
-            self._facts.load_state_dict(saved_facts, self.step)
+            self._facts.load_state_dict(saved_facts, self.step, before=before if same_run else 0)
         elif self.step < before:
             warnings.warn(
                 f"load_state_dict() goes back from step {before} to step {self.step}. Releases stay counted. A "

@@ -54,8 +54,15 @@ class Facts:
             **self._of_batches,
         }
 
-    def load_state_dict(self, saved: dict[str, Any], step: int) -> None:
-        """Store the facts of a loaded state; warn if they differ."""
+    def load_state_dict(self, saved: dict[str, Any], step: int, *, before: int = 0) -> None:
+        """Store the facts of a loaded state; warn if they differ, and if the engine was later in the run `before`."""
+        if step < before:
+            warnings.warn(
+                f"This engine was at step {before} of the run, and the state is of step {step}: releases of later "
+                f"steps by another process are forgotten. Count them by load_state_dict(state, released=n), with n "
+                f"steps released in all, {before} or more.",
+                stacklevel=3,
+            )
         self._saved, self._of_batches = saved, {}
         self._compare(step)
 

@@ -287,6 +287,19 @@ def test_explicit_coefficients_are_the_default_ones(kind, steps):
     assert explicit(named, steps) == named
 
 
+def test_going_back_to_an_earlier_state_of_another_process_warns_of_what_is_forgotten():
+    engine = make(**BISR)
+    train(engine, 4)
+    early = engine.state_dict()
+    train(engine)
+    late, other = engine.state_dict(), make(**BISR)
+    other.load_state_dict(late)
+    with pytest.warns(UserWarning, match="at step 12 of the run.*12 or more"):
+        other.load_state_dict(early)
+    other.load_state_dict(early, released=12)
+    assert other.epsilon() == engine.epsilon()
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
