@@ -65,7 +65,7 @@ def noises(model: nn.Module) -> tuple[PrivacyEngine, dict[str, Tensor]]:
 def noise() -> None:
     backend, folder = sys.argv[2], Path(sys.argv[3])
     engine, rows = noises(sharded(backend))
-    starts = {name: engine._backend.sharding.start(name) for name in rows}
+    starts = {name: engine._backend.sharding.place(name).start for name in rows}
     torch.save({name: (starts[name], noise) for name, noise in rows.items()}, folder / f"{dist.get_rank()}.pt")
 
 
