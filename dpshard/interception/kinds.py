@@ -99,7 +99,7 @@ def kind_of_run(run: Run) -> Any:
         for x, d in zip(run.leaves, run.dims, strict=True)
     ]
     # What mixes samples shows with two of them at least, and the order of the rows of one unit does not matter.
-    several = run.rows > 1, run.side_by_side
+    several = run.rows > 1, run.packed is not None and run.packed.side_by_side
     return (run.module, run.tree, tuple(inputs), *several, run.batch_size == 1 < run.rows_per_unit)
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from dpshard.errors import BatchLayoutError
 from dpshard.interception.vmapped import transforms_are_active
 from dpshard.rules.torch_functions import differentiable
-from dpshard.sampling import MicroBatchPlan
+from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 READINGS = 16
 """Most readings of a model's inputs."""
@@ -46,11 +46,8 @@ class Run:
     """Samples that are not padding, the first ones; at least 1."""
     rows_per_unit: int = 1
     """Rows of a sample; see [Note: Units]."""
-
-    @property
-    def side_by_side(self) -> bool:
-        """True if samples share rows of tokens; see PackedRun."""
-        return False
+    packed: PackedTokens | None = None
+    """The units of the tokens of a PackedRun."""
 
     def on(self, samples: list[int]) -> Any:
         """Return the output for only `samples` (indices into the batch)."""
