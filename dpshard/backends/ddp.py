@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
-from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import GradStore, add
-from dpshard.backends.model_parts import Grid, ModelParts, Told
+from dpshard.backends.model_parts import Told
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
@@ -40,15 +40,9 @@ def ddp_backend(model: DistributedDataParallel, told: Told | None = None) -> Bac
     layout = f"{communicator.world_size} replicas"
     if told is None:
         return Backend(layout, communicator, sharding, reduction, store)
-    everyone = all_ranks(sharding.device)
-    try:
-        parts = ModelParts.told(told, sharding.parameters, sharding.device)
-        grid = Grid(communicator, parts, everyone)
-    except ConfigurationError:
-        sharding.detach()
-        raise
-    sharding.tell(parts, everyone.meet)
-    return Backend(f"{layout} of {parts.size} parts", everyone, sharding, reduction, store, communicator, grid)
+    everyone, grid = sharding.tell(told, communicator)
+    layout += f" of {everyone.world_size // communicator.world_size} parts"
+    return Backend(layout, everyone, sharding, reduction, store, communicator, grid)
 
 
 class DDPReduction:

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpshard.backends.backend import Backend
-from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import GradStore
-from dpshard.backends.model_parts import Grid, ModelParts, Told
+from dpshard.backends.model_parts import Told
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import ConfigurationError, DpshardError
+from dpshard.errors import DpshardError
 
 
 def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
@@ -24,16 +24,9 @@ def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
         store = GradStore(sharding)
         return Backend("one process", Communicator(), sharding, NoReduction(store), store)
     sharding, data = Unsharded(model), Communicator()
-    everyone = all_ranks(sharding.device)
-    try:
-        parts = ModelParts.told(told, sharding.parameters, sharding.device)
-        grid = Grid(data, parts, everyone)
-    except ConfigurationError:
-        sharding.detach()
-        raise
-    sharding.tell(parts, everyone.meet)
+    everyone, grid = sharding.tell(told, data)
     store = GradStore(sharding)
-    return Backend(f"parts on {parts.size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
+    return Backend(f"parts on {everyone.world_size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
 
 
 class NoReduction:

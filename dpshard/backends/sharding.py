@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 from torch.nn.parameter import is_lazy
 
+from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
-from dpshard.backends.model_parts import ModelParts, Place
+from dpshard.backends.model_parts import Grid, ModelParts, Place, Told
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name, modules_of, parameters_of
 from dpshard.records import WIDE
@@ -221,9 +222,20 @@ class Unsharded(Sharding):
         super().__init__(core, core if outermost is None else outermost, parts)
         self._make_isolated, self._meet = isolated, together
 
-    def tell(self, parts: ModelParts, together: Callable[[], object]) -> None:
-        """Take the plain parameters for parts of a model."""
-        self.parts, self._meet = parts, together
+    def tell(self, told: Told, data: Communicator) -> tuple[Communicator, Grid]:
+        """Take the plain parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
+
+        Detaches and raises ConfigurationError if they are no grid, or the parts do not fit.
+        """
+        everyone = all_ranks(self.device)
+        try:
+            parts = ModelParts.told(told, self.parameters, self.device)
+            grid = Grid(data, parts, everyone)
+        except ConfigurationError:
+            self.detach()
+            raise
+        self.parts, self._meet = parts, everyone.meet
+        return everyone, grid
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
