@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from dpshard import BandedInverse, PrivacyEngine
-from dpshard.names import canonical_name
 from dpshard.noise.keyed import KeyedGaussian
-from tests.distributed.noise_worker import local, sharded
+from tests.distributed.noise_worker import local, noises, save, sharded
 from tests.distributed.rank import main
 
 STEPS, SIGMA, THRESHOLD, BATCH_SIZE, BANDS, SAMPLES = 8, 0.7, 3.0, 6, 4, 18
@@ -44,29 +42,16 @@ def engine_of(model: nn.Module, bands: int, steps: int) -> PrivacyEngine:
     return engine
 
 
-def noises(model: nn.Module) -> tuple[PrivacyEngine, dict[str, Tensor]]:
+def noises_of_run(model: nn.Module) -> tuple[PrivacyEngine, dict[str, Tensor]]:
     """The engine, and the noise of each parameter, one row a step."""
     engine = engine_of(model, BANDS, STEPS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    steps: dict[str, list[Tensor]] = {}
-    for logical_batch in engine.batches(TensorDataset(torch.zeros(SAMPLES, 150)), 2):
-        for (x,) in logical_batch:
-            (model(x) * 0.0).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()  # so that the update is not rounded to the parameter's last digit
-        optimizer.step()
-        for name, p in model.named_parameters():
-            steps.setdefault(canonical_name(name).removeprefix("module."), []).append(-local(p).flatten().clone())
-        optimizer.zero_grad()
-    return engine, {name: torch.stack(rows) for name, rows in steps.items()}
+    return engine, noises(model, engine, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def noise() -> None:
     backend, folder = sys.argv[2], Path(sys.argv[3])
-    engine, rows = noises(sharded(backend))
-    starts = {name: engine._backend.sharding.place(name).start for name in rows}
-    torch.save({name: (starts[name], noise) for name, noise in rows.items()}, folder / f"{dist.get_rank()}.pt")
+    engine, rows = noises_of_run(sharded(backend))
+    save(engine, rows, folder)
 
 
 class _Live(TorchDispatchMode):

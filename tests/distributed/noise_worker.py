@@ -49,6 +49,28 @@ def local(x: Tensor) -> Tensor:
     return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
+def noises(model: nn.Module, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The noise of each parameter, one row a step."""
+    steps: dict[str, list[Tensor]] = {}
+    for logical_batch in engine.batches(TensorDataset(torch.zeros(engine.mechanism.sample_size, 150)), 2):
+        for (x,) in logical_batch:
+            (model(x) * 0.0).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()  # so that the update is not rounded to the parameter's last digit
+        optimizer.step()
+        for name, p in model.named_parameters():
+            steps.setdefault(canonical_name(name).removeprefix("module."), []).append(-local(p).flatten().clone())
+        optimizer.zero_grad()
+    return {name: torch.stack(rows) for name, rows in steps.items()}
+
+
+def save(engine: PrivacyEngine, rows: dict[str, Tensor], folder: Path) -> None:
+    """Leave the noise of each parameter, and the place of this rank's first element of it."""
+    place = engine._backend.sharding.place
+    torch.save({name: (place(name).start, noise) for name, noise in rows.items()}, folder / f"{dist.get_rank()}.pt")
+
+
 def noise() -> None:
     backend, folder = sys.argv[1], Path(sys.argv[2])
     model = sharded(backend)
@@ -60,22 +82,7 @@ def noise() -> None:
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    steps: dict[str, list[Tensor]] = {}
-    for logical_batch in engine.batches(TensorDataset(torch.zeros(12, 150)), 2):
-        for (x,) in logical_batch:
-            (model(x) * 0.0).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()  # so that the update is not rounded to the parameter's last digit
-        optimizer.step()
-        for name, p in model.named_parameters():
-            steps.setdefault(canonical_name(name).removeprefix("module."), []).append(-local(p).flatten().clone())
-        optimizer.zero_grad()
-    sharding = engine._backend.sharding
-    starts = {name: sharding.place(name).start for name in sharding.parameters}
-    torch.save(
-        {name: (starts[name], torch.stack(rows)) for name, rows in steps.items()}, folder / f"{dist.get_rank()}.pt"
-    )
+    save(engine, noises(model, engine, optimizer), folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpshard import BandedInverse
 from dpshard.noise.correlation import sensitivity
 from dpshard.noise.keyed import BLOCK
-from tests.distributed.correlated_worker import BANDS, BATCH_SIZE, SAMPLES, SIGMA, STEPS, THRESHOLD, noises
+from tests.distributed.correlated_worker import BANDS, BATCH_SIZE, SAMPLES, SIGMA, STEPS, THRESHOLD, noises_of_run
 from tests.distributed.launch import launch
 from tests.distributed.noise_worker import Model
 
@@ -51,7 +51,7 @@ def require_covariance(rows: np.ndarray, noising: np.ndarray) -> None:
 def alone() -> dict[str, Tensor]:
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="No gradient reached idle"):
-        return noises(Model())[1]
+        return noises_of_run(Model())[1]
 
 
 def scaled(noise: dict[str, Tensor]) -> np.ndarray:
