@@ -335,6 +335,19 @@ def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     results_files.write(out, "correlated", "correlated", {"times": times, "training": trained})
 
 
+@app.command()
+def factorisations(out: Out = results_files.FOLDER) -> None:
+    """Hold sensitivity and error of correlated noise against jax-privacy, which must be installed."""
+    from benchmarks import factorisations as part
+
+    rows = []
+    for row in part.compare():
+        rows.append(row)
+        differ = ", ".join(f"{name} differs by {value:.1e}" for name, value in row["differences"].items())
+        console.out.print(f"{row['strategy']}, T = {row['steps']}, {row['bands']} bands, {row['separation']}: {differ}")
+    results_files.write(out, "factorisations", "factorisations", {"versions": part.versions(), "cases": rows})
+
+
 @app.command("fixed-cost")
 def fixed_cost(
     blocks: Annotated[list[int] | None, typer.Argument(min=1, help="Equal blocks. [dim]\\[default: 24][/]")] = None,
