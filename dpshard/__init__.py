@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dpshard.engine import PrivacyEngine
     from dpshard.noise.correlation import BandedInverse, BandMF
     from dpshard.replacements import replace_unsupported
+    from dpshard.sampling.packed_tokens import packed_unit_ids
     from dpshard.sampling.packing import Packing
     from dpshard.sampling.tokens import TokenStore
     from dpshard.sampling.units import UnitDataset, augment
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "advise",
     "augment",
+    "packed_unit_ids",
     "replace_unsupported",
 ]
 
@@ -48,6 +50,7 @@ _HOMES = {
     "UnitDataset": "dpshard.sampling.units",
     "advise": "dpshard.applications.advice",
     "augment": "dpshard.sampling.units",
+    "packed_unit_ids": "dpshard.sampling.packed_tokens",
     "replace_unsupported": "dpshard.replacements",
 }
 

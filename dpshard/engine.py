@@ -330,7 +330,8 @@ class PrivacyEngine:
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
         """Return a block in which the model gets packed rows [R, T] with these units; for loops that feed their own.
 
-        Forwards and `verify` belong in it. `unit_ids` [R, T]: the unit of every token, 0, 1, ..., and -1 for padding.
+        Forwards and `verify` belong in it. `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for
+        padding; `dpshard.packed_unit_ids` makes it of position_ids or cu_seqlens.
         `units`: the most units of a micro-batch, a public number; the divisor of a mean loss. Raises BatchLayoutError
         for a unit that is not one run of tokens in one row.
         """

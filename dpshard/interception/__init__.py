@@ -11,7 +11,7 @@ from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
-from dpshard.interception.packed import PackedRun
+from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
@@ -38,6 +38,7 @@ __all__ = [
     "access_to",
     "by_unit",
     "container",
+    "is_block_mask",
     "is_own",
     "is_placed",
     "kind_of_object",

@@ -130,11 +130,15 @@ class PackedRun(Run):
 
     def alone(self, x: Any, unit: int) -> Any:
         """Return the part of an input that belongs to a unit: [1, L, ...], or [L, ...] of flat tokens."""
-        if not isinstance(x, Tensor):
-            return x
         row, start, end = self.packed.places[unit]
         R, T = self.packed.shape
+        if is_block_mask(x) and x.shape[-2:] == (T, T):
+            return _block_mask_of(x, row, start, end)
+        if not isinstance(x, Tensor):
+            return x
         with torch._C.DisableTorchFunction():
+            if x.shape == (T, T) and R == 1:
+                return x[start:end, start:end]
             if x.dim() > 2 and x.shape[-2:] == (T, T) and x.shape[0] in (1, R):  # a mask [R, ..., T, T]
                 return x[row if x.shape[0] == R else 0, ..., start:end, start:end].unsqueeze(0)
             if is_boundaries(x, R * T):
@@ -213,6 +217,24 @@ class PackedRun(Run):
             return x
         with torch._C.DisableTorchFunction():
             return x.detach().clone()
+
+
+def is_block_mask(x: Any) -> bool:
+    """Return True for a BlockMask of torch's flex_attention."""
+    return type(x).__name__ == "BlockMask"
+
+
+def _block_mask_of(mask: Any, row: int, start: int, end: int) -> Any:
+    """Return the mask of one unit alone, at its own positions."""
+    from torch.nn.attention.flex_attention import create_block_mask  # its import takes time that few runs need
+
+    whole = mask.mask_mod
+
+    def of_unit(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return whole(b + row, h, q + start, kv + start)
+
+    device = mask.kv_num_blocks.device
+    return create_block_mask(of_unit, 1, mask.shape[1], end - start, end - start, device=device)
 
 
 def is_boundaries(x: Tensor, tokens: int) -> bool:

@@ -51,14 +51,16 @@ def packed_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy [units] of each unit of packed rows, float32 or wider; 0 for one without labels.
 
-    Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding. `causal`:
-    each token predicts the next one's label, if that is of its unit; otherwise its own. `units` is the public number of
-    units of a micro-batch: `micro_batch_size` of `engine.batches`. Call backward() on the mean, which divides by
-    `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
+    Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding; a flat
+    stream may leave R = 1 out. `causal`: each token predicts the next one's label, if that is of its unit; otherwise
+    its own. `units` is the public number of units of a micro-batch: `micro_batch_size` of `engine.batches`. Call
+    backward() on the mean, which divides by `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
 
     A mean over the tokens of the rows would divide by the number of tokens that were drawn: a unit's gradient would
     depend on the others before clipping. Raises ConfigurationError for other shapes.
     """
+    logits = logits[None] if logits.dim() == 2 else logits
+    labels, unit_ids = (x[None] if x.dim() == 1 else x for x in (labels, unit_ids))
     if logits.dim() != 3 or logits.shape[:-1] != labels.shape or labels.shape != unit_ids.shape:
         raise ConfigurationError(
             f"logits have shape {tuple(logits.shape)}, labels {tuple(labels.shape)} and unit_ids "

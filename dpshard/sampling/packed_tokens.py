@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class PackedTokens:
     """
 
     unit_ids: Tensor
-    """int64 [R, T]: 0, ..., U - 1, or negative for padding."""
+    """int64 [R, T]: 0, ..., U - 1, or negative for padding. A flat stream [T] becomes [1, T]."""
     units: int
     """U."""
     samples: int | None = None
@@ -42,10 +43,12 @@ class PackedTokens:
 
     def __post_init__(self) -> None:
         ids = self.unit_ids
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        if isinstance(ids, Tensor) and ids.dim() == 1:
+            ids = ids[None]
+        if not _is_whole(ids) or ids.dim() != 2 or ids.numel() == 0:
             raise BatchLayoutError(
-                "unit_ids must be a tensor of whole numbers [R, T]: the unit of every token, and -1 for padding. A "
-                "flat stream has R = 1."
+                "unit_ids must be a tensor of whole numbers [R, T] or [T]: the unit of every token, and -1 for "
+                "padding. dpshard.packed_unit_ids makes it of position_ids or cu_seqlens."
             )
         if type(self.units) is not int or self.units < 1 or int(ids.max()) >= self.units:
             raise BatchLayoutError(
@@ -123,3 +126,51 @@ class PackedTokens:
     def owners(self, device: torch.device) -> Tensor:
         """Return the unit of every token, int64 [R * T], negative for padding."""
         return self.unit_ids.detach().to(device, torch.int64).flatten()
+
+
+def packed_unit_ids(
+    *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tokens: int | None = None
+) -> Tensor:
+    """Return the unit of every token for `engine.packed` and `losses.packed_cross_entropy`, from one of two sources.
+
+    Args:
+        position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. A unit begins where positions
+            start anew, so a document whose positions start anew within it would count as two units.
+        cu_seqlens: [U + 1], as for varlen attention: 0, and the end of every unit in a stream [T].
+        tokens: T of that stream, if padding follows the last unit.
+
+    Raises BatchLayoutError for positions that do not count up from one number, and for ends that do not grow.
+    """
+    if (position_ids is None) == (cu_seqlens is None) or (tokens is not None and cu_seqlens is None):
+        raise BatchLayoutError("packed_unit_ids takes position_ids, or cu_seqlens with or without tokens.")
+    if position_ids is not None:
+        return _of_positions(position_ids)
+    ends = cu_seqlens
+    if not _is_whole(ends) or ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+        raise BatchLayoutError("cu_seqlens must be whole numbers [U + 1] that begin with 0 and never fall.")
+    T = int(ends[-1]) if tokens is None else tokens
+    if int(ends[-1]) > T:
+        raise BatchLayoutError(f"cu_seqlens ends at token {int(ends[-1])}, and the stream has tokens={tokens}.")
+    ids_T = torch.full((T,), NO_UNIT, device=ends.device)
+    numbers = torch.arange(len(ends) - 1, device=ends.device)
+    ids_T[: int(ends[-1])] = numbers.repeat_interleave(ends.diff().long())
+    return ids_T
+
+
+def _of_positions(position_ids: Tensor) -> Tensor:
+    if not _is_whole(position_ids) or position_ids.dim() not in (1, 2) or position_ids.numel() == 0:
+        raise BatchLayoutError("position_ids must be whole numbers [R, T] or [T].")
+    p_RT = position_ids if position_ids.dim() == 2 else position_ids[None]
+    begins_RT = torch.ones_like(p_RT, dtype=torch.bool)
+    begins_RT[:, 1:] = p_RT.diff(dim=1) != 1
+    first = p_RT[begins_RT].unique().tolist()
+    if len(first) > 1:
+        raise BatchLayoutError(
+            f"position_ids begin units at {first[:4]}, and each unit must begin at the same position, mostly 0, and "
+            f"count up by 1. If rows have padding or continue a unit, make unit_ids yourself."
+        )
+    return begins_RT.flatten().cumsum(0).view_as(position_ids) - 1
+
+
+def _is_whole(x: Tensor | None) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool

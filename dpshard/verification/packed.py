@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Clipper, Tape
 from dpshard.errors import VerificationError
-from dpshard.interception import PackedRun, Run, by_unit
+from dpshard.interception import PackedRun, Run, by_unit, is_block_mask
 from dpshard.records import Owners
 from dpshard.verification.bench import Bench, RunFailedError
 from dpshard.verification.company import check_additive
@@ -125,10 +125,10 @@ def check_packed(
 
 def _refuse_objects(run: PackedRun) -> None:
     for x in run.leaves:
-        if type(x).__name__ == "BlockMask":
+        if is_block_mask(x) and x.shape[-2:] != (run.packed.shape[1],) * 2:
             raise VerificationError(
-                f"{type(run.module).__name__} gets a BlockMask of the whole stream, so no unit can run alone. Make "
-                f"the mask within the model, from position_ids or unit ids [R, T] that it gets."
+                f"{type(run.module).__name__} gets a BlockMask of {x.shape} for packed rows {run.packed.shape}, so no "
+                f"unit can run alone. Make it of T by T tokens, or within the model, from position_ids [R, T]."
             )
 
 

@@ -45,6 +45,55 @@ class LanguageModel(nn.Module):
         return self.head(self.rms(x + self.out(attended) * self.gate))
 
 
+class Block(nn.Module):
+    """Attention within a unit, and a map, each behind a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.gate = nn.Parameter(torch.rand(D))
+
+    def forward(self, x, mask):
+        attended = F.scaled_dot_product_attention(*self.qkv(self.norm(x)).chunk(3, -1), attn_mask=mask)
+        return x + self.out(attended).tanh() * self.gate
+
+
+class Blocks(nn.Module):
+    """Two blocks between an embedding and a tied head."""
+
+    def __init__(self, *, segments=True, checkpoints=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.segments, self.checkpoints = segments, checkpoints
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.tokens.weight
+        self.double()
+
+    def forward(self, ids, positions, unit_ids):
+        x = self.tokens(ids) + self.places(positions)
+        same = unit_ids[:, :, None] == unit_ids[:, None, :] if self.segments else x.new_ones(1, 1, 1, dtype=torch.bool)
+        mask = same.expand(len(ids), *[ids.shape[1]] * 2).tril()
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False) if self.checkpoints else block(x, mask)
+        return self.head(self.norm(x))
+
+
+def groups_of(model, style):
+    """The clipping groups of a style: names of parameters."""
+    label = {
+        "all-layer": lambda name: "",
+        "layer-wise": lambda name: name.rpartition(".")[0],
+        "block-wise": lambda name: name[: len("blocks.0.")] if name.startswith("blocks.") else "rest",
+        "param-wise": lambda name: name,
+    }[style]
+    groups = {}
+    for name, _ in model.named_parameters():
+        groups.setdefault(label(name), []).append(name)
+    return list(groups.values())
+
+
 def inputs(batch):
     return batch["input_ids"], batch["position_ids"], batch["unit_ids"]
 
@@ -75,14 +124,15 @@ def half_clipped(gradients):
     return sorted(norm(g) for g in gradients)[len(gradients) // 2] * 0.999
 
 
-def expected(model, docs, *, groups=None, loss=alone):
+def expected(model, docs, *, groups=None, loss=alone, clipping_fn="abadi"):
     """Return the threshold that clips half of the documents, and the update of one step over all of them."""
     gradients = per_document(model, docs, loss)
     threshold = half_clipped(gradients)
-    return threshold, clipped_mean(gradients, max_grad_norm=threshold, batch_size=len(docs), groups=groups)
+    settings = {"groups": groups, "clipping_fn": clipping_fn}
+    return threshold, clipped_mean(gradients, max_grad_norm=threshold, batch_size=len(docs), **settings)
 
 
-def step(model, docs, threshold, *, packing=PACKING, units=U, call=None, forward=None, **options):
+def step(model, docs, threshold, *, packing=PACKING, units=U, call=None, forward=None, num_workers=0, **options):
     """The update of one noise-free step over all documents, packed."""
     engine = noise_free_engine(
         model, **{"batch_size": len(docs), "sample_size": len(docs), "max_grad_norm": threshold, **options}
@@ -90,7 +140,7 @@ def step(model, docs, threshold, *, packing=PACKING, units=U, call=None, forward
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     forward = forward or (lambda batch: (call or model)(*inputs(batch)))
     try:
-        for logical_batch in engine.batches(docs, units, packing=packing):
+        for logical_batch in engine.batches(docs, units, packing=packing, num_workers=num_workers):
             for batch in logical_batch:
                 losses = unit_losses(forward(batch), batch, units)
                 (losses.sum() if options.get("loss_reduction") == "sum" else losses.mean()).backward()

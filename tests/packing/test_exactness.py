@@ -5,12 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpshard import Packing
+from dpshard import Packing, QuantileTracking
+from dpshard.clipping.groups import STYLES
 from dpshard.config import CLIPPING_MODES
 from dpshard.losses import chunked_cross_entropy, packed_cross_entropy, sample_losses
+from tests.grids import each
 from tests.oracle import TOLERANCE, clipped_mean, gradients_of, noise_free_engine, norm, relative_error
 from tests.packing.models import (
     LENGTHS,
+    Blocks,
     D,
     LanguageModel,
     R,
@@ -19,6 +22,7 @@ from tests.packing.models import (
     V,
     documents,
     expected,
+    groups_of,
     half_clipped,
     inputs,
     per_document,
@@ -29,22 +33,29 @@ from tests.packing.models import (
 pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches", "ignore:noise_multiplier=0")
 
 
-@pytest.mark.parametrize("mode", CLIPPING_MODES)
-def test_all_modes(mode):
-    model, docs = LanguageModel(), documents()
-    threshold, update = expected(model, docs)
-    assert relative_error(step(model, docs, threshold, clipping_mode=mode), update) <= TOLERANCE
+HOW = {
+    "eager": {},
+    "checkpointing": {},
+    "compiled blocks": {},
+    "workers": {"num_workers": 2},
+    "automatic": {"clipping_fn": "automatic"},
+    "adaptive": {"adaptive_clipping": QuantileTracking(learning_rate=0.5)},
+}
 
 
-@pytest.mark.parametrize("style", ["layer-wise", "param-wise"])
-def test_styles(style):
-    model, docs = LanguageModel(), documents()
-    names = [name for name, _ in model.named_parameters()]
-    modules = {}
-    for name in names:
-        modules.setdefault(name if style == "param-wise" else name.rpartition(".")[0], []).append(name)
-    threshold, update = expected(model, docs, groups=list(modules.values()))
-    assert relative_error(step(model, docs, threshold, clipping_style=style), update) <= TOLERANCE
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("how", "mode", "style"), each(HOW, CLIPPING_MODES, STYLES))
+def test_modes_and_styles(how, mode, style):
+    options = HOW[how]
+    model, docs = Blocks(checkpoints=how == "checkpointing"), documents()
+    fn = options.get("clipping_fn", "abadi")
+    threshold, update = expected(model, docs, groups=groups_of(model, style), clipping_fn=fn)
+    if how == "compiled blocks":
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    found = step(model, docs, threshold, clipping_mode=mode, clipping_style=style, **options)
+    assert relative_error(found, update) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpshard import Packing
+from dpshard import Packing, packed_unit_ids
 from dpshard.errors import VerificationError
-from tests.oracle import TOLERANCE, relative_error
-from tests.packing.models import V, documents, expected, step
+from dpshard.losses import packed_cross_entropy
+from tests.oracle import TOLERANCE, gradients_of, noise_free_engine, relative_error
+from tests.packing.models import U, V, documents, expected, step
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:This loop feeds its own batches")
 SMALL = {"vocab_size": V, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -75,3 +76,23 @@ def test_a_loss_of_the_model_is_a_token_mean():
 
     with pytest.raises(VerificationError, match="packed_cross_entropy"):
         step(model, documents(), 1.0, forward=forward)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_collator_that_flattens_in_a_loop_of_ones_own(flash):
+    """A stream [1, T] without padding; with lengths for flash attention, too, which other attention ignores."""
+    model, docs = llama("sdpa"), documents()
+    threshold, update = expected(model, docs, loss=alone)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
+    batch = collate([{"input_ids": ids} for ids in docs])
+    units = packed_unit_ids(position_ids=batch["position_ids"])
+    if flash:
+        assert torch.equal(units[0], packed_unit_ids(cu_seqlens=batch["cu_seq_lens_q"]))
+    labels = batch.pop("labels")
+    engine = noise_free_engine(model, batch_size=len(docs), max_grad_norm=threshold)
+    with engine.packed(units, U):
+        logits = model(**batch, use_cache=False).logits
+        packed_cross_entropy(logits, labels, units, U).mean().backward()
+    engine.privatize()
+    assert relative_error(gradients_of(model), update) <= 1e-6
+    engine.detach()
