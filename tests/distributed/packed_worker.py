@@ -91,9 +91,7 @@ def of_torch(kind: str, options: list[str], bare: Blocks, docs: list[Tensor], se
     return found
 
 
-def of_deepspeed(
-    kind: str, options: list[str], model: Blocks, docs: list[Tensor], settings: Any
-) -> Mapping[str, Tensor]:
+def of_deepspeed(kind: str, options: list[str], model: Blocks, docs: list[Tensor], settings: Any) -> Update:
     """The update of DeepSpeed, which trains in float32: the step of SGD at learning rate 1."""
     from tests.distributed.deepspeed_setup import configuration, start, whole
 
