@@ -323,6 +323,9 @@ def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     times = part.seconds(2**12 if tiny else part.ELEMENTS)
     for row in times:
         console.out.print(f"p = {row['vectors']:>2}: {row['ns']:.2f} ns/element")
+    buffered = part.of_buffers(2**12 if tiny else part.ELEMENTS)
+    for row in buffered:
+        console.out.print(f"b = {row['bands']:>2}, from buffers: {row['ns']:.2f} ns/element")
     small = {"epsilons": (8.0,), "epochs": (1,), "seeds": 1} if tiny else {}
     trained = []
     for row in part.training(*part.digits(), **small):
@@ -332,7 +335,7 @@ def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
             f"epsilon {row['epsilon']:g}, {row['epochs']} epochs, {row['mechanism']}: RMSE {row['rmse']:.3f}, "
             f"{accuracy['mean']:.3f} +- {accuracy['stdev']:.3f} at learning rate {row['learning_rate']:g}"
         )
-    results_files.write(out, "correlated", "correlated", {"times": times, "training": trained})
+    results_files.write(out, "correlated", "correlated", {"times": times, "buffered": buffered, "training": trained})
 
 
 @app.command()

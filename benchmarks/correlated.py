@@ -18,6 +18,7 @@ from dpshard import BandedInverse, BandMF, PrivacyEngine
 from dpshard.accounting import SampledMechanism, calibrate
 from dpshard.accounting.mechanism import independent_error
 from dpshard.config import BatchSchedule
+from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
 from dpshard.noise.keyed import CorrelatedGaussian, Shard, Vector
 
 VECTORS = (1, 2, 4, 8, 16, 64)
@@ -42,6 +43,28 @@ def seconds(elements: int = ELEMENTS, *, rounds: int = 3) -> list[dict[str, Any]
                 release(step=0, std=1.0, divisor=2.0)
                 times.append(time.process_time() - start)
             found.append({"vectors": p, "ns": 1e9 * min(times) / elements})
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def of_buffers(elements: int = ELEMENTS, *, bands: tuple[int, ...] = (4, 16, 32), rounds: int = 5) -> list[Any]:
+    """Return nanoseconds of CPU time per element of a release from b - 1 buffers, float32, one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        shards, found = [Shard("w", torch.zeros(elements))], []
+        for b in bands:
+            buffers = NoiseBuffers(BandMF(bands=b).strategy(2 * b)[:b].tolist())
+            links = tuple(bytes([step] * 32) for step in range(b + rounds))
+            buffers.of_step(shards, links[:b], secure=False)  # from here on all bands count
+            times = []
+            for step in range(b, b + rounds):
+                start = time.process_time()
+                noise = BufferedGaussian(links[step], links=links[: step + 1], buffers=buffers)
+                noise.release_(shards, step=step, std=1.0, divisor=2.0)
+                times.append(time.process_time() - start)
+            found.append({"bands": b, "ns": 1e9 * min(times) / elements})
     finally:
         torch.set_num_threads(threads)
     return found

@@ -182,7 +182,8 @@ class PrivacyEngine:
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
         # Default coefficients may differ with scipy, and noise with them.
-        facts["noise_correlation"] = explicit(self.mechanism.noise_correlation, self.steps)
+        facts["noise_correlation"] = correlation = explicit(self.mechanism.noise_correlation, self.steps)
+        facts["noise_buffers"] = isinstance(correlation, BandMF) and correlation.buffers  # repr leaves them out
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
         self._backend.require_agreement(facts | choices)
         self._secret = self._backend.communicator.broadcast(new_run_secret())

@@ -29,7 +29,7 @@ distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol, cast
 
@@ -97,9 +97,13 @@ class BandMF:
     """Number b of non-zero diagonals of C; steps at a distance of b share no noise in C S."""
     coefficients: tuple[float, ...] | None = None
     """Diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
+    buffers: bool = field(default=False, repr=False)
+    """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step; else draw those of all steps."""
 
     def __post_init__(self) -> None:
         _check_bands(self)
+        if not isinstance(self.buffers, bool):
+            raise ConfigurationError(f"BandMF(buffers={self.buffers!r}): pass True or False.")
 
     def noising(self, steps: int) -> Series:
         """Weights [steps], in general all non-zero."""

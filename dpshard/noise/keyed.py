@@ -11,7 +11,7 @@ a cosine depend on the processor, on compiled code (native/) and on Triton.)
 [Note: Vectors drawn again]
 Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
 So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
-the dtype of the shard, and in float64 for secure noise.
+the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
 [Note: Secure noise]
 The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
@@ -159,6 +159,10 @@ class KeyedGaussian:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
         for shard in shards:
             shard.check()
+        return self._release_(shards, step, std, divisor)
+
+    def _release_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+        """See release_; the arguments are checked."""
         whole = [shard for shard in shards if not shard.run]
         squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
         for shard in shards:

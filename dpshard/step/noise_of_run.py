@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.errors import CheckpointError
+from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
+from dpshard.noise.correlation import BandMF
 from dpshard.noise.digest import SumDigest
 from dpshard.noise.keyed import CorrelatedGaussian, KeyedDiscreteGaussian, KeyedGaussian, Vector
 from dpshard.randomness import derive_key
@@ -32,9 +34,13 @@ class NoiseOfRun:
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
-        most = len(mechanism.noise_weights(mechanism.schedule.steps - 1))
+        correlation, steps = mechanism.noise_correlation, mechanism.schedule.steps
+        most = steps if isinstance(correlation, BandMF) else len(mechanism.noise_weights(steps - 1))
         self._digest: tuple[bytes, SumDigest] | None = None
         self._chain = None if mechanism.course is None else Chain(most - 1)
+        self._buffers: NoiseBuffers | None = None
+        if isinstance(correlation, BandMF) and correlation.buffers:
+            self._buffers = NoiseBuffers(correlation.strategy(steps)[: correlation.bands].tolist())
 
     def digest(self, secret: bytes) -> SumDigest:
         """Return the digest of sums under `secret`; it keeps weights, which are the same at all steps."""
@@ -49,8 +55,12 @@ class NoiseOfRun:
             kind = KeyedGaussian if self._mechanism.discretized_elements is None else KeyedDiscreteGaussian
             noise = kind(derive_key(secret, "sums", *sums), secure=secure)
             return StepNoise(derive_key(secret, "release", *sums)[:16], noise, b"", 1.0)
-        link, identity = self._chain.next(secret, sums)
         weights = self._mechanism.noise_weights(step)
+        if self._buffers is not None:
+            link, identity = self._chain.next(secret, (*sums, "buffers"))
+            path = (*reversed(self._chain.last(step)), link)
+            return StepNoise(identity, BufferedGaussian(link, secure, path, self._buffers), link, math.hypot(*weights))
+        link, identity = self._chain.next(secret, sums)
         links = [link, *self._chain.last(len(weights) - 1)]
         vectors = tuple(Vector(w, key, step - j) for j, (w, key) in enumerate(zip(weights, links, strict=True)) if w)
         return StepNoise(identity, CorrelatedGaussian(link, secure, vectors), link, math.hypot(*weights))

@@ -1,7 +1,8 @@
 """One rank of steps without any gradient under correlated noise, so that SGD(lr=1) moves parameters by the noise alone.
 
-Usage: torchrun --nproc_per_node=W correlated_worker.py noise BACKEND FOLDER; rank r leaves FOLDER/r.pt: per parameter
-its elements on this rank, one row a step, and the place of the first of them in the whole parameter.
+Usage: torchrun --nproc_per_node=W correlated_worker.py noise BACKEND FOLDER; of each of RUNS, rank r leaves
+FOLDER/RUN/r.pt: per parameter its elements on this rank, one row a step, and the place of the first of them in the
+whole parameter.
 Or: correlated_worker.py memory BANDS: the most bytes that torch and numpy held while the last step got its noise.
 """
 
@@ -9,6 +10,7 @@ import sys
 import tracemalloc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from dpshard import BandedInverse, PrivacyEngine
+from dpshard import BandedInverse, BandMF, PrivacyEngine
 from dpshard.noise.keyed import KeyedGaussian
 from tests.distributed.noise_worker import local, noises, save, sharded
 from tests.distributed.rank import main
 
 STEPS, SIGMA, THRESHOLD, BATCH_SIZE, BANDS, SAMPLES = 8, 0.7, 3.0, 6, 4, 18
 SECRET = bytes(range(32))
+RUNS: dict[str, dict[str, Any]] = {
+    "banded-inverse": {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=BANDS)},
+    "buffered": {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3, buffers=True)},
+}
 
 
-def engine_of(model: nn.Module, bands: int, steps: int) -> PrivacyEngine:
+def engine_of(model: nn.Module, run: dict[str, Any], steps: int) -> PrivacyEngine:
     engine = PrivacyEngine(
         model,
         batch_size=BATCH_SIZE,
@@ -34,24 +40,25 @@ def engine_of(model: nn.Module, bands: int, steps: int) -> PrivacyEngine:
         steps=steps,
         noise_multiplier=SIGMA,
         max_grad_norm=THRESHOLD,
-        sampling="fixed-order",
-        noise_correlation=None if bands == 1 else BandedInverse(bands=bands),
         verify=False,
+        **run,
     )
     engine._secret = SECRET
     return engine
 
 
-def noises_of_run(model: nn.Module) -> tuple[PrivacyEngine, dict[str, Tensor]]:
+def noises_of_run(model: nn.Module, run: str) -> tuple[PrivacyEngine, dict[str, Tensor]]:
     """The engine, and the noise of each parameter, one row a step."""
-    engine = engine_of(model, BANDS, STEPS)
+    engine = engine_of(model, RUNS[run], STEPS)
     return engine, noises(model, engine, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def noise() -> None:
     backend, folder = sys.argv[2], Path(sys.argv[3])
-    engine, rows = noises_of_run(sharded(backend))
-    save(engine, rows, folder)
+    for run in RUNS:
+        (folder / run).mkdir(exist_ok=True)
+        engine, rows = noises_of_run(sharded(backend), run)
+        save(engine, rows, folder / run)
 
 
 class _Live(TorchDispatchMode):
@@ -84,7 +91,8 @@ def memory() -> dict[str, int]:
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1, bias=False))
     fully_shard(model[0])
     model = fully_shard(model)
-    engine = engine_of(model, bands, steps)
+    correlation = None if bands == 1 else BandedInverse(bands=bands)
+    engine = engine_of(model, {"sampling": "fixed-order", "noise_correlation": correlation}, steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     release_ = KeyedGaussian.release_
     KeyedGaussian.release_ = lambda self, shards, *, step, std, divisor=1.0: release_(

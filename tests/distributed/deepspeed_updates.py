@@ -3,10 +3,11 @@
 A case is STAGE:STYLE:MODE[+OPTION...].
 
 Options for both sides: adamw, groups (an explicit clipping style), rare (batches that are often empty), hf (GPT-2 of
-transformers), tracked (adaptive thresholds). For DeepSpeed: checkpoint (non-reentrant), compile (every block), config
-(DeepSpeed makes the optimizer, AdamW), init (zero.Init), step (after every micro-batch, as DeepSpeed's scripts do),
-torch (loss.backward()), privatize (by hand), skip (no backward where all rows are padding), waiting (offload_records),
-verified (the engine verifies the model), bf16, and the features of `configuration`.
+transformers), tracked (adaptive thresholds), correlated and buffered (noise over steps; see CORRELATED). For DeepSpeed:
+checkpoint (non-reentrant), compile (every block), config (DeepSpeed makes the optimizer, AdamW), init (zero.Init), step
+(after every micro-batch, as DeepSpeed's scripts do), torch (loss.backward()), privatize (by hand), skip (no backward
+where all rows are padding), waiting (offload_records), verified (the engine verifies the model), bf16, and the features
+of `configuration`.
 """
 
 from typing import Any
@@ -18,9 +19,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine, QuantileTracking
+from dpshard import BandedInverse, BandMF, PrivacyEngine, QuantileTracking
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
 from tests.distributed.update_worker import GPT2, SAMPLES, Model, _with_secret, prepare
+
+CORRELATED: dict[str, dict[str, Any]] = {
+    "correlated": {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)},
+    "buffered": {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3, buffers=True)},
+}
+"""Settings of the engine for noise that is correlated over five steps, by option."""
 
 
 def data() -> TensorDataset:
@@ -37,10 +44,11 @@ def optimizer_of(model: nn.Module, options: set[str]) -> torch.optim.Optimizer:
 
 
 def private(model: nn.Module, style: object, mode: str, options: set[str], *, verify: bool = True) -> PrivacyEngine:
+    correlated = [settings for option, settings in CORRELATED.items() if option in options]
     engine = PrivacyEngine(
         model,
         batch_size=1 if "rare" in options else 12,
-        steps=6 if "rare" in options else 3,
+        steps=6 if "rare" in options else 5 if correlated else 3,
         noise_multiplier=0.5,
         max_grad_norm=3.0 if "hf" in options else 6.0,  # some samples are clipped, and some are not
         sample_size=SAMPLES,
@@ -51,8 +59,9 @@ def private(model: nn.Module, style: object, mode: str, options: set[str], *, ve
         offload_records="waiting" in options,
         adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify=verify,
+        **(correlated[0] if correlated else {}),
     )
-    engine.load_state_dict(_with_secret(engine))  # type: ignore[arg-type]
+    engine.load_state_dict(_with_secret(engine))
     return engine
 
 

@@ -1,9 +1,11 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED | worlds | recount | zero_worlds | zero_kills. Prints a line of JSON behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | recount | zero_worlds | zero_kills | buffered_kills. Prints a line of JSON
+behind "RESULT ".
 
 A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
 `deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
+"+buffered": with noise over steps, from buffers.
 """
 
 import functools
@@ -32,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from dpshard import Checkpointer, PrivacyEngine, checkpoint
+from dpshard import BandMF, Checkpointer, PrivacyEngine, checkpoint
 from dpshard.backends.fsdp2 import reduction
 from tests.distributed.update_worker import SECRET, Model, shard, whole
 from tests.sums import taken_for_equal
@@ -113,6 +115,7 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
     data = TensorDataset(
         torch.randint(0, 11, (SAMPLES, 4), generator=generator), torch.randint(0, 11, (SAMPLES,), generator=generator)
     )
+    correlation = BandMF(bands=3, buffers=True)
     engine = PrivacyEngine(
         model,
         batch_size=10,
@@ -122,8 +125,12 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         max_grad_norm=0.5,
         accountant="gdp",  # which takes no time
         verify=False,
+        **({"sampling": "cyclic-poisson", "noise_correlation": correlation} if "buffered" in flags else {}),
     )
-    engine.load_state_dict(checkpoint.pack(engine.mechanism, SECRET, engine._budget.state_dict()))
+    noise, order = engine._noise.state_dict(), engine._order.state_dict()
+    engine.load_state_dict(
+        checkpoint.pack(engine.mechanism, SECRET, engine._budget.state_dict(), noise=noise, order=order)
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
     if not checkpointer.load():
@@ -320,7 +327,20 @@ def zero_kills() -> dict[str, Any]:
     )
 
 
+def buffered_kills() -> dict[str, Any]:
+    """FSDP2 with buffers of noise, killed in saves and in a step."""
+    return killed(
+        "fsdp2+buffered",
+        [
+            Kill(wait=True, rank=1, call="fsync", count=4),
+            Kill(wait=False, rank=0, call="rename", count=2),
+            Kill(wait=True, rank=1, call="adam", count=2),
+        ],
+    )
+
+
 if __name__ == "__main__":
     scenarios = {"worlds": worlds, "recount": recount, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
+    scenarios["buffered_kills"] = buffered_kills
     found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else scenarios[sys.argv[1]]()
     print("RESULT", json.dumps(found), flush=True)

@@ -4,7 +4,8 @@ Usage: torchrun --nproc_per_node=W tensor_parallel_worker.py MESH:STYLE:MODE[+OP
 
 Meshes: tp (all ranks hold one model), fsdp2 and hsdp (tensor parallelism by two under FSDP2 over the rest; HSDP has
 shards on one rank only). Options: plain (norms and head in no plan: whole on every rank), whole (no sequence
-parallelism), tracked (adaptive thresholds), logits (the head's output stays in parts), loss (so does its loss), tied,
+parallelism), tracked (adaptive thresholds), correlated and buffered (noise over
+steps; see CORRELATED), logits (the head's output stays in parts), loss (so does its loss), tied,
 checkpoint, compiled, verified, resumed (a checkpoint after the first step goes on under FSDP2 alone, over all ranks),
 started (so does one of FSDP2 on this mesh), strangers (ranks of one model get different samples), digested (the noise
 depends on the sums, as in use), and the planted faults of `FAULTS`.
@@ -38,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard import BandedInverse, BandMF, Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
 from dpshard.clipping.group_tape import Use
@@ -53,6 +54,11 @@ from tests.sums import taken_for_equal
 V, D, H, T = 16, 8, 4, 8
 SECRET = bytes(range(32))
 SAMPLES, STEPS = 24, 2
+CORRELATED: dict[str, dict[str, Any]] = {
+    "correlated": {"steps": 5, "sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)},
+    "buffered": {"steps": 5, "sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2, buffers=True)},
+}
+"""Settings of the engine for noise that is correlated over steps, by option."""
 
 
 class Attention(nn.Module):
@@ -159,15 +165,17 @@ def train(
     micro_batch_size: int,
     options: set[str],
     folder: str = "",
-    until: int = STEPS,
+    until: int | None = None,
 ) -> dict[str, Any]:
+    run: dict[str, Any] = next(
+        (settings for option, settings in CORRELATED.items() if option in options), {"steps": STEPS}
+    )
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(*(torch.randint(0, V, (SAMPLES, T), generator=generator) for _ in range(2)))
     engine = PrivacyEngine(
         model,
         batch_size=10,
         sample_size=SAMPLES,
-        steps=STEPS,
         noise_multiplier=0.3,
         max_grad_norm=1.1,
         clipping_fn="abadi",
@@ -176,15 +184,16 @@ def train(
         accountant="gdp",
         adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify="verified" in options,
+        **run,
     )
-    state = engine_state.pack(
-        engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=engine._thresholds.state_dict()
-    )
+    thresholds, order = engine._thresholds.state_dict(), engine._order.state_dict()
+    state = engine_state.pack(engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=thresholds, order=order)
     engine.load_state_dict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, foreach=False)
     checkpointer = Checkpointer(folder, engine, optimizer) if folder else None
     if checkpointer is not None:
         checkpointer.load()
+    until = engine.steps if until is None else until
     for logical_batch in engine.batches(dataset, micro_batch_size) if engine.step < until else ():
         for x, y in logical_batch:
             if "strangers" in options and dist.get_rank() == 1:
@@ -296,7 +305,7 @@ def compare(case: str) -> dict[str, Any]:
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, style, mode, 7, options & {"tracked"})
+        expected = train(alone, style, mode, 7, options & {"tracked", *CORRELATED})
     trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, whole(distributed)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {

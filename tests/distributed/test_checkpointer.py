@@ -31,6 +31,14 @@ def test_a_run_by_deepspeed_that_is_killed_goes_on_as_if_nothing_had_been() -> N
     assert_undisturbed(found)
 
 
+@pytest.mark.exhaustive
+def test_a_run_with_buffers_of_noise_that_is_killed_goes_on_as_if_nothing_had_been() -> None:
+    """A checkpoint has no buffers: they are drawn again, bit for bit."""
+    found = restarts("buffered_kills")
+    assert found["deaths"] == 3
+    assert_undisturbed(found)
+
+
 def assert_undisturbed(found: dict) -> None:
     assert found["replayed"] > 0
     assert found["differing"] == []  # every step, however often it was taken, ended in the same parameters

@@ -17,7 +17,16 @@ from torch import Tensor
 from dpshard import BandedInverse
 from dpshard.noise.correlation import sensitivity
 from dpshard.noise.keyed import BLOCK
-from tests.distributed.correlated_worker import BANDS, BATCH_SIZE, SAMPLES, SIGMA, STEPS, THRESHOLD, noises_of_run
+from tests.distributed.correlated_worker import (
+    BANDS,
+    BATCH_SIZE,
+    RUNS,
+    SAMPLES,
+    SIGMA,
+    STEPS,
+    THRESHOLD,
+    noises_of_run,
+)
 from tests.distributed.launch import launch
 from tests.distributed.noise_worker import Model
 
@@ -47,25 +56,35 @@ def require_covariance(rows: np.ndarray, noising: np.ndarray) -> None:
     assert np.abs(products).max() < stats.norm.isf(FALSE_ALARM / len(products) / 2)
 
 
+Noises = dict[str, dict[str, Tensor]]
+
+
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="No gradient reached idle"):
-        return noises_of_run(Model())[1]
+def alone() -> Noises:
+    """By run and parameter."""
+    found = {}
+    for run in RUNS:
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="No gradient reached idle"):
+            found[run] = noises_of_run(Model(), run)[1]
+    return found
 
 
-def scaled(noise: dict[str, Tensor]) -> np.ndarray:
-    std = SIGMA * THRESHOLD * sensitivity(BandedInverse(bands=BANDS).strategy(STEPS), separation=SAMPLES // BATCH_SIZE)
-    return torch.cat(list(noise.values()), 1).double().numpy() * BATCH_SIZE / std
+def scaled(noise: Noises, run: str) -> np.ndarray:
+    correlation = RUNS[run]["noise_correlation"]
+    separation = STEPS if run == "buffered" else SAMPLES // BATCH_SIZE
+    std = SIGMA * THRESHOLD * sensitivity(correlation.strategy(STEPS), separation=separation)
+    return torch.cat(list(noise[run].values()), 1).double().numpy() * BATCH_SIZE / std
 
 
-def test_the_update_has_the_covariance_of_the_noise(alone: dict[str, Tensor]) -> None:
-    require_covariance(scaled(alone), BandedInverse(bands=BANDS).noising(STEPS))
+@pytest.mark.parametrize("run", RUNS)
+def test_the_update_has_the_covariance_of_the_noise(run: str, alone: Noises) -> None:
+    require_covariance(scaled(alone, run), RUNS[run]["noise_correlation"].noising(STEPS))
 
 
 @pytest.mark.parametrize("fault", ["one weight is dropped", "a vector under another key", "another number of bands"])
-def test_the_covariance_shows(fault: str, alone: dict[str, Tensor]) -> None:
-    rows, w = scaled(alone), BandedInverse(bands=BANDS).noising(STEPS)
+def test_the_covariance_shows(fault: str, alone: Noises) -> None:
+    rows, w = scaled(alone, "banded-inverse"), BandedInverse(bands=BANDS).noising(STEPS)
     z = solve_triangular(np.tril(toeplitz(w)), rows, lower=True)
     if fault == "one weight is dropped":
         rows = rows - w[3] * np.concatenate([np.zeros_like(z[:3]), z[:-3]])
@@ -78,15 +97,13 @@ def test_the_covariance_shows(fault: str, alone: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("backend", "world_size"), [("fsdp2", 2), ("ddp", 2), ("hsdp", 4)])
-def test_shards_have_the_noise_of_one_process(
-    tmp_path: Path, backend: str, world_size: int, alone: dict[str, Tensor]
-) -> None:
+def test_shards_have_the_noise_of_one_process(tmp_path: Path, backend: str, world_size: int, alone: Noises) -> None:
     """Bit for bit, where sums are equal: so with the same covariance, and independent across shards."""
     launch("correlated_worker.py", world_size, "noise", backend, str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
-    found = whole(ranks)
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name], alone[name]) for name in alone)
+    for run, expected in alone.items():
+        found = whole([torch.load(tmp_path / run / f"{rank}.pt") for rank in range(world_size)])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_64_vectors_need_no_more_memory_than_one() -> None:

@@ -45,7 +45,9 @@ TABLE = [
     (2, ("3:layer-wise:auto+hf+checkpoint", "2:layer-wise:auto+compile")),
     (2, ("2:layer-wise:auto+tracked", "3:all-layer:auto+tracked")),
     (2, ("2:all-layer:auto+robin+overlap", "1:param-wise:auto+predivide", "3:x:bk+groups+predivide+overlap")),
-    (4, ("1:all-layer:auto", "2:layer-wise:auto", "3:all-layer:auto")),
+    (2, ("1:all-layer:auto+correlated", "2:layer-wise:auto+buffered", "3:all-layer:auto+buffered")),
+    (2, ("2:all-layer:auto+correlated", "3:layer-wise:auto+correlated+offload", "1:all-layer:auto+buffered")),
+    (4, ("1:all-layer:auto", "2:layer-wise:auto", "3:all-layer:auto", "3:all-layer:auto+buffered")),
 ]
 SEEN_BY_VERIFICATION = {"checkpoint", "init", "compile", "hf", "offload"}
 """Options that change the model or where its parameters live; the others change what becomes of gradients."""

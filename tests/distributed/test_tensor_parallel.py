@@ -13,7 +13,7 @@ from tests.distributed.launch import shared
 
 EXACT = (
     *("all-layer:auto+verified", "layer-wise:auto+loss", "block-wise:auto+checkpoint", "all-layer:ghost"),
-    *("all-layer:auto+plain", "all-layer:auto+tied"),
+    *("all-layer:auto+plain", "all-layer:auto+tied", "all-layer:auto+correlated", "all-layer:auto+plain+buffered"),
 )
 THOROUGH = (
     *("param-wise:bk", "all-layer:auto+whole+verified", "all-layer:auto+plain+verified", "all-layer:auto+logits"),
@@ -32,6 +32,8 @@ REFUSED = {
 UNDER_FSDP = ("fsdp2:all-layer:auto+verified", "fsdp2:layer-wise:auto+checkpoint", "fsdp2:all-layer:ghost")
 UNDER_HSDP = ("hsdp:all-layer:auto+verified", "hsdp:block-wise:auto")
 ON_OTHER_MESHES = ("fsdp2:all-layer:auto+resumed", "fsdp2:layer-wise:auto+started", "tp:all-layer:auto+resumed")
+CORRELATED = ("fsdp2:all-layer:auto+correlated", "fsdp2:layer-wise:auto+buffered", "hsdp:all-layer:auto+correlated")
+CORRELATED_RESUMED = ("fsdp2:all-layer:auto+resumed+buffered", "fsdp2:all-layer:auto+started+correlated")
 ITEMS = [
     *(pytest.param(2, f"tp:{case}") for case in EXACT),
     pytest.param(2, "fsdp2:layer-wise:auto+checkpoint"),
@@ -40,6 +42,7 @@ ITEMS = [
     *(pytest.param(4, f"tp:{case}", marks=pytest.mark.exhaustive) for case in ON_FOUR),
     *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*UNDER_FSDP, "fsdp2:all-layer:auto+plain")),
     *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*UNDER_HSDP, *ON_OTHER_MESHES)),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*CORRELATED, *CORRELATED_RESUMED)),
 ]
 found = shared("tensor_parallel_worker.py", ITEMS, lambda world_size, case: (world_size, case))
 

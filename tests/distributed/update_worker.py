@@ -237,7 +237,11 @@ def _with_secret(engine: PrivacyEngine) -> dict[str, object]:
     from dpshard import checkpoint as engine_state
 
     return engine_state.pack(
-        engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=engine._thresholds.state_dict()
+        engine.mechanism,
+        SECRET,
+        engine._budget.state_dict(),
+        thresholds=engine._thresholds.state_dict(),
+        order=engine._order.state_dict(),
     )
 
 

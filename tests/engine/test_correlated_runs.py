@@ -29,7 +29,10 @@ N, B, STEPS = 22, 4, 12
 DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2)
 BISR = {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)}
 CYCLIC = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3)}
-RUNS = pytest.mark.parametrize("run", [BISR, CYCLIC, {"sampling": "fixed-order"}], ids=["bisr", "band-mf", "plain"])
+BUFFERED = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3, buffers=True)}
+RUNS = pytest.mark.parametrize(
+    "run", [BISR, CYCLIC, BUFFERED, {"sampling": "fixed-order"}], ids=["bisr", "band-mf", "buffered", "plain"]
+)
 
 
 def make(**settings):
@@ -89,33 +92,81 @@ def test_cyclic_sampling_draws_each_sample_in_its_turn_with_its_probability():
 # --- noise ----------------------------------------------------------------------------------------------------------
 
 
+class Recorded(contextlib.AbstractContextManager):
+    """Sums and noise secrets of the releases in this block, in their order."""
+
+    def __init__(self):
+        self.sums, self.secrets, self._gather = [], [], KeyedGaussian.release_
+
+    def __enter__(self):
+        recorded = self
+
+        def release_(self, shards, *, step, std, divisor=1.0):
+            recorded.sums.append(torch.cat([shard.local.reshape(-1) for shard in shards]).clone())
+            recorded.secrets.append(self.secret)
+            return recorded._gather(self, shards, step=step, std=std, divisor=divisor)
+
+        KeyedGaussian.release_ = release_
+        return self
+
+    def __exit__(self, *exc):
+        KeyedGaussian.release_ = self._gather
+
+    def expected(self, engine, path, *, secure=False):
+        """What the releases `path` are by the matrix W and vectors z, each drawn alone under the key of its step."""
+        mechanism = engine.mechanism
+        correlation = mechanism.noise_correlation or BandedInverse(bands=1)
+        W = torch.from_numpy(np.tril(toeplitz(correlation.noising(STEPS))))[: len(path), : len(path)]
+        keyed = [KeyedGaussian(self.secrets[i], secure) for i in path]
+        parts = (("weight", 6), ("bias", 2))
+        z = torch.stack([torch.cat([k.sample(t, name, 0, n) for name, n in parts]) for t, k in enumerate(keyed)])
+        std = mechanism.noise_multiplier * mechanism.max_grad_norm * mechanism.sensitivity
+        return (torch.stack([self.sums[i] for i in path]).double() + std * W @ z.double()) / B
+
+
 @RUNS
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_release_is_the_sum_and_the_weighted_vectors_of_this_and_earlier_steps(run, secure, monkeypatch):
-    """Held against the matrix W times the vectors z, each drawn alone under the key of its step."""
+def test_a_release_is_the_sum_and_the_weighted_vectors_of_this_and_earlier_steps(run, secure):
     engine = make(**run, secure_mode=secure, max_grad_norm=0.5)
-    sums, links, gather = [], [], KeyedGaussian.release_
+    with Recorded() as recorded:
+        released = torch.stack(train(engine)).double()
+    assert torch.allclose(released, recorded.expected(engine, range(STEPS), secure=secure), atol=1e-6)
+    weights = engine.mechanism.noise_weights(STEPS - 1)
+    assert engine.gradient_noise_std == pytest.approx(0.5 * engine.mechanism.sensitivity * np.linalg.norm(weights) / B)
+    assert len(set(recorded.secrets)) == STEPS
 
-    def release_(self, shards, *, step, std, divisor=1.0):
-        sums.append(torch.cat([shard.local.reshape(-1) for shard in shards]).clone())
-        links.append(self.secret)
-        return gather(self, shards, step=step, std=std, divisor=divisor)
 
-    monkeypatch.setattr(KeyedGaussian, "release_", release_)
-    released = torch.stack(train(engine)).double()
-    monkeypatch.undo()
-    correlation = engine.mechanism.noise_correlation or BandedInverse(bands=1)
-    W = torch.from_numpy(np.tril(toeplitz(correlation.noising(STEPS))))
-    z = torch.stack(
-        [
-            torch.cat([KeyedGaussian(key, secure).sample(t, name, 0, n) for name, n in (("weight", 6), ("bias", 2))])
-            for t, key in enumerate(links)
-        ]
-    )
-    std = 1.0 * 0.5 * engine.mechanism.sensitivity
-    assert torch.allclose(released, (torch.stack(sums).double() + std * W @ z.double()) / B, atol=1e-6)
-    assert engine.gradient_noise_std == pytest.approx(std * W[-1].norm() / B)
-    assert len(set(links)) == STEPS
+@pytest.mark.parametrize("run", [BISR, CYCLIC, BUFFERED], ids=["bisr", "band-mf", "buffered"])
+def test_a_branch_has_the_noise_of_its_path(run):
+    """Seven steps, then from the state after four on with other sums."""
+    engine, released = make(**run), []
+    with Recorded() as recorded:
+        released += train(engine, 4)
+        state = engine.state_dict()
+        released += train(engine, 3)
+        with pytest.warns(UserWarning, match="goes back"):
+            engine.load_state_dict(state)
+        with pytest.warns(UserWarning, match="another branch"):
+            released += train(engine, lr=0.3)
+    path = [*range(4), *range(7, 7 + STEPS - 4)]
+    assert torch.allclose(torch.stack(released)[path].double(), recorded.expected(engine, path), atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [(CYCLIC, BUFFERED), (BUFFERED, CYCLIC)], ids=["begin", "end"])
+def test_buffers_may_begin_and_end_at_a_resume(first, second):
+    """Repeated steps then have other keys, so they are charged: their noise is rounded otherwise."""
+    engine, other, released = make(**first), make(**second), []
+    with Recorded() as recorded:
+        released += train(engine, 5)
+        state = engine.state_dict()
+        other.load_state_dict(state)
+        other.model.load_state_dict(engine.model.state_dict())
+        train(engine, 1)
+        released += train(other)
+    path = [*range(5), *range(6, STEPS + 1)]
+    assert torch.allclose(torch.stack(released).double(), recorded.expected(other, path), atol=1e-6)
+    assert torch.equal(recorded.sums[5], recorded.sums[6])
+    assert recorded.secrets[5] != recorded.secrets[6]
 
 
 # --- accounting -----------------------------------------------------------------------------------------------------

@@ -130,3 +130,8 @@ def test_strategies_that_grow_are_refused():
 def test_impossible_bands_are_refused(kind, settings, message):
     with pytest.raises(ConfigurationError, match=message):
         kind(**settings)
+
+
+def test_an_unclear_choice_of_buffers_is_refused():
+    with pytest.raises(ConfigurationError, match="pass True or False"):
+        BandMF(bands=2, buffers=3)

@@ -1,0 +1,167 @@
+"""Correlated noise from stored vectors, for strategies C with few bands.
+
+[Note: Vectors kept]
+The noise y = C^-1 z of a run has C y = z. With c_0 = 1 and b bands, y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}.
+So a step draws one vector, if the rank keeps the last b - 1 vectors y of its shards: a `_Ring`. A ring knows the key of
+the step that its last vector is of, and a key stands for the whole path to its step ([Note: A chain of sums] in
+step/chain.py). If that is not the step before (after a resume, a rewind, or with other shards), the ring runs through
+all earlier steps again, from their keys, and draws as many vectors as one step without buffers. So buffers are never
+saved, fit any mesh, and hold the bits of a run without a break: each element passes through the same operations, whose
+rounding does not depend on its neighbours.
+
+Vectors have the dtype of the shard, and float64 for secure noise. The recursion rounds otherwise than the weighted sum
+of vectors drawn again. Where one key had both, the difference would show the rounding of the noise, so keys differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
+
+
+class NoiseBuffers:
+    """The rings of a rank; see [Note: Vectors kept]. `coefficients`: c_0 = 1, ..., c_{b-1}, at least one."""
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        self._coefficients = tuple(coefficients)
+        self._rings: dict[tuple[Any, ...], _Ring] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(ring.vectors.nbytes for ring in self._rings.values())
+
+    def keep(self, links: Sequence[bytes]) -> None:
+        """Forget the rings that are neither of the last step of `links` nor of the one before."""
+        self._rings = {key: ring for key, ring in self._rings.items() if ring.link in links[-2:]}
+
+    def of_step(self, shards: Sequence[Shard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
+        """Return y of the last step of `links` for these shards of one dtype and device, each [n].
+
+        `links`: the keys of all steps from the first one on.
+        """
+        key = tuple(
+            (shard.name, shard.start, shard.run, shard.stride, shard.local.shape, shard.local.dtype, shard.local.device)
+            for shard in shards
+        )
+        if key not in self._rings:
+            self._rings[key] = _Ring(shards, self._coefficients, secure=secure)
+        ring = self._rings[key]
+        ring.advance(shards, links)
+        return ring.last(len(links) - 1)
+
+
+class _Ring:
+    """The last vectors y of some shards; that of step s is row s modulo their number."""
+
+    def __init__(self, shards: Sequence[Shard], coefficients: tuple[float, ...], *, secure: bool) -> None:
+        like = shards[0].local
+        self._sizes = [shard.local.numel() for shard in shards]
+        self._coefficients, self._secure = coefficients, secure
+        self.link: bytes | None = None
+        """Key of the step of the newest vector; None if there is none."""
+        self.vectors = torch.zeros(
+            max(1, len(coefficients) - 1),
+            sum(self._sizes),
+            dtype=torch.float64 if secure else like.dtype,
+            device=like.device,
+        )
+
+    def advance(self, shards: Sequence[Shard], links: Sequence[bytes]) -> None:
+        """Go to the last step of `links`, from the one before, or else from the first one."""
+        if self.link == links[-1]:
+            return
+        first = len(links) - 1 if len(links) > 1 and self.link == links[-2] else 0
+        self.link = None
+        for step in range(first, len(links)):
+            for lo, pieces in _pieces(shards):
+                self._advance(lo, pieces, step, links[step])
+        self.link = links[-1]
+
+    def last(self, step: int) -> list[Tensor]:
+        """Return the vector of `step`, the newest, for each shard."""
+        return list(self.vectors[step % len(self.vectors)].split(self._sizes))
+
+    def _advance(self, lo: int, pieces: Sequence[Shard], step: int, link: bytes) -> None:
+        """Replace the oldest vector by that of `step`, in the columns of `pieces`, which begin at `lo`."""
+        sizes = [piece.local.numel() for piece in pieces]
+        y = self.vectors.new_zeros(sum(sizes))
+        drawn = [
+            Shard(piece.name, part.view(piece.local.shape), piece.start, piece.run, piece.stride)
+            for piece, part in zip(pieces, y.split(sizes), strict=True)
+        ]
+        KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
+        columns = self.vectors[:, lo : lo + len(y)]
+        for j, c in enumerate(self._coefficients[1 : step + 1], start=1):
+            # Two operations: a fused one would round otherwise where a vector unit has no full load.
+            y.sub_(columns[(step - j) % len(columns)] * c)
+        columns[step % len(columns)].copy_(y)
+
+
+@dataclass(frozen=True)
+class BufferedGaussian(KeyedGaussian):
+    """Noise y of the last step of `links`, the keys of all steps; see [Note: Vectors kept]."""
+
+    links: tuple[bytes, ...] = field(default=(), repr=False)
+    buffers: NoiseBuffers = field(default_factory=lambda: NoiseBuffers((1.0,)), repr=False)
+
+    def _release_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+        if std == 0:
+            return super()._release_(shards, step, std, divisor)
+        self.buffers.keep(self.links)
+        groups: dict[tuple[torch.dtype, torch.device], list[Shard]] = {}
+        for shard in shards:
+            if shard.local.numel():
+                groups.setdefault((shard.local.dtype, shard.local.device), []).append(shard)
+        total = torch.zeros((), dtype=torch.float64, device=shards[0].local.device if shards else "cpu")
+        for alike in groups.values():
+            norms = torch._foreach_norm([shard.local for shard in alike])
+            total += torch.stack(list(norms)).double().square().sum().to(total.device)
+            for shard, noise in zip(alike, self.buffers.of_step(alike, self.links, secure=self.secure), strict=True):
+                self._add_(shard.local.detach(), noise, std, divisor)
+        return total.sqrt()
+
+    def _add_(self, x: Tensor, noise: Tensor, std: float, divisor: float) -> None:
+        """Turn `x` into (x + std * noise) / divisor, a block at a time."""
+        dense = x.contiguous().view(-1)
+        for part, y in zip(dense.split(BLOCK), noise.split(BLOCK), strict=True):
+            if self._draws_on_cpu(x.device):
+                self._privatize(part, y.cpu().numpy().copy(), std, divisor)
+            else:
+                part.add_(y * std).div_(divisor)
+        if not x.is_contiguous():
+            x.copy_(dense.view(x.shape))
+
+
+def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, list[Shard]]]:
+    """Yield shards cut between blocks, in groups of about BLOCK elements, each with the place of its first element."""
+    group: list[Shard] = []
+    lo = at = 0
+    for shard in shards:
+        for piece in _cut(shard):
+            group.append(piece)
+            at += piece.local.numel()
+            if at - lo >= BLOCK:
+                yield lo, group
+                group, lo = [], at
+    if group:
+        yield lo, group
+
+
+def _cut(shard: Shard) -> Iterator[Shard]:
+    """Yield a shard's parts in each block; columns of a matrix stay together."""
+    if shard.run:
+        yield shard
+        return
+    n, at = shard.local.numel(), 0
+    flat = shard.local.detach().new_empty(()).expand(n)  # no memory: only its size counts
+    while at < n:
+        size = min(n - at, BLOCK - (shard.start + at) % BLOCK)
+        yield Shard(shard.name, flat[at : at + size], shard.start + at)
+        at += size
