@@ -35,28 +35,29 @@ def test_figure_of_mnist(accountant, epsilon):
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13])
 def test_many_steps_at_a_small_delta_are_bounded(delta):
-    """All steps hold every sample, so together they are one Gaussian. The composition itself errs by 4e-12 here."""
+    """All steps hold every sample, so together they are one Gaussian. A plain transform errs by 4e-12 here."""
     full = {"noise_multiplier": 100.0, "sample_size": 10_000}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bound = run_bound([(10_000, 100_000)], **full, target_delta=delta)
     exact = delta_of_gaussian(math.sqrt(100_000) / 100, bound.epsilon)
     assert exact <= delta
-    assert exact > 0.9 * delta or delta < 1e-9  # hardly any slack at ordinary deltas
-    assert bound.accountant == ("pld" if delta > 4e-11 else "rdp")
+    assert exact > 0.99 * delta
+    assert bound.accountant == "pld"
 
 
 def test_a_figure_of_another_accountant_is_named():
     ledger, release = PrivacyLedger(), Release(100.0, 1.0, 10_000)
     ledger.load_state_dict({"run": "", "steps": 100_000, "spans": [Span("", 0, 100_000, release, False).state_dict()]})
     assert "(accountant: pld)" in ledger.statement(1e-5)
-    assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-12)
+    assert "(accountant: pld, and this figure is the tighter one of rdp)" in ledger.statement(1e-18)
 
 
-def test_a_cap_has_no_bound_below_the_rounding_of_its_composition():
+def test_a_cap_has_a_bound_at_small_deltas():
     run = {"noise_multiplier": 2.0, "sample_size": 10_000, "max_batch_size": 200}
-    assert run_epsilon([(100, 10_000)], **run, target_delta=1e-12) == math.inf
-    assert run_epsilon([(100, 10_000)], **run, target_delta=1e-8) < 20
+    at = [run_epsilon([(100, 10_000)], **run, target_delta=delta) for delta in (1e-8, 1e-12, 1e-16)]
+    assert 0 < at[0] < at[1] < at[2] < 40
+    assert at[2] - at[1] < 1.2 * (at[1] - at[0])
 
 
 def test_a_cap_is_accounted():
@@ -82,12 +83,6 @@ def test_epsilon_of_a_capped_release_is_that_of_dp_accounting():
     capped = Release(1.0, 0.01, 1000, max_batch_size=12)
     reference = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL).compose(composition.event(capped), 50)
     assert ledger_of(*[capped] * 50).epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-6)
-
-
-def test_composition_in_two_stages_is_composition():
-    whole = composition._single(RELEASE, "add-or-remove-one", 1e-4).self_compose(100_000 + 7)
-    staged = composition._power(composition._single(RELEASE, "add-or-remove-one", 1e-4), 100_000 + 7)
-    assert staged.get_epsilon_for_delta(1e-5) == pytest.approx(whole.get_epsilon_for_delta(1e-5), rel=1e-4)
 
 
 def test_grids_of_losses_fit_the_release():
