@@ -104,19 +104,24 @@ def accuracy(recipe: Recipe, train: Rows, test: Rows, seed: int) -> float:
     x, y = train
     classes = 1 + int(max(y.max(), test[1].max()))
     model = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, classes))
+    fit(model, recipe, TensorDataset(x, y), F.cross_entropy)
+    with torch.no_grad():
+        return float((model(test[0]).argmax(1) == test[1]).float().mean())
+
+
+def fit(model: nn.Module, recipe: Recipe, dataset: TensorDataset, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Train `model` privately; `loss` is a mean over samples."""
     engine = PrivacyEngine(model, **recipe.engine)
     optimizer = _optimizer(model, recipe)
     steps, depth = engine.steps, 0.5 if recipe.cosine else 0.0
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - depth * (1 - math.cos(math.pi * t / steps)))
-    for logical_batch in engine.batches(TensorDataset(x, y), micro_batch_size=512):
+    for logical_batch in engine.batches(dataset, min(512, 3 * recipe.engine["batch_size"] // 2)):
         for x_B, y_B in logical_batch:
-            F.cross_entropy(model(x_B), y_B).backward()
+            loss(model(x_B), y_B).backward()
         optimizer.step()
         optimizer.zero_grad()
         rate.step()
     engine.detach()
-    with torch.no_grad():
-        return float((model(test[0]).argmax(1) == test[1]).float().mean())
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

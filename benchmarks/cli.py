@@ -399,16 +399,24 @@ def advice(
 
 
 @app.command("advice-sweep")
-def advice_sweep(threads: Threads = 1, out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
-    """Sweep optimizers, learning rates and lengths on synthetic tables: what the advice on tables stands on."""
-    from benchmarks import advice as advising
+def advice_sweep(
+    task: Annotated[Literal["tabular", "language"], typer.Option(help="Synthetic tables, or texts.")] = "tabular",
+    threads: Threads = 1,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Sweep optimizers, learning rates and lengths on data that compare nothing: what the advice stands on."""
+    from benchmarks import advice as tables_
+    from benchmarks import advice_language as texts
 
     torch.set_num_threads(threads)
-    with console.progress("training", advising.runs_of_the_sweep(tiny=tiny)) as advance, _quiet():
-        runs = advising.sweep(advance, tiny=tiny)
-    results_files.write(out, "advice-sweep", "advice-sweep", {"runs": runs})
-    for optimizer, rate, steps, score in advising.summary(runs):
-        console.out.print(f"{optimizer}, learning rate {rate:g}, {steps} steps: {score:.1%}")
+    sweep = tables_ if task == "tabular" else texts
+    with console.progress("training", sweep.runs_of_the_sweep(tiny=tiny)) as advance, _quiet():
+        runs = sweep.sweep(advance, tiny=tiny)
+    name = "advice-sweep" if task == "tabular" else "advice-sweep-language"
+    results_files.write(out, name, "advice-sweep", {"runs": runs})
+    for row in sweep.summary(runs):
+        console.out.print(row)
 
 
 @app.command()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from dpshard.accounting import SampledMechanism, calibrate, epsilon_of
 from dpshard.config import BatchSchedule
 
 SMALLEST_BATCH = 16
-FARTHEST = 4.0
+FARTHEST = 2.5
 """Largest noise per batch in the table, relative to a batch of all samples."""
-TOLERANCE = 2e-3
+TOLERANCE = 5e-3
 """Relative tolerance of epsilon at a sigma of the table; sigma is never too small."""
 DRAFT = "pld-draft"
 """An upper bound, quicker than "pld", which the engine uses."""
@@ -44,21 +45,36 @@ class Budget:
     target_epsilon: float
     target_delta: float
 
-    def noise_multiplier(self, batch_size: int, steps: int, guess: float) -> float:
-        """Return a sigma with an epsilon at most TOLERANCE below the budget, never above; `guess` saves time."""
-        log_sigma, slope = math.log(guess), -1.5
-        overspend = self._log_overspend(batch_size, steps, guess)
+    def noise_multiplier(self, batch_size: int, steps: int, ratio: float = 1.0) -> float:
+        """Return a sigma with an epsilon at most TOLERANCE below the budget, never above.
+
+        `ratio` is a guess of sigma over `central_limit`; it saves time.
+        """
+        sigma = ratio * self.central_limit(batch_size, steps)
+        slope, before, stride = self._slope(sigma), math.nan, 0.0
         for _ in range(_TRIES):
+            overspend = self.log_overspend(batch_size, steps, sigma)
             if -TOLERANCE <= overspend <= 0:
-                return math.exp(log_sigma)
-            stride = min(max(-(overspend + TOLERANCE / 2) / slope, -2.0), 2.0)
-            after = self._log_overspend(batch_size, steps, math.exp(log_sigma + stride))
-            slope = min(max((after - overspend) / stride, -20.0), -0.3)
-            log_sigma, overspend = log_sigma + stride, after
+                return sigma
+            if stride:
+                slope = min(max((overspend - before) / stride, -20.0), -0.3)
+            before, stride = overspend, min(max(-(overspend + TOLERANCE / 2) / slope, -2.0), 2.0)
+            sigma *= math.exp(stride)
         run = self._run(batch_size, steps, math.nan)
         return calibrate(run, target_epsilon=self.target_epsilon, target_delta=self.target_delta).noise_multiplier
 
-    def _log_overspend(self, batch_size: int, steps: int, sigma: float) -> float:
+    def central_limit(self, batch_size: int, steps: int) -> float:
+        """Return sigma by the central limit, mu^2 = steps q^2 (e^(1 / sigma^2) - 1): quick, but no bound."""
+        q = batch_size / self.sample_size
+        return math.log1p(largest_mu(self) ** 2 / (steps * q**2)) ** -0.5
+
+    def _slope(self, sigma: float) -> float:
+        """Return the derivative of log epsilon by log sigma, by the central limit."""
+        x = sigma**-2
+        by_mu = self.log_overspend(self.sample_size, 1, 1 / (1.01 * largest_mu(self))) / math.log(1.01)
+        return -by_mu * x / -math.expm1(-x)
+
+    def log_overspend(self, batch_size: int, steps: int, sigma: float) -> float:
         """Return the logarithm of epsilon over the target."""
         epsilon = epsilon_of(self._run(batch_size, steps, sigma).releases(), self.target_delta, DRAFT)
         return math.log(min(max(epsilon / self.target_epsilon, 1e-3), 1e3))
@@ -68,16 +84,30 @@ class Budget:
         return SampledMechanism(schedule=schedule, sample_size=self.sample_size, noise_multiplier=sigma)
 
 
+@cache
+def largest_mu(budget: Budget) -> float:
+    """Return mu of one release about all samples within the budget: one over its sigma."""
+    low, high = 1e-6, 2e-6
+    while budget.log_overspend(budget.sample_size, 1, 1 / high) < 0:
+        high *= 2
+    for _ in range(40):  # halvings of an interval; the accountant has this case in closed form
+        middle = (low + high) / 2
+        low, high = (middle, high) if budget.log_overspend(budget.sample_size, 1, 1 / middle) < 0 else (low, middle)
+    return low
+
+
 def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
     """Return runs of `steps` steps, from batches of half of the samples down to noisy ones; `also` adds a batch."""
     samples = budget.sample_size
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
-    sigma = budget.noise_multiplier(samples, 1, 1.0) * math.sqrt(steps)
-    least, before, found = sigma / samples, samples, []
+    least, found = budget.noise_multiplier(samples, 1) * math.sqrt(steps) / samples, []
+    before = ratio = 1.0
     sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
     for batch_size in sorted(sizes, reverse=True):
-        sigma = budget.noise_multiplier(batch_size, steps, max(0.4, sigma * batch_size / before))
-        before, relative_noise = batch_size, sigma / batch_size / least
+        sigma = budget.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
+        # Batches halve, and the error of the central limit grows by more each time.
+        before, ratio = ratio, sigma / budget.central_limit(batch_size, steps)
+        relative_noise = sigma / batch_size / least
         epochs = batch_size * steps / samples
         row = TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, relative_noise=relative_noise)
         found.append(row)

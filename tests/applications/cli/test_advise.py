@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dpshard import PrivacyEngine, advise
+from dpshard import PrivacyEngine, accounting, advise
 from dpshard.accounting import SampledMechanism, compute_epsilon
 from dpshard.applications.advice import advice as module
 from dpshard.applications.advice.starts import STARTS
@@ -45,6 +45,19 @@ def test_the_noise_keeps_the_budget_and_wastes_little_of_it(tabular):
         )
         epsilon = compute_epsilon(run.releases(), tabular.target_delta, "pld")
         assert 0.99 * tabular.target_epsilon < epsilon <= tabular.target_epsilon
+
+
+def test_few_calls_of_the_accountant_find_each_sigma(monkeypatch):
+    found = []
+
+    def counted(counts, delta, method):
+        found.extend(release.sampling_probability for release, _ in counts if release.sampling_probability < 1)
+        return accounting.epsilon_of(counts, delta, method)
+
+    monkeypatch.setattr("dpshard.applications.advice.trade_offs.epsilon_of", counted)
+    rows = advise(sample_size=1400, target_epsilon=3.0).trade_offs
+    assert len(rows) > 5
+    assert len(found) <= 2.5 * len(rows)
 
 
 def test_a_batch_of_all_samples_has_the_least_noise_per_batch(tabular):
