@@ -82,15 +82,22 @@ def fingerprint(settings: TrainSettings, data: Data) -> str | None:
 
     That of a file is what `sha256sum FILE` prints. None means that nothing here can be read twice.
     """
-    path = None if settings.data is None else Path(settings.data)
+    if (found := path_digest(settings.data)) is not None:
+        return found
+    splits = (data.train, data.validation, data.test)
+    tensors = [tensor for split in splits for tensor in getattr(getattr(split, "dataset", split), "tensors", ())]
+    return _digest(tensor.contiguous().numpy().tobytes() for tensor in tensors) if tensors else None
+
+
+def path_digest(name: str | None) -> str | None:
+    """Return SHA-256 of a file's bytes, or of a folder's paths and files, in hex; None if there is neither."""
+    path = None if name is None else Path(name)
     if path is not None and path.is_file():
         return file_digest(path)
     if path is not None and path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return _digest(f"{file.relative_to(path).as_posix()}\n{file_digest(file)}\n".encode() for file in files)
-    splits = (data.train, data.validation, data.test)
-    tensors = [tensor for split in splits for tensor in getattr(getattr(split, "dataset", split), "tensors", ())]
-    return _digest(tensor.contiguous().numpy().tobytes() for tensor in tensors) if tensors else None
+    return None
 
 
 def file_digest(path: Path) -> str:

@@ -42,6 +42,7 @@ from dpshard.accounting import (
 )
 from dpshard.accounting.composition import logarithmic_stop
 from dpshard.accounting.releases import Counts, Release
+from dpshard.applications.cli import provenance
 from dpshard.applications.cli.data import Data, Kind, load, size
 from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically, write_json
@@ -197,14 +198,16 @@ def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
     """Return a number of runs of the search's distribution; `uniform` draws from [0, 1)."""
     mean, u = float(search.mean_runs), uniform()
     if search.distribution == "geometric":
-        count, share, ratio = 1, 1 / mean, lambda k: 1 - 1 / mean
+        count, log_share, log_ratio = 1, -math.log(mean), lambda k: math.log1p(-1 / mean)
     elif search.distribution == "logarithmic":
         stop = logarithmic_stop(mean)
-        count, share, ratio = 1, -(1 - stop) / math.log(stop), lambda k: (1 - stop) * k / (k + 1)
+        count, log_share = 1, math.log(-(1 - stop) / math.log(stop))
+        log_ratio = lambda k: math.log((1 - stop) * k / (k + 1))  # noqa: E731
     else:
-        count, share, ratio = 0, math.exp(-mean), lambda k: mean / (k + 1)
-    while u >= share and share > 0:
-        u, share, count = u - share, share * ratio(count), count + 1
+        count, log_share, log_ratio = 0, -mean, lambda k: math.log(mean / (k + 1))
+    # By logarithms, because the first share of a Poisson number of mean 746 is below the smallest double.
+    while u >= (share := math.exp(log_share)) and not (share == 0 and count > mean):
+        u, log_share, count = u - share, log_share + log_ratio(count), count + 1
     return count
 
 
@@ -215,6 +218,7 @@ class SearchFolder:
         self.path = path
         self.plan = path / "plan.json"  # public
         self.secret = path / "secret.json"  # the draws: NOT private
+        self.inputs = path / "inputs.json"  # fingerprints of the data: NOT private
         self.trials = path / "trials"  # NOT private
         self.report = path / "report.json"
 
@@ -226,6 +230,7 @@ class SearchFolder:
         folder, source = cls(path), secrets.SystemRandom()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.trials.mkdir(mode=0o700)
+        write_json(folder.inputs, _fingerprints(plan))
         runs = draw_runs(plan.search, source.random)
         write_json(folder.secret, [source.randrange(len(plan.candidates)) for _ in range(runs)])
         others = [[[asdict(release), count] for release, count in run] for run in (plan.run, *plan.search.others)]
@@ -251,11 +256,28 @@ class SearchFolder:
         """Remove what epsilon does not cover, after the report."""
         shutil.rmtree(self.trials, ignore_errors=True)
         self.secret.unlink(missing_ok=True)
+        self.inputs.unlink(missing_ok=True)
+
+    def check_inputs(self, plan: Plan) -> None:
+        """Raise RunFolderError if the data, or the facts of their columns, have changed since the search began."""
+        with intact(self.inputs, "restore it from a copy, or start a new search"):
+            before = json.loads(self.inputs.read_text("utf-8"))
+            changed = [name for name, found in _fingerprints(plan).items() if before[name] != found]
+        if changed:
+            raise RunFolderError(
+                f"{plan.candidates[0][changed[0]]} has changed since the search began: all trials need the same data. "
+                f"Restore the file and resume the search, or start a new one and add the epsilon of this one."
+            )
 
     def drawn(self) -> list[int]:
         """Return the candidate of each trial."""
         with intact(self.secret, "restore it from a copy: another draw would be another search"):
             return [int(index) for index in json.loads(self.secret.read_text("utf-8"))]
+
+
+def _fingerprints(plan: Plan) -> dict[str, str | None]:
+    """Return SHA-256 of the files that all trials read; None for what is no file or folder."""
+    return {name: provenance.path_digest(plan.candidates[0][name]) for name in ("data", "columns")}
 
 
 def run_trials(folder: SearchFolder, plan: Plan, jobs: int) -> None:
@@ -276,6 +298,7 @@ def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) ->
     run = RunFolder(path)
     if run.report.exists():
         return 0
+    folder.check_inputs(plan)
     if run.config.is_file() and any(run.checkpoints.glob("step-*")):
         arguments = ["--resume", str(path)]
     else:
@@ -296,6 +319,7 @@ def launch_trial(arguments: list[str], log: Path) -> int:
 def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
     """Choose the best trial, write its weights and the report, and remove all trials."""
     drawn = folder.drawn()
+    folder.check_inputs(plan)
     reports = [_checked(folder, plan, number) for number in range(len(drawn))]
     best = max(range(len(drawn)), key=partial(_score_of, folder, plan), default=None)
     names = [name for name in plan.candidates[0] if len({str(c[name]) for c in plan.candidates}) > 1]

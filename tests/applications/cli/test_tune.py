@@ -5,6 +5,11 @@ Failure modes: 25 test_the_budget_is_that_of_the_whole_search; 24 test_a_search_
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -61,6 +66,14 @@ def test_the_number_of_trials_has_its_distribution(distribution):
     expected = [draws * law.pmf(k) for k in bins] + [draws * law.sf(11)]
     assert sum(seen) == draws
     assert stats.chisquare(seen, np.array(expected) * draws / sum(expected)).pvalue > 1e-6
+
+
+def test_a_poisson_number_of_a_large_mean_is_drawn():
+    """Its first share, exp(-1000), is below the smallest double. Five standard deviations: false alarms 6e-7."""
+    random = np.random.default_rng(0)
+    found = [tuning.draw_runs(Search(1000.0, "poisson"), random.random) for _ in range(400)]
+    assert abs(np.mean(found) - 1000) < 5 * math.sqrt(1000 / 400)
+    assert 700 < np.var(found) < 1400
 
 
 def test_the_budget_is_that_of_the_whole_search():
@@ -133,6 +146,62 @@ def test_a_search_that_was_stopped_resumes(tmp_path, dpshard, monkeypatch):
     assert json.loads((out / "report.json").read_text())["chosen"]["learning_rate"] == 0.5
     dpshard("tune", "--resume", out)
     assert not (out / "trials").exists()
+
+
+@pytest.mark.parametrize("changed", ["x.csv", "columns.yaml"])
+def test_data_that_change_between_trials_end_the_search(tmp_path, dpshard, monkeypatch, changed):
+    drawn(monkeypatch, 0, 1)
+    table, columns, out = tmp_path / "x.csv", tmp_path / "columns.yaml", tmp_path / "search"
+    table.write_text("a,label\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(100)))
+    columns.write_text("a: [0, 7]\n")
+    trial, seen = tuning.launch_trial, []
+
+    def launch(arguments, log):
+        seen.append(log)
+        code = trial(arguments, log)
+        path = tmp_path / changed
+        path.write_text(path.read_text() + "\n")
+        return code
+
+    monkeypatch.setattr(tuning, "launch_trial", launch)
+    options = ["--data", table, "--columns", columns, "--steps", 2, "--target-delta", "1e-3", "--evaluations", 1]
+    said = dpshard("tune", *options, "--search", "model=linear,mlp", "--out", out, exit_code=2).stderr
+    assert f"{changed} has changed" in " ".join(said.split())
+    assert len(seen) == 1
+    assert not (out / "model.pt").exists()
+    assert changed in dpshard("tune", "--resume", out, exit_code=2).stderr
+
+
+@pytest.mark.exhaustive
+def test_a_search_that_was_killed_resumes(tmp_path, dpshard, monkeypatch):
+    """SIGKILL of the search and its trial at a checkpoint: draws and finished steps stay."""
+    monkeypatch.undo()
+    out = tmp_path / "search"
+    command = ["-m", "dpshard", "tune", *OPTIONS, "--steps", 400, "--checkpoint-every", 5, *SEARCH, "--out", out]
+    with open(tmp_path / "log", "w") as log:
+        search = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_until(lambda: list(out.glob("trials/*/checkpoints/step-*5")), search)
+        finally:
+            os.killpg(search.pid, signal.SIGKILL)
+            search.wait()
+    before = (out / "secret.json").read_text()
+    started = min(out.glob("trials/0000/metrics.jsonl")).read_text().splitlines()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning.SearchFolder, "forget", lambda self: None)
+        patch.setattr(tuning, "launch_trial", lambda arguments, log: CliRunner().invoke(app, arguments).exit_code)
+        dpshard("tune", "--resume", out)
+    assert (out / "secret.json").read_text() == before
+    assert (out / "trials/0000/metrics.jsonl").read_text().splitlines()[0] == started
+    assert json.loads((out / "report.json").read_text())["epsilon"] <= 3.0
+
+
+def wait_until(holds, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_trial_that_cost_more_than_planned_ends_the_search(tmp_path, dpshard, monkeypatch):
