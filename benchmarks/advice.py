@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, advise
 from dpshard.accounting import SampledMechanism, calibrate
+from dpshard.applications.cli.settings import resolve
 from dpshard.config import BatchSchedule
 
 WIDTH = 128
@@ -38,15 +39,30 @@ class Recipe:
     cosine: bool = False
 
 
-def first_guess(samples: int) -> Recipe:
+def first_guess(samples: int, _task: str) -> Recipe:
     """Return the README's settings, with a batch of all samples where they are fewer than its 512."""
     engine = {"batch_size": min(512, samples), "epochs": 20, "target_epsilon": EPSILON, "target_delta": DELTA}
     return Recipe(engine={"sample_size": samples, **engine}, optimizer="adamw", learning_rate=1e-2)
 
 
-def advised(samples: int) -> Recipe:
+def command(samples: int, _task: str) -> Recipe:
+    """Return the settings of `dpshard train --task pydoc`, a command of the README."""
+    own = resolve({"task": "pydoc", "target_epsilon": EPSILON, "target_delta": DELTA})
+    engine = {"sample_size": samples, "batch_size": own.batch_size, "epochs": own.epochs}
+    engine |= {"target_epsilon": EPSILON, "target_delta": DELTA}
+    assert own.learning_rate is not None
+    return Recipe(
+        engine=engine,
+        optimizer=own.optimizer,
+        learning_rate=own.learning_rate,
+        momentum=own.momentum,
+        cosine=own.lr_schedule == "cosine",
+    )
+
+
+def advised(samples: int, task: Any) -> Recipe:
     """Return the settings of `dpshard.advise`."""
-    advice = advise(sample_size=samples, target_epsilon=EPSILON, target_delta=DELTA)
+    advice = advise(sample_size=samples, target_epsilon=EPSILON, target_delta=DELTA, task=task)
     return Recipe(
         engine=advice.engine_arguments(),
         optimizer=advice.optimizer,
@@ -56,7 +72,8 @@ def advised(samples: int) -> Recipe:
     )
 
 
-CONTENDERS: dict[str, Callable[[int], Recipe]] = {"README": first_guess, "advice": advised}
+Contender = Callable[[int, str], Recipe]
+CONTENDERS: dict[str, Contender] = {"README": first_guess, "advice": advised}
 
 
 def digits() -> Rows:
@@ -75,38 +92,65 @@ def breast_cancer() -> Rows:
     return torch.tensor((columns - low) / (high - low)).float(), torch.tensor(labels)
 
 
-DATA: dict[str, Callable[[], Rows]] = {"digits": digits, "breast_cancer": breast_cancer}
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A data set, on which contenders meet."""
+
+    task: str
+    split: Callable[[int], tuple[Any, Any]]
+    """Returns training and test samples of a seed."""
+    score: Callable[[Recipe, Any, Any, int], float]
+    unit: str
+    """Of the score."""
+    contenders: dict[str, Contender]
 
 
-def compare(seeds: int, advance: Callable[[str], None], *, names: tuple[str, ...] = tuple(DATA)) -> dict[str, Any]:
-    """Return the test accuracies of both contenders on each data set, a split and a start per seed, in turns."""
-    found: dict[str, Any] = {}
-    for name in names:
-        x, y = DATA[name]()
-        scores: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-        for seed, contender in product(range(seeds), CONTENDERS):
-            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-            held = len(x) // 5
-            train, test = (x[order[held:]], y[order[held:]]), (x[order[:held]], y[order[:held]])
-            scores[contender].append(accuracy(CONTENDERS[contender](len(train[0])), train, test, seed))
+def compare(
+    contests: dict[str, Contest], seeds: int, advance: Callable[[str], None], found: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the scores of all contenders on each data set, a split and a start per seed, in turns; others stay."""
+    for name, contest in contests.items():
+        scores: dict[str, list[float]] = {contender: [] for contender in contest.contenders}
+        for seed, (contender, recipe) in product(range(seeds), contest.contenders.items()):
+            train, test = contest.split(seed)
+            scores[contender].append(contest.score(recipe(len(train), contest.task), train, test, seed))
             advance(f"{name}, {contender}")
-        found[name] = {contender: _spread(values) for contender, values in scores.items()}
+        found = found | {name: {contender: _spread(contest.unit, values) for contender, values in scores.items()}}
     return {"epsilon": EPSILON, "delta": DELTA, "data": found}
 
 
-def _spread(values: list[float]) -> dict[str, Any]:
-    return {"accuracies": values, "mean": mean(values), "deviation": stdev(values) if len(values) > 1 else 0.0}
+def _spread(unit: str, values: list[float]) -> dict[str, Any]:
+    return {unit: values, "mean": mean(values), "deviation": stdev(values) if len(values) > 1 else 0.0}
 
 
-def accuracy(recipe: Recipe, train: Rows, test: Rows, seed: int) -> float:
+def table_split(rows: Callable[[], Rows]) -> Callable[[int], tuple[TensorDataset, TensorDataset]]:
+    """Return a function of a seed that holds out a fifth of the rows."""
+
+    def split(seed: int) -> tuple[TensorDataset, TensorDataset]:
+        x, y = rows()
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        held, kept = order[: len(x) // 5], order[len(x) // 5 :]
+        return TensorDataset(x[kept], y[kept]), TensorDataset(x[held], y[held])
+
+    return split
+
+
+def accuracy(recipe: Recipe, train: TensorDataset, test: TensorDataset, seed: int) -> float:
     """Train the network privately on `train`; return the share of `test` that is right."""
     torch.manual_seed(seed)
-    x, y = train
-    classes = 1 + int(max(y.max(), test[1].max()))
+    (x, y), (x_test, y_test) = train[:], test[:]
+    classes = 1 + int(max(y.max(), y_test.max()))
     model = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, classes))
-    fit(model, recipe, TensorDataset(x, y), F.cross_entropy)
+    fit(model, recipe, train, F.cross_entropy)
     with torch.no_grad():
-        return float((model(test[0]).argmax(1) == test[1]).float().mean())
+        return float((model(x_test).argmax(1) == y_test).float().mean())
+
+
+TABLES_OF = {"digits": digits, "breast_cancer": breast_cancer}
+CONTESTS = {
+    name: Contest(task="tabular", split=table_split(rows), score=accuracy, unit="accuracies", contenders=CONTENDERS)
+    for name, rows in TABLES_OF.items()
+}
 
 
 def fit(model: nn.Module, recipe: Recipe, dataset: TensorDataset, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -115,7 +159,7 @@ def fit(model: nn.Module, recipe: Recipe, dataset: TensorDataset, loss: Callable
     optimizer = _optimizer(model, recipe)
     steps, depth = engine.steps, 0.5 if recipe.cosine else 0.0
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - depth * (1 - math.cos(math.pi * t / steps)))
-    for logical_batch in engine.batches(dataset, min(512, 3 * recipe.engine["batch_size"] // 2)):
+    for logical_batch in engine.batches(dataset, min(128, 3 * recipe.engine["batch_size"] // 2)):
         for x_B, y_B in logical_batch:
             loss(model(x_B), y_B).backward()
         optimizer.step()
@@ -173,7 +217,7 @@ def runs_of_the_sweep(*, tiny: bool = False) -> int:
     return cells * sum(map(len, RATES.values()))
 
 
-def table(samples: int, columns: int, classes: int) -> tuple[Rows, Rows]:
+def table(samples: int, columns: int, classes: int) -> tuple[TensorDataset, TensorDataset]:
     """Return a synthetic table and 2,000 held-out rows, scaled to [0, 1] by fixed bounds."""
     from sklearn.datasets import make_classification
 
@@ -182,7 +226,7 @@ def table(samples: int, columns: int, classes: int) -> tuple[Rows, Rows]:
         n_clusters_per_class=1 if classes > 4 else 2, class_sep=1.5, random_state=samples + columns,
     )  # fmt: skip
     x, y = torch.tensor(np.clip(features / 8 + 0.5, 0, 1)).float(), torch.tensor(labels)
-    return (x[:samples], y[:samples]), (x[samples:], y[samples:])
+    return TensorDataset(x[:samples], y[:samples]), TensorDataset(x[samples:], y[samples:])
 
 
 def summary(runs: list[dict[str, Any]]) -> list[tuple[str, float, int, float]]:

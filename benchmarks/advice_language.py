@@ -2,7 +2,7 @@
 
 [Note: Small batches stand for large ones]
 With noise, the loss depends on model, steps and sigma/B, and not on the batch B alone: McKenna et al. 2025,
-arXiv:2501.18914, who sweep at one physical batch. Here the noise of an update has norm sigma sqrt(d) / B, 2 or more, and
+arXiv:2501.18914, who sweep at one physical batch. Here the noise of an update has norm sigma sqrt(d) / B, about 2, and
 sampling adds at most 1 / sqrt(32). So the sweep takes batches of 32 with the sigma/B of large ones.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.advice import DELTA, Recipe, fit
+from benchmarks.advice import DELTA, Contest, Recipe, advised, command, first_guess, fit
 from dpshard.accounting import SampledMechanism, calibrate
 from dpshard.applications.cli.data import IGNORED, language, load
 from dpshard.applications.cli.models import gpt
@@ -55,6 +55,14 @@ def perplexity(recipe: Recipe, train: TensorDataset, test: TensorDataset, seed: 
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED)
     return math.exp(loss)
 
+
+PYDOC = Contest(
+    task="language",
+    split=pydoc,
+    score=perplexity,
+    unit="perplexities",
+    contenders={"README": first_guess, "README's command": command, "advice": advised},
+)
 
 # --- the sweep: other texts, so that pydoc is not tuned on ------------------------------------------------------------
 

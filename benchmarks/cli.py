@@ -380,22 +380,34 @@ def fixed_cost(
 
 @app.command()
 def advice(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[DATA]...", help="digits, breast_cancer, pydoc. \\[default: all]")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender; a seed is a split and a start.")] = 5,
     threads: Threads = 1,
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Compare the advice of `dpshard advise` with the README's first guess on two small data sets, in turns."""
+    """Compare the advice of `dpshard advise` with the README's first guess on small data sets, in turns.
+
+    Figures of other data sets stay in the file.
+    """
     from benchmarks import advice as advising
+    from benchmarks.advice_language import PYDOC
 
     torch.set_num_threads(threads)
-    names = ("breast_cancer",) if tiny else tuple(advising.DATA)
-    with console.progress("training", seeds * len(names) * len(advising.CONTENDERS)) as advance, _quiet():
-        figures = advising.compare(seeds, advance, names=names)
+    contests = advising.CONTESTS | {"pydoc": PYDOC}
+    if unknown := set(names or ()) - contests.keys():
+        raise ConfigurationError(f"DATA={sorted(unknown)}: choose from {list(contests)}.")
+    chosen = {name: contests[name] for name in (["breast_cancer"] if tiny else names or contests)}
+    before = next((found["data"] for found in results_files.read(out, "advice")), {}) if names else {}
+    runs = seeds * sum(len(contest.contenders) for contest in chosen.values())
+    with console.progress("training", runs) as advance, _quiet():
+        figures = advising.compare(chosen, seeds, advance, before)
     results_files.write(out, "advice", "advice", figures)
     for name, contenders_ in figures["data"].items():
         for contender, scores in contenders_.items():
-            console.out.print(f"{name}, {contender}: {scores['mean']:.1%} ± {scores['deviation']:.1%}")
+            console.out.print(f"{name}, {contender}: {scores['mean']:.4g} ± {scores['deviation']:.2g}")
 
 
 @app.command("advice-sweep")

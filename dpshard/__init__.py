@@ -8,6 +8,7 @@ from dpshard.errors import DpshardError
 if TYPE_CHECKING:
     from dpshard.applications.advice import advise
     from dpshard.checkpoint.checkpointer import Checkpointer
+    from dpshard.checkpoint.scores import PrivateScores
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
     from dpshard.noise.correlation import BandedInverse, BandMF
@@ -28,6 +29,7 @@ __all__ = [
     "LogicalBatch",
     "Packing",
     "PrivacyEngine",
+    "PrivateScores",
     "QuantileTracking",
     "TokenStore",
     "UnitDataset",
@@ -45,6 +47,7 @@ _HOMES = {
     "LogicalBatch": "dpshard.step.logical_batch",
     "Packing": "dpshard.sampling.packing",
     "PrivacyEngine": "dpshard.engine",
+    "PrivateScores": "dpshard.checkpoint.scores",
     "QuantileTracking": "dpshard.clipping.thresholds",
     "TokenStore": "dpshard.sampling.tokens",
     "UnitDataset": "dpshard.sampling.units",

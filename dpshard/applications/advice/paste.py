@@ -33,7 +33,7 @@ def code(advice: Mapping[str, Any]) -> str:
     """Return a Python program with random data, a model, the engine and the loop."""
     own = ":" in advice["model"]
     module, _, function = advice["model"].partition(":")
-    wanted = f"from {module} import {function}\n" if own else ""
+    wanted = f"from {module} import {function}\n" if own else _IMPORTS.get(advice["model"], "")
     model = f"{function}(tuple(x.shape[1:]), classes)" if own else _MODELS[advice["model"]]
     return _PROGRAM.format_map(
         {
@@ -41,6 +41,8 @@ def code(advice: Mapping[str, Any]) -> str:
             "imports": wanted,
             "x": _SAMPLES[advice["task"]],
             "network": model,
+            "y": _TOKENS if advice["model"] == "gpt" else _LABELS,
+            "loss": _TOKEN_LOSS if advice["model"] == "gpt" else "F.cross_entropy",
             "optimizer": _optimizer(advice),
             "factor": "1.0" if advice["lr_schedule"] == "constant" else "0.5 * (1 + math.cos(math.pi * step / steps))",
         }
@@ -56,13 +58,21 @@ def _optimizer(advice: Mapping[str, Any]) -> str:
 
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 
+_LABELS = "torch.randint(0, classes, (sample_size,))"
+_TOKENS = "x.roll(-1, 1)  # [N, T], the next token of each"
+_TOKEN_LOSS = "lambda logits, ids: sample_losses(logits, ids).mean()  # a mean over each text, then over texts"
+
 _SAMPLES = {
     "tabular": "torch.rand(sample_size, 30)  # [N, D], each column divided by a public bound",
     "vision": "torch.rand(sample_size, 3, 16, 16)  # [N, C, H, W] in [0, 1]",
     "language": "torch.randint(0, 258, (sample_size, 64))  # [N, T], token ids",
 }
 
+_IMPORTS = {
+    "gpt": "from dpshard.applications.transformer import GPT, Block\nfrom dpshard.losses import sample_losses\n"
+}
 _MODELS = {
+    "gpt": "GPT(258, x.shape[1], 64, 2, lambda: Block(64, 4, causal=True))",
     "mlp": "nn.Sequential(nn.Linear(x.shape[1], 128), nn.ReLU(), nn.Linear(128, classes))",
     "cnn": (
         "nn.Sequential(\n"
@@ -92,8 +102,9 @@ from dpshard import PrivacyEngine
 sample_size, steps, classes = {sample_size}, {steps}, 2
 # Put your data here:
 x = {x}
-y = torch.randint(0, classes, (sample_size,))
+y = {y}
 
+loss_of = {loss}
 model = {network}
 engine = PrivacyEngine(
     model,
@@ -108,11 +119,11 @@ engine = PrivacyEngine(
 )
 optimizer = {optimizer}
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: {factor})
-engine.verify(x[:4], loss_fn=F.cross_entropy, targets=y[:4])
+engine.verify(x[:4], loss_fn=loss_of, targets=y[:4])
 
 for logical_batch in engine.batches(torch.utils.data.TensorDataset(x, y), micro_batch_size=64):
     for x, y in logical_batch:
-        F.cross_entropy(model(x), y).backward()
+        loss_of(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()

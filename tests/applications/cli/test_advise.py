@@ -69,18 +69,26 @@ def test_a_batch_of_all_samples_has_the_least_noise_per_batch(tabular):
 
 
 @pytest.mark.parametrize(
-    ("task", "samples", "batch_size", "steps", "epsilon", "delta"),
-    [("vision", 50_000, 4096, 875, 1.0, 1e-5), ("language", 67_349, 1000, 202, 3.0, 1 / (2 * 67_349))],
+    ("start", "samples", "batch_size", "steps", "epsilon", "delta"),
+    [
+        (("vision", False), 50_000, 4096, 875, 1.0, 1e-5),
+        (("language", True), 67_349, 1000, 202, 3.0, 1 / (2 * 67_349)),
+    ],
 )
-def test_published_settings_lie_where_the_rule_says(monkeypatch, task, samples, batch_size, steps, epsilon, delta):
+def test_published_settings_lie_where_the_rule_says(monkeypatch, start, samples, batch_size, steps, epsilon, delta):
     """De et al. on CIFAR-10, Li et al. on SST-2: twice or half their batch is on the other side of the rule."""
     monkeypatch.setattr("dpshard.applications.advice.trade_offs.DRAFT", "rdp")  # quick
     budget = Budget(samples, epsilon, delta)
-    least = budget.noise_multiplier(samples, 1, 1.0) * steps**0.5 / samples
-    half, twice = (
-        budget.noise_multiplier(size, steps, 1.0) / size / least for size in (batch_size // 4, 2 * batch_size)
-    )
-    assert half > STARTS[task, False].relative_noise > twice
+    least = budget.noise_multiplier(samples, 1) * steps**0.5 / samples
+    half, twice = (budget.noise_multiplier(size, steps) / size / least for size in (batch_size // 4, 2 * batch_size))
+    assert half > STARTS[start].relative_noise > twice
+
+
+def test_a_language_model_from_scratch_gets_a_batch_as_large_as_other_models():
+    """Half of the samples would have nearly the same noise; a batch of 32 has 2.5 times as much."""
+    advice = advise(sample_size=2087, target_epsilon=3.0, task="language", model="gpt")
+    assert advice.batch_size == 256
+    assert advice.learning_rate == 0.01
 
 
 def test_the_smallest_batch_within_the_relative_noise_is_chosen():
@@ -142,10 +150,13 @@ def test_every_choice_names_its_source():
         assert all("arXiv" in reason.source or "ours" in reason.source for reason in start.reasons)
 
 
-@pytest.mark.parametrize("task", ["tabular", "vision", "language"])
-def test_the_code_runs(task, tabular, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("task", "model"), [("tabular", "mlp"), ("vision", "cnn"), ("language", "text"), ("language", "gpt")]
+)
+def test_the_code_runs(task, model, tabular, capsys):
     start = STARTS[task, False]
-    short = dataclasses.replace(tabular, task=task, model=start.models[0], optimizer=start.optimizer, steps=2)
+    assert model in start.models
+    short = dataclasses.replace(tabular, task=task, model=model, optimizer=start.optimizer, steps=2)
     exec(compile(short.code(), "advice", "exec"), {"__name__": "__main__"})
     assert "2 releases" in capsys.readouterr().out
 
