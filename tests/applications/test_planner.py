@@ -246,7 +246,7 @@ def test_advice_names_what_stands_in_the_way_and_the_ways_out() -> None:
 
 
 def test_presets_have_the_sizes_of_the_paper() -> None:
-    billions = {"gpt2-xl": 1.56, "gpt-26b": 26.2, "gpt-100b": 101.7, "vit-g": 1.84, "vit-10b": 10.1}
+    billions = {"gpt2-xl": 1.56, "gpt-26b": 26.2, "gpt-100b": 101.7, "gpt-1t": 1009.4, "vit-g": 1.84, "vit-10b": 10.1}
     assert set(PRESETS) == set(billions)
     with torch.device("meta"):
         model = build("vaultgemma-1b", seq=None, checkpointing=False).model

@@ -6,40 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from dpshard.applications.cli import console, plots
+from dpshard.applications.cli import console, plan_time, plots
+from dpshard.applications.cli.options import options_of
+from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
 
 if TYPE_CHECKING:
+    from dpshard.applications.cli.plan_time import RunCosts
     from dpshard.applications.planner import Estimate, Plan
+    from dpshard.applications.planner.hardware import Hardware
 
 GIB = 2**30
 
-
-Model = Annotated[
-    str,
-    typer.Option(
-        help="gpt2-xl, gpt-26b, gpt-100b, vit-g, vit-10b, vaultgemma-1b, or hf:NAME_OR_PATH, a transformers "
-        "configuration (name, folder, or config.json)."
-    ),
-]
-Shard = Annotated[
-    Literal["ddp", "zero2", "fsdp2", "hsdp"],
-    typer.Option(
-        help="ddp: no shards (stage 0); zero2: FSDP2 that keeps parameters gathered until backward; "
-        "fsdp2: shards of everything (stage 3); hsdp: shards within a node, replicated over nodes."
-    ),
-]
-Length = Annotated[
-    int | None, typer.Option(help="Tokens of a sample (pixels along a side). [dim]\\[default: the model's][/]")
-]
 Clippings = Annotated[
     list[str] | None,
     typer.Option(
@@ -50,65 +36,69 @@ Clippings = Annotated[
 ]
 
 
+@options_of(PlanSettings)
 def command(
-    model: Model = "gpt-100b",
-    ranks: Annotated[int, typer.Option(help="Number of GPUs.")] = 256,
-    shard: Shard = "fsdp2",
-    node: Annotated[int, typer.Option(help="GPUs of a node, the shards of hsdp.")] = 8,
-    micro_batch: Annotated[int, typer.Option(help="Samples of a rank in one forward.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a rank in one step.")] = 1,
-    seq: Length = None,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Recompute activations in backward.")
-    ] = False,
-    precision: Annotated[
-        Literal["bf16", "fp32"], typer.Option(help="Of forward and backward; reduction and update are float32.")
-    ] = "bf16",
-    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option(help="Optimizer with its states.")] = "adamw",
-    clipping: Clippings = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="GiB of a GPU: adds the styles that fit, and the largest micro-batches.")
-    ] = None,
     as_json: console.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,
+    **flags: Any,
 ) -> None:
     """Count collectives, FLOPs and peak memory of a private step on many GPUs, on one core.
 
-    The real step runs on tensors without values. Only the lines "By formula" are estimates.
+    The real step runs on tensors without values. Times are estimates from the counts and the speeds
+    of GPU and network. So are the lines "By formula".
 
     For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing
     --gpu-memory 80
     """
-    chosen = [parse_clipping(text) for text in clipping or ()]
+    settings = PlanSettings(**{name: value for name, value in flags.items() if value is not None})
+    chosen = [parse_clipping(text) for text in settings.clipping or ()]
     with console.err.status("loading ...") as status:
-        from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
-        from dpshard.applications.planner.advice import advise
-
-        setup = Setup(
-            model=model, ranks=ranks, shard=shard, node=node, micro_batches=micro_batches, seq=seq,
-            checkpointing=checkpointing, precision=precision, optimizer=optimizer,
-        )  # fmt: skip
+        from dpshard.applications.planner.hardware import Hardware
 
         def report(what: str) -> None:
             status.update(f"{what} ...")
             if not console.err.is_terminal:
                 console.err.print(f"{what} ...")
 
+        same = {name: getattr(settings, name) for name in ("gpu", "mfu", "intra", "inter", "pcie", "node")}
+        hardware = Hardware(**same, latency=settings.latency * 1e-6)
+        if settings.budget is not None:
+            plan_time.print_frontier(settings.budget, settings.seq, hardware, as_json, report)
+            return
         begun = time.monotonic()
-        plan = make_plan(
-            setup,
-            micro_batch=micro_batch,
-            clippings=[Clipping(style, mode) for style, mode in chosen] or DEFAULT_CLIPPINGS,
-            gpu_memory=gpu_memory,
-            report=report,
-        )
+        plan = _planned(settings, chosen, report)
         seconds = time.monotonic() - begun
-        advice = advise(plan)
+        report("composing the run")
+        costs = plan_time.run_costs(plan, settings, hardware)
+    _show(plan, hardware, costs, seconds, as_json, plot)
+
+
+def _planned(settings: PlanSettings, chosen: Sequence[tuple[str, str]], report: Callable[[str], None]) -> Plan:
+    from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
+
+    names = ("model", "ranks", "shard", "node", "micro_batches", "seq", "checkpointing", "precision", "optimizer")
+    setup = Setup(**{name: getattr(settings, name) for name in (*names, "tp", "cp")})
+    return make_plan(
+        setup,
+        micro_batch=settings.micro_batch,
+        clippings=[Clipping(style, mode) for style, mode in chosen] or DEFAULT_CLIPPINGS,
+        gpu_memory=settings.gpu_memory,
+        report=report,
+    )
+
+
+def _show(
+    plan: Plan, hardware: Hardware, costs: RunCosts | None, seconds: float, as_json: Path | None, plot: Path | None
+) -> None:
+    from dpshard.applications.planner.advice import advise
+
+    advice = [*advise(plan), *plan_time.advice(plan, hardware)]
     if as_json is not None:
-        write_json(as_json, _figures(plan, advice, seconds), public=True)
+        figures = _figures(plan, advice, seconds) | plan_time.figures(plan, hardware, costs)
+        write_json(as_json, figures, public=True)
     if plot is not None:
         draw(plan, plot)
-    _print(plan, advice, seconds)
+    _print(plan, hardware, costs, advice, seconds)
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
@@ -119,15 +109,16 @@ def parse_clipping(text: str) -> tuple[str, str]:
     return style, mode or "auto"
 
 
-def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
+def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Sequence[str], seconds: float) -> None:
     from dpshard.applications.planner.meter import PARTS
 
     setup = plan.setup
     precision = "bfloat16, reduced in float32" if setup.precision == "bf16" else "float32"
+    shard = setup.shard + _parallel(setup)
     again = "activations computed again" if setup.checkpointing else "activations kept"
     console.out.print(
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
-        f"({setup.shard}), {setup.micro_batches} x {plan.micro_batch} samples per rank and step, {precision}, {again}"
+        f"({shard}), {setup.micro_batches} x {plan.micro_batch} samples per rank and step, {precision}, {again}"
     )
     table = Table(
         title="A step of one rank",
@@ -152,10 +143,16 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
         if any(estimate.sent(kind).nbytes > 1024 for estimate in plan.estimates):
             add(f"{kind} GiB", lambda estimate, kind=kind: f"{estimate.sent(kind).nbytes / GIB:,.1f}")
             add("  calls", lambda estimate, kind=kind: f"{estimate.sent(kind).calls:,}", "dim")
+    add("host GiB, if records\n  are offloaded", lambda estimate: f"{plan_time.offloaded(plan, estimate):,.1f}", "dim")
+    plan_time.add_rows(plan, hardware, add)
     if plan.gpu_memory is not None:
         largest = f"max. micro-batch\n  in {plan.gpu_memory / GIB:g} GiB"
         add(largest, lambda e: f"{e.largest_micro_batch:,}" if e.largest_micro_batch else "none", "bold green")
+        plan_time.add_rates(plan, hardware, add)
     console.out.print(table)
+    console.out.print(f"[dim]{plan_time.assumptions(hardware)}[/]")
+    if costs is not None:
+        plan_time.print_run(plan, costs)
     states = "; ".join(f"{stage} {size / GIB:,.1f}" for stage, size in plan.model_states.items())
     console.out.print(f"By formula, GiB per rank of parameters, gradients and Adam states: {states}.")
     for sentence in advice:
@@ -163,6 +160,10 @@ def _print(plan: Plan, advice: Sequence[str], seconds: float) -> None:
     console.out.print(
         f"[dim]Counted in {seconds:.0f} s. Bytes are those of tensors: leave a tenth for allocator and libraries.[/]"
     )
+
+
+def _parallel(setup: Any) -> str:
+    return "".join(f", {name} {size}" for name, size in (("tp", setup.tp), ("cp", setup.cp)) if size > 1)
 
 
 def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any]:

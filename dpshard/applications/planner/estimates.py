@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dpshard.applications.planner.meter import Traffic
+from dpshard.applications.planner.hardware import Hardware
+from dpshard.applications.planner.meter import Counts, Traffic
 from dpshard.applications.planner.simulation import Clipping, Setup, simulated
+from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
 from dpshard.config import check_positive, is_count
 from dpshard.errors import ConfigurationError
 
@@ -37,6 +39,10 @@ class Estimate:
     """Bytes by part at peak memory."""
     largest_micro_batch: int | None = None
     """Largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a search."""
+    events: tuple[Event, ...] = ()
+    """Products and collectives of the step."""
+    largest_events: tuple[Event, ...] = ()
+    """Those at the largest micro-batch."""
 
     @property
     def label(self) -> str:
@@ -70,6 +76,36 @@ class Plan:
     """Bytes."""
     estimates: tuple[Estimate, ...]
     """Ordinary training first."""
+    shard_elements: int = 0
+    """Elements of the parameters that a rank stores."""
+    positions: int = 1
+    """Tokens of a sample; 1 for an image."""
+
+    def times(self, estimate: Estimate, hardware: Hardware, *, micro_batch: int | None = None) -> Times:
+        """Return the time of a step at `micro_batch`, by default the one that was counted.
+
+        At the largest micro-batch its own counts are used; else products grow with the samples.
+        """
+        micro_batch = micro_batch or self.micro_batch
+        if micro_batch == estimate.largest_micro_batch:
+            events: Sequence[Event] = estimate.largest_events
+        else:
+            events = scaled(estimate.events, micro_batch / self.micro_batch)
+        return self._replay(events, estimate, hardware)
+
+    def times_on(self, estimate: Estimate, hardware: Hardware, ranks: int) -> Times:
+        """Return the time of a step with as many samples a rank on another number of ranks."""
+        return self._replay(spread(estimate.events, self.setup.ranks, ranks), estimate, hardware)
+
+    def _replay(self, events: Sequence[Event], estimate: Estimate, hardware: Hardware) -> Times:
+        moved = update_bytes(self.shard_elements, self.setup.optimizer, private=estimate.clipping is not None)
+        return replay(events, hardware, self.setup.precision, update_bytes=moved)
+
+    def rate(self, estimate: Estimate, hardware: Hardware, micro_batch: int | None = None) -> float:
+        """Return tokens (images) a second and GPU at `micro_batch`."""
+        samples = (micro_batch or self.micro_batch) * self.setup.micro_batches * self.setup.data_ranks
+        seconds = self.times(estimate, hardware, micro_batch=micro_batch).total
+        return samples * self.positions / seconds / self.setup.ranks
 
     @property
     def model_states(self) -> dict[str, float]:
@@ -119,18 +155,33 @@ def make_plan(
             empty = Estimate(clipping, 0, {}, {})
             report(f"{empty.label}, micro-batch {micro_batch}")
             counts = simulation.count(clipping, micro_batch)
-            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts())
+            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts(), events=tuple(counts.events))
             if limit is not None:
+                tried = {micro_batch: counts}
 
-                def peak(batch: int, clipping: Clipping | None = clipping, label: str = found.label) -> int:
+                def peak(
+                    batch: int,
+                    clipping: Clipping | None = clipping,
+                    label: str = found.label,
+                    tried: dict[int, Counts] = tried,
+                ) -> int:
                     report(f"{label}, micro-batch {batch}")
-                    return simulation.count(clipping, batch).peak
+                    tried[batch] = simulation.count(clipping, batch)
+                    return tried[batch].peak
 
                 largest = largest_micro_batch(peak, limit, (micro_batch, found.peak))
-                found = Estimate(clipping, found.flops, found.traffic, found.parts, largest)
+                events = tuple(tried[largest].events) if largest else ()
+                found = replace(found, largest_micro_batch=largest, largest_events=events)
             estimates.append(found)
-        parameters = simulation.elements
-    return Plan(setup, micro_batch, parameters, limit, tuple(estimates))
+        return Plan(
+            setup,
+            micro_batch,
+            simulation.elements,
+            limit,
+            tuple(estimates),
+            shard_elements=simulation.shard_elements,
+            positions=simulation.positions,
+        )
 
 
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpshard.applications.flops import FORMULAS
+from dpshard.applications.planner.timeline import Event
+from dpshard.errors import ConfigurationError
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, RECORDS = "activations", "records"
@@ -40,6 +43,8 @@ _KINDS = {
     "all-reduce": ("allreduce", "all_reduce"),
     "broadcast": ("broadcast",),
 }
+_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
 class UnreadValues(TorchDispatchMode):
@@ -82,6 +87,8 @@ class Counts:
     peak: int = 0
     at_peak: list[_Storage] = field(default_factory=list)
     time_of_peak: int = 0
+    events: list[Event] = field(default_factory=list)
+    """Products and collectives in their order; see timeline.py."""
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return collectives by (kind, dtype)."""
@@ -99,9 +106,12 @@ class Counts:
 class Meter(TorchDispatchMode):
     """A mode that counts operations on tensors of one fake mode; enter it before you build the model."""
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, node: int = 8) -> None:
         super().__init__()
-        self.fake = fake
+        self.fake, self.node = fake, node
+        self.phase = "forward"
+        self.waited: list[int] = []
+        """Ranks whose collectives products wait for."""
         self.counts = Counts()
         self._live: dict[int, _Storage] = {}
         self._total = 0
@@ -138,26 +148,51 @@ class Meter(TorchDispatchMode):
         outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
         # DTensor's sharding propagation runs in another fake mode, on global shapes.
         if formula is not None and outputs:
-            self.counts.flops += formula(*args, **kwargs, out_val=result)
+            self._count_products(formula(*args, **kwargs, out_val=result))
         for x in outputs:
             self._find(x.untyped_storage(), ACTIVATIONS)
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.label(kwargs["out"], PARAMETERS)
+            self.counts.events.append(Event(self.phase, kind="use"))
         elif func is torch.ops.fsdp.chunk_cat.default:
             self.label([*args[0], kwargs["out"]] if args else [*kwargs["tensors"], kwargs["out"]], GRADIENTS)
         return result
+
+    def _count_products(self, flops: int) -> None:
+        self.counts.flops += flops
+        events = self.counts.events
+        if events and events[-1].phase == self.phase and not events[-1].kind:
+            events[-1].flops += flops
+        else:
+            events.append(Event(self.phase, flops))
 
     def _count_collective(self, func: Any, args: Any, result: Any) -> None:
         name = func._schema.name.partition("::")[2].lstrip("_")
         kind = next((kind for kind, prefixes in _KINDS.items() if name.startswith(prefixes)), None)
         if kind is None:
-            return  # waits and barriers
+            if name in _SILENT:
+                return
+            raise ConfigurationError(
+                f"The plan cannot count the collective {name}: this model sends in a way it lacks."
+            )
         # The larger of inputs and outputs is the whole tensor.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
         tensors = [x for side in sides for x in side]
         key = (kind, str(tensors[0].dtype).removeprefix("torch."))
         self.counts.calls[key] += 1
-        self.counts.nbytes[key] += max(sum(x.numel() * x.element_size() for x in side) for side in sides)
+        nbytes = max(sum(x.numel() * x.element_size() for x in side) for side in sides)
+        self.counts.nbytes[key] += nbytes
+        members = dist.get_process_group_ranks(_group(args))
+        self.counts.events.append(
+            Event(
+                self.phase,
+                kind=kind,
+                nbytes=nbytes,
+                ranks=len(members),
+                within_node=members[0] // self.node == members[-1] // self.node,
+                waits=self.phase == "update" or members == self.waited,
+            )
+        )
         self.label(tensors, PARAMETERS if kind == "all-gather" else GRADIENTS)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -209,3 +244,13 @@ class Meter(TorchDispatchMode):
         if self._total > self.counts.peak:
             self.counts.peak, self.counts.time_of_peak = self._total, self._time
             self.counts.at_peak = list(self._live.values())
+
+
+def _group(args: Any) -> Any:
+    """Return the process group among a collective's arguments: an object of c10d, or its name."""
+    for x in args:
+        if isinstance(x, str) and x not in _REDUCTIONS:
+            return dist.distributed_c10d._resolve_process_group(x)  # pyright: ignore[reportArgumentType]
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+            return dist.ProcessGroup.unbox(x)
+    raise ConfigurationError("The plan found a collective without a process group.")

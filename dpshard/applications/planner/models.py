@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ class Subject:
     """Returns keyword inputs and targets of a micro-batch size."""
     loss: Callable[[Any, Tensor], Tensor]
     """Returns the mean loss of output and targets."""
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +80,15 @@ PRESETS: dict[str, Transformer] = {
     "gpt2-xl": Transformer(width=1600, layers=48, heads=25, seq=1024, tied=True),
     "gpt-26b": Transformer(width=6656, layers=48, heads=52),
     "gpt-100b": Transformer(width=10240, layers=80, heads=80),
+    "gpt-1t": Transformer(width=25600, layers=128, heads=160, vocabulary=51200),
     "vit-g": Transformer(width=1664, layers=48, heads=16, hidden=8192, vocabulary=1000, seq=224, patch=14),
     "vit-10b": Transformer(width=6336, layers=21, heads=48, vocabulary=1000, seq=224, patch=14),
 }
 """Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
 
 GPT2-XL and ViT-Gigantic follow Radford et al. 2019 and Zhai et al. 2022. For the others the paper gives only the
-number of parameters (and heads and layers of ViT-10B), which the other values here meet.
+number of parameters (and heads and layers of ViT-10B), which the other values here meet. GPT-1T is the largest model
+of Narayanan et al. 2021, arXiv:2104.04473, Table 1.
 """
 
 

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
 
 from dpshard.applications.planner.meter import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts, Meter, UnreadValues
 from dpshard.applications.planner.models import Subject, Transformer, build
+from dpshard.applications.planner.parallel import cut_model, grids_unasked, meshes_outside
 from dpshard.clipping.tape import Tape, Use
 from dpshard.config import parse_clipping_mode
 from dpshard.engine import PrivacyEngine
@@ -59,6 +61,15 @@ class Setup:
     precision: Literal["bf16", "fp32"] = "bf16"
     """Dtype of parameters in forward and backward; storage, reduction and update are float32."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    tp: int = 1
+    """Ranks of tensor and sequence parallelism, neighbours in a node."""
+    cp: int = 1
+    """Ranks of context parallelism; each has a part of every sample."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with samples of their own."""
+        return self.ranks // (self.tp * self.cp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +93,29 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
     """
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
-    if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
-        raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each, not {setup.ranks} ranks.")
+    _check_mesh(setup)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches
-            yield Simulation(setup, fake, Meter(fake))
+            yield Simulation(setup, fake, Meter(fake, setup.node))
     finally:
         gc.unfreeze()
         dist.destroy_process_group()
+
+
+def _check_mesh(setup: Setup) -> None:
+    model_ranks = setup.tp * setup.cp
+    if setup.ranks % model_ranks or setup.ranks == model_ranks:
+        raise ConfigurationError(
+            f"{setup.ranks} ranks cannot hold several models of tp * cp = {model_ranks} ranks each. Choose others."
+        )
+    if model_ranks > 1 and setup.shard not in ("fsdp2", "zero2"):
+        raise ConfigurationError(f"tp and cp are planned with fsdp2 or zero2, not with {setup.shard}.")
+    if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
+        raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each, not {setup.ranks} ranks.")
 
 
 class Simulation:
@@ -104,15 +126,27 @@ class Simulation:
         self._stepped = False  # the optimizer has its states
         self._layouts: dict[Any, Layout] = {}  # shared by all engines
         mesh = self._mesh()
-        with fake, UnreadValues(), meter:
+        self._told: dict[str, Any] = {}  # what the engine is told of context parallelism
+        with fake, UnreadValues(), meter, meshes_outside():
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())
+            if setup.tp * setup.cp > 1:
+                self.subject = cut_model(self.subject, mesh, tp=setup.tp, cp=setup.cp)
+                group = mesh["tp" if setup.tp > 1 else "cp"].get_group()
+                meter.waited = dist.get_process_group_ranks(group)
+                if setup.cp > 1:
+                    self._told = {"model_parallel_group": group, "model_parallel_parts": {"*": "sum"}}
+                mesh = mesh["shard"]
             self.model = self._shard(self.subject, mesh)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             # The fused optimizer makes no temporary copies, and reads no values.
             kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
             self.optimizer = kind(parameters, lr=1e-3, fused=True)
             meter.label(self.model.parameters(), PARAMETERS)
+            self.shard_elements = sum(getattr(p, "_local_tensor", p).numel() for p in self.model.parameters())
+            _, targets = self.subject.inputs(1)
+        self.positions = targets.numel() * setup.cp
+        """Tokens of a sample that have a loss; 1 for an image."""
 
     def _build(self) -> Subject:
         setup = self.setup
@@ -128,7 +162,9 @@ class Simulation:
             return init_device_mesh(
                 "cpu", (setup.ranks // setup.node, setup.node), mesh_dim_names=("replicate", "shard")
             )
-        return init_device_mesh("cpu", (setup.ranks,), mesh_dim_names=("shard",))
+        if setup.tp * setup.cp == 1:
+            return init_device_mesh("cpu", (setup.ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh("cpu", (setup.data_ranks, setup.cp, setup.tp), mesh_dim_names=("shard", "cp", "tp"))
 
     def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
         if self.setup.shard == "ddp":
@@ -149,24 +185,26 @@ class Simulation:
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
-                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch)
+                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch, private=False)
             return self.meter.counts
-        rows = micro_batch * self.setup.ranks * self.setup.micro_batches
-        engine = _Engine(
-            self.model,
-            self.meter,
-            self._layouts,
-            # Every row is in every batch, so every rank has exactly setup.micro_batches micro-batches.
-            batch_size=rows,
-            sample_size=rows,
-            steps=2,
-            noise_multiplier=0.0,
-            target_delta=1e-12,
-            accountant="rdp",
-            clipping_style=clipping.style,
-            clipping_mode=clipping.mode,
-            verify=False,
-        )
+        rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
+        with grids_unasked():
+            engine = _Engine(
+                self.model,
+                self.meter,
+                self._layouts,
+                # Every row is in every batch, so every rank has exactly setup.micro_batches micro-batches.
+                batch_size=rows,
+                sample_size=rows,
+                steps=2,
+                noise_multiplier=0.0,
+                target_delta=1e-12,
+                accountant="rdp",
+                clipping_style=clipping.style,
+                clipping_mode=clipping.mode,
+                verify=False,
+                **self._told,
+            )
         try:
             with self.fake, UnreadValues(), self.meter:
                 for logical_batch in engine.batches(_Rows(rows), micro_batch):
@@ -178,16 +216,24 @@ class Simulation:
             engine.detach()
         return self.meter.counts
 
-    def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
+    def _step(self, logical_batch: Iterable[Any], micro_batch: int, *, private: bool = True) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
         # Earlier tensors in reference cycles would count until Python collects them.
         gc.collect()
         self.meter.restart()
         for _ in logical_batch:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
-                loss = self.subject.loss(self.model(**inputs), targets)
-            loss.backward()
-            del loss
+            self.meter.phase = "forward"
+            with self.subject.around_step():
+                with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
+                    loss = self.subject.loss(self.model(**inputs), targets)
+                self.meter.phase = "backward"
+                loss.backward()
+                del loss
+        if self._told and not private:  # which the engine does itself
+            for p in self.model.parameters():
+                assert isinstance(p.grad, DTensor)
+                dist.all_reduce(p.grad._local_tensor, group=self._told["model_parallel_group"])
+        self.meter.phase = "update"
         self.meter.label([p.grad for p in self.model.parameters()], GRADIENTS)
         self.optimizer.step()
         states = [x for state in self.optimizer.state.values() for x in state.values()]

@@ -1,0 +1,93 @@
+"""What a budget of epsilon and GPU-hours buys: batches, steps and noise, for models of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dpshard.applications.advice.trade_offs import Budget
+from dpshard.applications.planner.hardware import Hardware
+from dpshard.config import check_positive, check_probability, is_count
+from dpshard.errors import ConfigurationError
+
+SIZES = (3e8, 1e9, 3e9, 1e10)
+"""Parameters of the models."""
+BATCHES = tuple(2**k for k in range(12, 21, 2))
+"""Expected batch sizes."""
+SLOWER = 1.07
+"""FLOPs of private over ordinary training, one pass with several samples a rank; see docs/planning.md."""
+FEWEST_STEPS = 100
+KEYS = ("epsilon", "delta", "gpu-hours", "dataset")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """A budget of privacy and compute."""
+
+    epsilon: float
+    delta: float
+    gpu_hours: float
+    sample_size: int
+    seq: int = 1024
+    """Tokens of a sample."""
+
+    def samples(self, parameters: float, hardware: Hardware) -> float:
+        """Return the samples that a model sees: 6 operations per parameter and token (Kaplan et al. 2020)."""
+        return self.gpu_hours * 3600 * hardware.flops("bf16") / (SLOWER * 6 * parameters * self.seq)
+
+    def gpu_hours_of(self, parameters: float, samples: float, hardware: Hardware) -> float:
+        """Return the GPU-hours of so many samples; the inverse of `samples`."""
+        return samples / self.samples(parameters, hardware) * self.gpu_hours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A run within the budget."""
+
+    parameters: float
+    batch_size: int
+    steps: int
+    noise_multiplier: float
+
+    @property
+    def noise_per_batch(self) -> float:
+        """Sigma over the expected batch, the noise-batch ratio of McKenna et al. 2025, arXiv:2501.18914."""
+        return self.noise_multiplier / self.batch_size
+
+
+def parse_means(text: str, seq: int | None = None) -> Means:
+    """Return the budget in `epsilon=2,delta=1e-10,gpu-hours=10000,dataset=1e9`; ConfigurationError if it is none."""
+    try:
+        given = {key.strip(): float(value) for key, value in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        given = {}
+    if sorted(given) != sorted(KEYS):
+        raise ConfigurationError(f"--budget {text!r}: give epsilon=E,delta=D,gpu-hours=H,dataset=N, all four.")
+    for key in ("epsilon", "gpu-hours", "dataset"):
+        check_positive(f"--budget: {key}", given[key])
+    check_probability("--budget: delta", given["delta"])
+    if seq is not None and not is_count(seq):
+        raise ConfigurationError(f"--seq {seq!r}: give the tokens of a sample, at least 1.")
+    return Means(
+        epsilon=given["epsilon"],
+        delta=given["delta"],
+        gpu_hours=given["gpu-hours"],
+        sample_size=round(given["dataset"]),
+        seq=seq or 1024,
+    )
+
+
+def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = lambda _: None) -> list[Point]:
+    """Return runs that use up the budget: for each model size the batches that leave FEWEST_STEPS steps or more."""
+    points, guess = [], 1.0
+    budget = Budget(means.sample_size, means.epsilon, means.delta)
+    for parameters in SIZES:
+        samples = means.samples(parameters, hardware)
+        for batch in BATCHES:
+            steps = int(samples / batch)
+            if batch > means.sample_size / 2 or steps < FEWEST_STEPS:
+                continue
+            report(f"noise of {steps:,} steps of {batch:,} samples")
+            guess = budget.noise_multiplier(batch, steps, guess)
+            points.append(Point(parameters=parameters, batch_size=batch, steps=steps, noise_multiplier=guess))
+    return points

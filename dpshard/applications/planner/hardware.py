@@ -1,0 +1,85 @@
+"""Speeds of GPUs and networks: figures of their makers, and shares that runs reach."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dpshard.config import check_choice, check_positive, is_count
+from dpshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Data sheet of a GPU: dense operations, without sparsity."""
+
+    bf16: float
+    """TFLOP/s of products in bfloat16."""
+    fp32: float
+    """TFLOP/s of products in float32."""
+    bandwidth: float
+    """GB/s of its memory."""
+    memory: int
+    """GB of its memory."""
+
+
+GPUS: dict[str, Gpu] = {
+    "a100": Gpu(312, 19.5, 2039, 80),
+    "a100-40": Gpu(312, 19.5, 1555, 40),
+    "h100": Gpu(989, 67, 3350, 80),
+    "h200": Gpu(989, 67, 4800, 141),
+    "b200": Gpu(2250, 75, 7700, 180),
+}
+"""NVIDIA's data sheets: A100 SXM, H100 SXM, H200 SXM, HGX B200 (per GPU)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A cluster of one kind of GPU; bandwidths are per GPU and direction."""
+
+    gpu: str = "h100"
+    """A name of GPUS."""
+    mfu: float = 0.45
+    """Share of the peak that products reach, without waits for the network; about 0.35 to 0.55 in published runs."""
+    intra: float = 450.0
+    """GB/s within a node (NVLink 4: 450)."""
+    inter: float = 50.0
+    """GB/s between nodes (a network card of 400 Gbit/s a GPU: 50)."""
+    pcie: float = 50.0
+    """GB/s between GPU and host memory (PCIe 5: 64 less overhead)."""
+    latency: float = 20e-6
+    """Seconds of a collective for each doubling of its ranks."""
+    node: int = 8
+    """GPUs of a node."""
+
+    def __post_init__(self) -> None:
+        check_choice("gpu", self.gpu, list(GPUS))
+        for name in ("mfu", "intra", "inter", "pcie"):
+            check_positive(name, getattr(self, name))
+        if self.mfu > 1:
+            raise ConfigurationError(f"mfu={self.mfu!r}: it is a share of the peak, at most 1.")
+        if not (isinstance(self.latency, float | int) and 0 <= self.latency < math.inf):
+            raise ConfigurationError(f"latency={self.latency!r}: give seconds, at least 0.")
+        if not is_count(self.node):
+            raise ConfigurationError(f"node={self.node!r}: give the number of GPUs of a node, at least 1.")
+
+    def flops(self, precision: str) -> float:
+        """Return operations a second of products in "bf16" or "fp32"."""
+        gpu = GPUS[self.gpu]
+        return self.mfu * 1e12 * (gpu.bf16 if precision == "bf16" else gpu.fp32)
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Return the time in which the GPU reads or writes so many bytes of its memory."""
+        return nbytes / (GPUS[self.gpu].bandwidth * 1e9)
+
+    def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
+        """Return the time of a collective over `ranks`, whose whole tensor has `nbytes`.
+
+        latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice the bytes for an all-reduce: the alpha-beta
+        model of a ring (Thakur, Rabenseifner and Gropp 2005), with the latency of a tree.
+        """
+        if ranks == 1:
+            return 0.0
+        rounds = 2 if kind == "all-reduce" else 1
+        bandwidth = (self.intra if within_node else self.inter) * 1e9
+        return rounds * (self.latency * math.log2(ranks) + (ranks - 1) / ranks * nbytes / bandwidth)

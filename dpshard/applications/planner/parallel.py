@@ -1,0 +1,131 @@
+"""Tensor, sequence and context parallelism of the planner's GPTs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpshard.applications.planner.models import Subject
+from dpshard.applications.transformer import GPT, Attention, Block
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.model_parts import Grid, ModelParts
+from dpshard.errors import ConfigurationError
+
+
+def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subject:
+    """Return `subject` with its model cut over the dimension "tp", or its samples over the dimension "cp", of `mesh`.
+
+    Raises ConfigurationError unless the model is a GPT with a head of its own, and the ranks divide its sizes.
+    """
+    model = subject.model
+    if tp > 1 and cp > 1:
+        raise ConfigurationError("tp and cp together are not planned, because the engine does not train them together.")
+    if not isinstance(model, GPT) or model.head is None:
+        raise ConfigurationError("tp and cp are planned for gpt-26b, gpt-100b and gpt-1t. Plan other models without.")
+    heads = next(block.attention.heads for block in model.blocks if isinstance(block, Block))
+    length = model.positions.num_embeddings
+    for what, size, ranks in (("heads", heads, tp), ("tokens of a sample", length, tp * cp)):
+        if size % ranks:
+            raise ConfigurationError(f"{size} {what} do not divide by {ranks} ranks. Choose another tp, cp or seq.")
+    if tp > 1:
+        _cut_weights(model, mesh["tp"])
+        return replace(subject, around_step=loss_parallel)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention = _Gathering(block.attention, mesh["cp"].get_group())  # pyright: ignore
+
+    def part(batch: int) -> tuple[dict[str, Tensor], Tensor]:
+        inputs, targets = subject.inputs(batch)
+        here = slice(length // cp)
+        return {"x": inputs["x"][:, here]}, targets[:, here]
+
+    return replace(subject, inputs=part)
+
+
+class _Gathering(nn.Module):
+    """Attention of a part of the tokens to all of them: keys and values are gathered over the group."""
+
+    def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads, self.group = attention.qkv, attention.out, attention.heads, group
+
+    def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
+        q_BHTK, *kv = self.qkv(x_BTD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        keys, values = (all_gather_tensor_autograd(x.contiguous(), 2, self.group) for x in kv)
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, keys, values)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+def _cut_weights(model: GPT, mesh: DeviceMesh) -> None:
+    """Apply tensor and sequence parallelism, in the form of Korthikanti et al. 2022, arXiv:2205.05198."""
+    whole, sequence = Replicate(), Shard(1)
+    ends: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "positions": RowwiseParallel(input_layouts=whole, output_layouts=Shard(0)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+    }
+    # Values do not matter here, so qkv may be cut across q, k and v: shapes and work are those of whole heads.
+    inner: dict[str, Any] = {
+        "norm_1": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=sequence),
+        "norm_2": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        "mlp.0": ColwiseParallel(),
+        "mlp.2": RowwiseParallel(output_layouts=sequence),
+    }
+    # No rank sends its values at the start: they are the same.
+    parallelize_module(model, mesh, ends, src_data_rank=None)
+    for block in model.blocks:
+        parallelize_module(block, mesh, inner, src_data_rank=None)
+
+
+@contextmanager
+def grids_unasked() -> Iterator[None]:
+    """Let engines take the ranks for the grid of the mesh: ranks that send nothing cannot confirm it."""
+    ask = Grid.__init__
+
+    def believe(self: Grid, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
+        self._sizes, self._order = (data.world_size, parts.size), list(range(everyone.world_size))
+
+    Grid.__init__ = believe
+    try:
+        yield
+    finally:
+        Grid.__init__ = ask
+
+
+@contextmanager
+def meshes_outside() -> Iterator[None]:
+    """Let FSDP join meshes outside of the fake mode, because it reads their ranks."""
+    join = DeviceMesh._concatenate
+
+    def joined(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return join(device_mesh_list)
+
+    DeviceMesh._concatenate = staticmethod(joined)
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)

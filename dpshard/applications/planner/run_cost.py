@@ -1,0 +1,78 @@
+"""The cost of a whole private run: padding of Poisson batches, steps, GPU-hours and noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dpshard.accounting import SampledMechanism, calibrate, epsilon_of
+from dpshard.applications.planner.estimates import Estimate, Plan
+from dpshard.applications.planner.hardware import Hardware
+from dpshard.config import BatchSchedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run of equal Poisson batches."""
+
+    batch_size: int
+    sample_size: int
+    steps: int
+    target_delta: float
+    target_epsilon: float | None = None
+    """Calibrates the noise; or give `noise_multiplier`."""
+    noise_multiplier: float | None = None
+
+    def guarantee(self) -> tuple[float, float]:
+        """Return (noise multiplier, epsilon) of the run by the PLD accountant."""
+        schedule = BatchSchedule((self.batch_size,) * self.steps)
+        sigma = math.nan if self.noise_multiplier is None else self.noise_multiplier
+        mechanism = SampledMechanism(schedule=schedule, sample_size=self.sample_size, noise_multiplier=sigma)
+        if self.noise_multiplier is None:
+            assert self.target_epsilon is not None  # the command line asks for one of the two
+            mechanism = calibrate(mechanism, target_epsilon=self.target_epsilon, target_delta=self.target_delta)
+        return mechanism.noise_multiplier, epsilon_of(mechanism.releases(), self.target_delta, "pld")
+
+    def micro_batches(self, per_round: int) -> float:
+        """Return the expected number of micro-batches a step, where all ranks together take `per_round` samples each.
+
+        Of n drawn samples these are max(1, ceil(n / per_round)), and n is binomial.
+        """
+        from scipy.stats import binom
+
+        drawn = binom(self.sample_size, self.batch_size / self.sample_size)
+        most = math.ceil((self.batch_size + 10 * math.sqrt(self.batch_size)) / per_round)
+        return 1.0 + sum(float(drawn.sf(k * per_round)) for k in range(1, most + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """What a style costs over a run, at its best micro-batch."""
+
+    micro_batch: int
+    micro_batches: float
+    """Expected number a step."""
+    padding: float
+    """Share of the rows that are padding."""
+    step_seconds: float
+    gpu_hours: float
+
+
+def run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware, micro_batch: int) -> RunCost:
+    """Return the cost of `run` with `micro_batch` samples a rank."""
+    times = plan.times(estimate, hardware, micro_batch=micro_batch)
+    per_round = micro_batch * plan.setup.data_ranks
+    rounds = run.micro_batches(per_round)
+    update = times.phases["update"]
+    seconds = rounds * (times.total - update) / plan.setup.micro_batches + update
+    hours = run.steps * seconds * plan.setup.ranks / 3600
+    return RunCost(micro_batch, rounds, 1 - run.batch_size / (rounds * per_round), seconds, hours)
+
+
+def best_run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware) -> RunCost | None:
+    """Return the cost with the micro-batch of least GPU-hours, up to the largest that fits; None if none fits."""
+    largest = plan.micro_batch if estimate.largest_micro_batch is None else estimate.largest_micro_batch
+    enough = math.ceil((run.batch_size + 6 * math.sqrt(run.batch_size)) / plan.setup.data_ranks)
+    sizes = range(1, min(largest, enough) + 1)
+    costs = [run_cost(plan, estimate, run, hardware, size) for size in sizes]
+    return min(costs, key=lambda cost: cost.gpu_hours, default=None)
