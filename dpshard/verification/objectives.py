@@ -81,7 +81,8 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
         if place is None and x.shape != y.shape:
             raise VerificationError(
                 f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
-                f"not treat samples one by one. Pass the loss: engine.verify(*inputs, loss_fn=..., targets=...)."
+                f"not treat samples one by one (squeeze() without a dimension drops that of one sample). Or pass the "
+                f"loss: engine.verify(*inputs, loss_fn=..., targets=...)."
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         seed = torch.randn(x.shape, generator=generator, dtype=dtype, device="cpu").to(x.device, x.dtype)

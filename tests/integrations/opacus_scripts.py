@@ -1,4 +1,4 @@
-"""Training scripts as one writes them for Opacus, in the style of its MNIST, CIFAR-10, char-LSTM and ghost examples.
+"""Training scripts as one writes them for Opacus, in the style of its examples.
 
 A test changes `opacus` into `dpshard.integrations.opacus` in their imports, and nothing else.
 """
@@ -182,4 +182,96 @@ for input_ids, target in dataloader:
 steps = len(dataloader)
 """
 
-SCRIPTS = {"mnist": MNIST, "cifar": CIFAR, "characters": CHARACTERS, "ghost": GHOST}
+SHARDED = """
+import torch
+import torch.distributed as dist
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    dataset = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
+    train_loader = DataLoader(dataset, batch_size=20, sampler=DistributedSampler(dataset))
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    model = FSDP2Wrapper(model, mp_policy=None, opacus_high_precision_layers=(nn.LayerNorm,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    privacy_engine = PrivacyEngine()
+    model, optimizer, criterion, train_loader = privacy_engine.make_private(
+        module=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), data_loader=train_loader,
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode="ghost_fsdp", poisson_sampling=False,
+    )
+    with BatchMemoryManager(data_loader=train_loader, max_physical_batch_size=8, optimizer=optimizer) as loader:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    steps = len(train_loader)
+    assert type(model._module[0]).__name__ == "FSDPLinear"
+finally:
+    dist.destroy_process_group()
+"""
+
+LIGHTNING = """
+import lightning as pl
+import torch
+from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
+from opacus.lightning import DPLightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage):
+        self.dataset = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
+
+    def train_dataloader(self):
+        return DataLoader(self.dataset, batch_size=20, shuffle=True)
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.privacy_engine = PrivacyEngine()
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        data_loader = self.trainer.datamodule.train_dataloader()
+        dp_model, optimizer, dataloader = self.privacy_engine.make_private(
+            module=self, optimizer=optimizer, data_loader=data_loader, noise_multiplier=1.0, max_grad_norm=1.0,
+            poisson_sampling=isinstance(data_loader, DPDataLoader),
+        )
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        data, target = batch
+        return nn.functional.cross_entropy(self(data), target)
+
+
+model = Classifier()
+data = Data()
+trainer = pl.Trainer(
+    max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir=FOLDER, accelerator="cpu",
+)
+trainer.fit(model, DPLightningDataModule(data))
+privacy_engine, steps = model.privacy_engine, trainer.global_step
+assert steps == 6
+assert "Poisson" in privacy_engine.engine.statement()
+"""
+
+SCRIPTS = {
+    "sharded": SHARDED,
+    "lightning": LIGHTNING,
+    "mnist": MNIST,
+    "cifar": CIFAR,
+    "characters": CHARACTERS,
+    "ghost": GHOST,
+}

@@ -30,8 +30,11 @@ from dpshard.errors import AccountingError, BudgetExceededError, ConfigurationEr
 from dpshard.integrations.opacus import GradSampleModule, PrivacyEngine, accountants
 from dpshard.integrations.opacus.accountants.utils import get_noise_multiplier
 from dpshard.integrations.opacus.criterion import DPLoss
+from dpshard.integrations.opacus.data_loader import DPDataLoader
+from dpshard.integrations.opacus.grad_sample.functorch import make_functional
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
+from dpshard.integrations.opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from dpshard.integrations.opacus.validators import ModuleValidator
 from tests.integrations.opacus_scripts import SCRIPTS
 from tests.oracle import clipped_mean, gradients_of, per_sample_gradients, randn, relative_error
@@ -96,6 +99,8 @@ def a_round(model, optimizer, loader, criterion=F.cross_entropy, *, first=False)
     return seen, used
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_with_its_import_changed(script, tmp_path):
     source = re.sub(r"^from opacus", "from dpshard.integrations.opacus", SCRIPTS[script], flags=re.MULTILINE)
@@ -471,6 +476,38 @@ def test_what_the_page_says_is_missing_is_missing_or_says_why(name):
         return
     with pytest.raises(ConfigurationError, match="make_private"):
         found(mlp())
+
+
+def test_a_loader_draws_only_after_make_private():
+    loader = DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=BATCH), distributed=True)
+    assert (len(loader), loader.sample_rate) == (7, EXPECTED / N)
+    for refused in (lambda: next(iter(loader)), lambda: loader.progress, lambda: loader.in_physical_batches(2)):
+        with pytest.raises(ConfigurationError, match=r"no engine, which would account for its draws: pass it to"):
+            refused()
+    with pytest.raises(ConfigurationError, match="predictable"):
+        DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=BATCH), generator=torch.Generator())
+    _, private, optimizer, completed = make_private(mlp(), loader=loader)
+    assert completed is loader
+    seen, _ = a_round(private, optimizer, loader)
+    assert len({len(rows) for rows in seen}) > 1  # Poisson
+    private.cleanup()
+    _, _, _, again = make_private(mlp(), loader=loader)
+    assert again is not loader  # two engines never share a loader
+
+
+def test_a_model_as_a_function_of_its_parameters():
+    model, other = mlp(), mlp()
+    with torch.no_grad():
+        other[0].weight.add_(1.0)
+    run, copies = make_functional(model)
+    torch.testing.assert_close(run(copies, DATA.x), model(DATA.x))
+    torch.testing.assert_close(run(list(other.parameters()), DATA.x), other(DATA.x))
+    assert not torch.equal(model(DATA.x), other(DATA.x))
+
+
+def test_samplers_of_scripts_are_refused_when_made():
+    with pytest.raises(ConfigurationError, match="UniformWithReplacementSampler draws without an engine"):
+        UniformWithReplacementSampler(num_samples=N, sample_rate=0.1)
 
 
 def test_the_page_lists_names():

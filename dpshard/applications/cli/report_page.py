@@ -41,6 +41,7 @@ def context(report: Mapping[str, Any], say: Texts, settings: TrainSettings, *, p
     private = privacy["epsilon"] is not None
     return {
         "report": report,
+        "title": report["task"] if public or not settings.data else Path(settings.data).name,
         "p": privacy,
         "public": public,
         "budget": settings.target_epsilon,
@@ -129,7 +130,7 @@ def facts(
     rows = [
         ("fact.by", by or ("" if public else _several(users)) or unknown),
         ("fact.when", when),
-        ("fact.data", say("data.records", name=name, train=f"{report['samples']['train']:,}")),
+        ("fact.data", _records(report["samples"], name, say, public=public)),
         ("fact.fingerprint", say("sha256", digest=told["data"]) if told.get("data") else unknown),
         ("fact.weights", say("weights.file", digest=weights) if weights else unknown),
         ("fact.software", say("software.on", versions=software, device=device)),
@@ -140,6 +141,12 @@ def facts(
     else:
         rows.append(("fact.score", result_rows(report, say)[0][1]))
     return [(say(key), value) for key, value in rows]
+
+
+def _records(samples: Mapping[str, int], name: str, say: Texts, *, public: bool) -> str:
+    records = say("data.records", name=name, train=f"{samples['train']:,}")
+    held_out = samples["validation"] + samples["test"]
+    return records if public or not held_out else say("data.held_out", records=records, count=f"{held_out:,}")
 
 
 def tested(found: Sequence[Attack] | None, say: Texts) -> tuple[str, str]:

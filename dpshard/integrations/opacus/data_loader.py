@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -14,6 +14,7 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.integrations.loaders import loading_options
 from dpshard.integrations.opacus.progress import Progress
+from dpshard.integrations.opacus.settings import check_accounted
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
 """Samplers that only order samples, or assign them to ranks: Poisson sampling replaces them."""
@@ -26,33 +27,52 @@ class DPDataLoader:
     which the script may reorder. A batch without a sample has one row that counts nothing.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        engine: PrivacyEngine,
-        progress: Progress,
-        *,
-        physical_batch_size: int | None = None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], *, physical_batch_size: int | None = None) -> None:
         self.original = loader
-        self.engine = engine
-        self.progress = progress
         self.physical_batch_size = physical_batch_size
         self.dataset = loader.dataset
-        self.batch_size = engine.mechanism.schedule[0]
-        self.sample_rate = self.batch_size / engine.mechanism.sample_size
+        self.batch_size = expected_batch_size(loader)
+        self.sample_rate = self.batch_size / len(loader.dataset)  # type: ignore[arg-type]
+        self._run: tuple[PrivacyEngine, Progress] | None = None
 
     @classmethod
-    def from_data_loader(cls, data_loader: DataLoader[Any], **options: Any) -> NoReturn:
-        """Refuse: the draws belong to an engine."""
-        raise ConfigurationError(
-            "DPDataLoader.from_data_loader draws batches without an engine, which cannot account for them. Use the "
-            "loader that PrivacyEngine().make_private(data_loader=...) returns."
-        )
+    def from_data_loader(
+        cls, data_loader: DataLoader[Any], *, generator: None = None, distributed: bool = False
+    ) -> DPDataLoader:
+        """Return a loader that `make_private(data_loader=...)` completes; before that it cannot draw.
+
+        `distributed` has no effect: ranks share one logical batch. Raises ConfigurationError for a `generator`.
+        """
+        check_accounted(batch_first=True, noise_generator=generator)
+        return cls(original_loader(data_loader))
+
+    @property
+    def is_private(self) -> bool:
+        """True after `make_private`."""
+        return self._run is not None
+
+    def complete(self, engine: PrivacyEngine, progress: Progress) -> None:
+        """Draw by this engine from now on."""
+        self._run = engine, progress
+
+    @property
+    def progress(self) -> Progress:
+        """Progress within the logical batch. Raises ConfigurationError before `make_private`."""
+        return self._require_run()[1]
+
+    def _require_run(self) -> tuple[PrivacyEngine, Progress]:
+        if self._run is None:
+            raise ConfigurationError(
+                "This DPDataLoader has no engine, which would account for its draws: pass it to "
+                "PrivacyEngine().make_private(data_loader=...) first."
+            )
+        return self._run
 
     def in_physical_batches(self, size: int) -> DPDataLoader:
         """Return this loader in micro-batches of at most `size` rows."""
-        return DPDataLoader(self.original, self.engine, self.progress, physical_batch_size=size)
+        small = DPDataLoader(self.original, physical_batch_size=size)
+        small.complete(*self._require_run())
+        return small
 
     def __len__(self) -> int:
         """Return the logical batches of a round, or as in Opacus the expected number of micro-batches."""
@@ -63,10 +83,12 @@ class DPDataLoader:
 
     @property
     def _steps(self) -> int:
-        return steps_of_round(self.original, self.batch_size, self.engine.mechanism.sampling)
+        sampling = "poisson" if self._run is None else self._run[0].mechanism.sampling
+        return steps_of_round(self.original, self.batch_size, sampling)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self.engine.batches(
+        engine, progress = self._require_run()
+        batches = engine.batches(
             self.dataset,
             self.physical_batch_size,
             steps=self._steps,
@@ -74,8 +96,13 @@ class DPDataLoader:
             **loading_options(self.original),
         )
         for logical_batch in batches:
-            self.progress.batch = logical_batch
+            progress.batch = logical_batch
             yield from logical_batch
+
+
+def expected_batch_size(loader: DataLoader[Any]) -> int:
+    """Return the size by which Opacus divides: int(N * q) with q = 1 / len(loader)."""
+    return max(1, len(loader.dataset) // len(loader))  # type: ignore[arg-type]
 
 
 def steps_of_round(loader: DataLoader[Any], batch_size: int, sampling: SamplingName) -> int:

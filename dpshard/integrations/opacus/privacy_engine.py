@@ -16,7 +16,7 @@ from dpshard.config import AccountantName, LossReduction, SamplingName, check_ch
 from dpshard.errors import ConfigurationError, EngineInUseError
 from dpshard.integrations.opacus.accountants import Accountant
 from dpshard.integrations.opacus.criterion import DPLoss
-from dpshard.integrations.opacus.data_loader import DPDataLoader, original_loader, steps_of_round
+from dpshard.integrations.opacus.data_loader import DPDataLoader, expected_batch_size, original_loader, steps_of_round
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
@@ -153,8 +153,7 @@ class PrivacyEngine:
         loader = original_loader(data_loader)
         style, norm = settings.style_and_norm(module)
         size = len(loader.dataset)  # type: ignore[arg-type]
-        # Opacus divides by int(N * q), q = 1 / len(loader); this makes the divisor the expected batch size.
-        batch_size = max(1, size // len(loader))
+        batch_size = expected_batch_size(loader)
         engine = core.PrivacyEngine(
             module,
             batch_size=batch_size,
@@ -178,7 +177,10 @@ class PrivacyEngine:
             GradSampleModule(module, engine, progress),
             DPOptimizer(optimizer, engine, progress, sums=reduction == "sum"),
         )
-        batches = DPDataLoader(loader, engine, progress)
+        batches = DPDataLoader(loader)
+        if isinstance(data_loader, DPDataLoader) and not data_loader.is_private:
+            batches = data_loader
+        batches.complete(engine, progress)
         return (*private, batches) if loss is None else (*private, loss, batches)
 
     def _require_unused(self) -> None:
