@@ -26,8 +26,9 @@ from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import check_supported, shard_on_cpu
-from dpshard.losses import sample_losses
-from dpshard.sampling import check_dataset
+from dpshard.integrations.packed_documents import Documents, packing_of
+from dpshard.losses import packed_cross_entropy, sample_losses
+from dpshard.sampling import Packing, check_dataset
 
 STATE = "dpshard.json"
 """File of a checkpoint folder with the engine's state."""
@@ -60,6 +61,8 @@ class _Private(ShardsOnCPU):
         model, args: As for the Trainer. A micro-batch has per_device_train_batch_size rows. The expected logical batch
             is per_device_train_batch_size * gradient_accumulation_steps * processes.
         privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size, steps and loss reduction.
+        packing: Packs documents into rows; per_device_train_batch_size is then the largest number of documents in a
+            micro-batch. SFTConfig(packing=True) means Packing(rows=1, tokens=max_length).
 
     `engine` exists once training has begun. Raises ConfigurationError for arguments that would break the accounting.
     """
@@ -70,6 +73,7 @@ class _Private(ShardsOnCPU):
         args: TrainingArguments | None = None,
         *others: Any,
         privacy: Mapping[str, Any],
+        packing: Packing | None = None,
         **more: Any,
     ) -> None:
         if given := [name for name in _OURS if name in privacy]:
@@ -92,6 +96,11 @@ class _Private(ShardsOnCPU):
         args = TrainingArguments() if args is None else args
         _check(args)
         refuse_units(privacy, "PrivateTrainer")
+        self._packing = packing_of(args, packing, more.get("data_collator") or next(iter(others), None))
+        if self._packing is not None and more.get("compute_loss_func") is not None:
+            raise ConfigurationError(
+                "With packing, the loss is the mean cross-entropy of each document: leave compute_loss_func out."
+            )
         self.engine: PrivacyEngine | None = None
         self._privacy = dict(privacy)
         self._expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -185,6 +194,8 @@ class _Private(ShardsOnCPU):
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         assert self.engine is not None
+        if self._packing is not None:
+            return self._packed_loss(model, inputs, return_outputs)
         loss_fn = self._loss_outside(model, inputs)
         if loss_fn is None:
             labels = inputs.get("labels")
@@ -206,6 +217,33 @@ class _Private(ShardsOnCPU):
         losses = loss_fn(outputs, labels)
         self._losses_B = losses.detach() if losses.dim() else None
         loss = losses.mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def _packed_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
+        """Return the mean of the documents' losses, over the largest number of documents."""
+        assert self.engine is not None
+        config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigurationError("Packing takes models that read one stream of tokens, no encoder with a decoder.")
+        rows = dict(inputs)
+        unit_ids = rows.pop("unit_ids")
+        if self._shift is None:
+            self._shift = _learn_shift(model, rows)
+        labels, shift = rows.pop("labels"), self._shift
+        units: int = self.args.per_device_train_batch_size  # type: ignore[attr-defined]
+
+        def loss_fn(outputs: Any, labels: Tensor, unit_ids: Tensor) -> Tensor:
+            return packed_cross_entropy(_logits(outputs, labels), labels, unit_ids, units, causal=shift)
+
+        if hasattr(config, "use_cache"):
+            rows["use_cache"] = False  # with a cache, Transformers lets documents see each other
+        if not self._verified:
+            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=(labels, unit_ids), **rows)
+            self._verified = True
+        outputs = model(**rows)
+        losses_U = loss_fn(outputs, labels, unit_ids)
+        self._losses_B = losses_U.detach()
+        loss = losses_U.mean()
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
@@ -272,13 +310,17 @@ class _LogicalBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         engine, args = self._trainer.engine, self._trainer.args  # type: ignore[attr-defined]
         assert engine is not None
+        packing, dataset, collate_fn = self._trainer._packing, self.dataset, self._collate_fn
+        if packing is not None:
+            dataset, collate_fn = Documents(dataset, collate_fn), None
         # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             batches = engine.batches(
-                self.dataset,
+                dataset,
                 args.per_device_train_batch_size,
                 steps=self._steps - engine.step % self._steps,
-                collate_fn=self._collate_fn,
+                collate_fn=collate_fn,
+                packing=packing,
                 num_workers=args.dataloader_num_workers,
                 pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
                 prefetch_factor=args.dataloader_prefetch_factor,
@@ -377,10 +419,6 @@ def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
 
 def _check(args: TrainingArguments) -> None:
     refused = {
-        "packing=True and padding_free=True put several samples into one row, so a row would be clipped as one sample: "
-        "leave them out. dpshard's own loop packs documents: engine.batches(..., packing=dpshard.Packing(...)).": bool(
-            getattr(args, "packing", False) or getattr(args, "padding_free", False)
-        ),
         f"loss_type={getattr(args, 'loss_type', None)!r} of SFTTrainer is replaced by the mean over each sample: "
         f"choose 'nll'.": getattr(args, "loss_type", None) in ("dft", "chunked_dft"),
         "fp16=True scales losses, and so gradients before they are clipped: use bf16=True.": args.fp16,
@@ -414,6 +452,9 @@ def _accumulates_again(args: TrainingArguments) -> bool:
 def _neutral(args: TrainingArguments) -> TrainingArguments:
     """Return a copy of `args` that stops the Trainer from changing gradients."""
     neutral = copy.copy(args)
+    for name in ("packing", "eval_packing", "padding_free"):  # the engine packs; see packing_of
+        if getattr(args, name, None) is not None:
+            setattr(neutral, name, False)
     if args.max_grad_norm:
         _logger.warning(
             "max_grad_norm=%g of TrainingArguments is not applied: every sample is clipped, and clipping their noisy "

@@ -23,7 +23,11 @@ from dpshard.losses import sample_losses
 
 
 class PrivateSFTTrainer(_Private, SFTTrainer):
-    """A trl.SFTTrainer with private training; see PrivateTrainer. The loss is a mean over each sample's tokens."""
+    """A trl.SFTTrainer with private training; see PrivateTrainer. The loss is a mean over each sample's tokens.
+
+    SFTConfig(packing=True) and padding_free=True pack the documents that are drawn into one row of max_length tokens;
+    each is clipped by itself.
+    """
 
 
 class PrivateDPOTrainer(_Private, DPOTrainer):
@@ -35,7 +39,7 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: DPOConfig | None = None, **more: Any) -> None:
         args = DPOConfig() if args is None else args
-        _check(args)
+        _check(args, packing=more.get("packing"))
         self._pairs: Pairs | None = None
         super().__init__(model, args=args, ref_model=ref_model, **more)
 
@@ -139,13 +143,14 @@ def _of_pairs(collate_fn: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[An
     return collate
 
 
-def _check(args: DPOConfig) -> None:
+def _check(args: DPOConfig, *, packing: Any) -> None:
     refused = {
         f"loss_type={args.loss_type!r}": list(args.loss_type) != ["sigmoid"],
         "loss_weights": args.loss_weights not in (None, [1.0]),
         "f_divergence_type": getattr(args.f_divergence_type, "value", args.f_divergence_type) != "reverse_kl",
         "ld_alpha": args.ld_alpha is not None,
         "use_weighting": args.use_weighting,
+        "packed rows": packing is not None or bool(getattr(args, "padding_free", False)),
         f"{args.world_size} processes": args.world_size > 1,
     }
     found = [name for name, holds in refused.items() if holds]

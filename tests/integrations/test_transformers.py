@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from dpshard import Packing
 from dpshard.errors import CheckpointError, ConfigurationError, DataError, EngineInUseError, VerificationError
 from dpshard.sampling import PoissonSampler
 from tests.distributed.launch import launch
@@ -113,12 +114,12 @@ def arguments(folder, cls=transformers.TrainingArguments, **options):
 def trainer_of(
     model, folder, cls=PrivateTrainer, privacy=None, arguments_class=transformers.TrainingArguments, **options
 ):
-    own = {k: options.pop(k) for k in ("compute_loss_func", "callbacks", "eval_dataset") if k in options}
+    names = ("compute_loss_func", "callbacks", "eval_dataset", "packing", "data_collator")
+    own = {"data_collator": collate} | {k: options.pop(k) for k in names if k in options}
     return cls(
         model,
         arguments(folder, arguments_class, **options),
         train_dataset=DATA,
-        data_collator=collate,
         privacy=privacy or {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "clipping_fn": "abadi"},
         **own,
     )
@@ -183,6 +184,46 @@ def test_updates_are_the_oracles(make, tmp_path, caplog):
     for step, row in enumerate(trainer.state.log_history[:2]):
         losses = [one_loss(model, DATA[i]) for i in sampler.draw(step).tolist()]
         assert row["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)  # of samples, none of padding
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_packed_updates_are_the_oracles(flattens, tmp_path):
+    """With any collator: it sees one document at a time."""
+    model, watch = gpt2(), Watch()
+    options = {"learning_rate": 0.0, "max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    collator = transformers.DataCollatorWithFlattening() if flattens else collate
+    packing = Packing(rows=2, tokens=13)
+    trainer = trainer_of(model, tmp_path, callbacks=[watch], packing=packing, data_collator=collator, **options)
+    trainer.add_callback(Secret(trainer))
+    trainer.train()
+    engine = trainer.engine
+    engine.detach()
+    model.train()
+    sampler = PoissonSampler(N, engine.mechanism.schedule, engine._secret)
+    for step, update in enumerate(watch.steps):
+        samples = [one_sample(model, DATA[i]) for i in sampler.draw(step).tolist()]
+        assert relative_error(update, clipped_mean(samples, max_grad_norm=0.5, batch_size=8)) < 1e-9
+        losses = [one_loss(model, DATA[i]) for i in sampler.draw(step).tolist()]
+        assert trainer.state.log_history[step]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"data_collator": "flattening"}, r"DataCollatorWithFlattening puts several samples.*packing=dpshard\.Packing"),
+        ({"packing": Packing(rows=1, tokens=9), "compute_loss_func": lambda *_, **__: 0}, "leave compute_loss_func"),
+    ],
+)
+def test_what_packing_does_not_take_is_refused(options, match, tmp_path):
+    if "data_collator" in options:
+        options = {"data_collator": transformers.DataCollatorWithFlattening()}
+    with pytest.raises(ConfigurationError, match=match):
+        trainer_of(gpt2(), tmp_path, **options)
+
+
+def test_packing_takes_no_encoder_with_a_decoder(tmp_path):
+    with pytest.raises(ConfigurationError, match="no encoder with a decoder"):
+        trainer_of(t5(), tmp_path, packing=Packing(rows=1, tokens=9), max_steps=1).train()
 
 
 @torch.no_grad()

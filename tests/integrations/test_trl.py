@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dpshard import Packing
 from dpshard.errors import ConfigurationError
 from tests.integrations.test_transformers import Secret, gpt2
 from tests.oracle import clipped_mean, norm, relative_error
@@ -123,6 +124,49 @@ def test_an_update_of_sft_is_the_oracles(cls, tmp_path):
     assert_oracles(update, model, [lambda i=i: loss(i) for i in drawn], 8)
 
 
+def _prompted(i):
+    """Where i is odd, the first token is a prompt, which has no label."""
+    x = ids(3 + i % 4, i)
+    return {"input_ids": x, "labels": [-100, -100, *x[2:]] if i % 2 else x}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "packing"),
+    [
+        (PrivateSFTTrainer, {"packing": True}, None),
+        (P, {"padding_free": True}, None),
+        (PrivateSFTTrainer, {}, Packing(rows=2, tokens=11)),
+    ],
+)
+def test_packed_documents_of_sft_are_clipped_one_by_one(cls, options, packing, tmp_path):
+    """A row holds several documents; the update is the oracle's, one document at a time."""
+    rows, shapes = [_prompted(i) for i in range(N)], []
+    model = gpt2()
+    settings = {"max_length": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = cls(
+        model,
+        arguments(trl.SFTConfig, tmp_path, **settings, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        privacy=PRIVACY,
+        packing=packing,
+    )
+    given = trainer._packed_loss
+    trainer._packed_loss = lambda model, inputs, more: (shapes.append(inputs["unit_ids"]), given(model, inputs, more))[
+        1
+    ]
+    update, drawn = update_of(trainer)
+    model.train()
+    assert {tuple(units.shape) for units in shapes} == {(1, 12) if packing is None else (2, 11)}
+    assert any(int(units.max()) > 0 for units in shapes)
+
+    def loss(i):
+        x, y = torch.tensor([rows[i]["input_ids"]]), torch.tensor(rows[i]["labels"])
+        return F.cross_entropy(model(input_ids=x).logits[0, :-1], y[1:])
+
+    assert_oracles(update, model, [lambda i=i: loss(i) for i in drawn], 8)
+
+
 @pytest.mark.parametrize("kind", ["a model", "precomputed", "the base of adapters"])
 def test_an_update_of_dpo_is_the_oracles_by_pairs(kind, tmp_path):
     """The reference is a model, the numbers that a model gave before, or the model without its adapters."""
@@ -203,8 +247,8 @@ def test_dpo_trains_half_of_the_adapters_and_evaluates_between(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"packing": True}, "packing=True and padding_free=True put several samples into one row"),
-        ({"padding_free": True}, "padding_free=True put several samples into one row"),
+        ({"packing": True, "max_length": None}, "packing=True needs a length of rows.*or set max_length"),
+        ({"padding_free": True, "max_length": None}, "padding_free=True needs a length of rows"),
         ({"loss_type": "dft"}, "loss_type='dft'"),
     ],
 )
@@ -222,7 +266,9 @@ def test_a_loss_that_nobody_knows_is_refused(tmp_path):
         Q(gpt2(), args=arguments(trl.DPOConfig, tmp_path), privacy=PRIVACY)
 
 
-@pytest.mark.parametrize("options", [{"loss_type": ["aot"]}, {"loss_type": ["sft"]}, {"use_weighting": True}])
+@pytest.mark.parametrize(
+    "options", [{"loss_type": ["aot"]}, {"loss_type": ["sft"]}, {"use_weighting": True}, {"padding_free": True}]
+)
 def test_losses_that_mix_pairs_are_refused(options, tmp_path):
     with pytest.raises(ConfigurationError, match="sigmoid loss of DPO"):
         PrivateDPOTrainer(gpt2(), args=arguments(trl.DPOConfig, tmp_path, **options), privacy=PRIVACY)

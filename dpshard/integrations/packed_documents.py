@@ -1,0 +1,60 @@
+"""Packed rows for Trainers: which packing their arguments ask for, and each document as their collator makes it.
+
+[Note: Packing in a Trainer]
+A Trainer's own packing makes rows of several samples before sampling, and a row would be clipped as one sample. Here
+the data set stays one of documents. Its collator sees one document at a time; engine.batches packs those that it draws.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dpshard.errors import ConfigurationError, DataError
+from dpshard.sampling import Packing
+
+
+def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | None:
+    """Return the packing of a run: as given, or one row of max_length tokens if SFTConfig asks for packing.
+
+    Raises ConfigurationError if neither says how to pack what a collator would flatten.
+    """
+    if packing is not None:
+        return packing
+    asked = [name for name in ("packing", "padding_free") if getattr(args, name, False)]
+    flattens = type(collator).__name__ == "DataCollatorWithFlattening" or getattr(collator, "padding_free", False)
+    if not asked and not flattens:
+        return None
+    if asked and args.max_length is not None:
+        return Packing(rows=1, tokens=args.max_length)
+    what = f"{asked[0]}=True" if asked else f"{type(collator).__name__} puts several samples into one row, which"
+    raise ConfigurationError(
+        f"{what} needs a length of rows: pass packing=dpshard.Packing(rows=1, tokens=...) to the Trainer"
+        f"{', or set max_length' if asked else ''}. It packs the documents that are drawn, and clips each by itself."
+    )
+
+
+class Documents(Dataset):
+    """The documents of a data set, each collated alone: ids [T_i], and labels, types or whatever has T_i values."""
+
+    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+        self._dataset, self._collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a document without padding. Raises DataError if its collator gives no ids [1, T]."""
+        row = self._collate_fn([self._dataset[index]])
+        ids = row.get("input_ids") if hasattr(row, "get") else None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
+            raise DataError(
+                f"The collator made no input_ids [1, T] of document {index} alone, so it cannot be packed. Let it "
+                f"return a dict with input_ids, of one row for each sample."
+            )
+        real = row.get("attention_mask", ids.new_ones(ids.shape)).bool()[0]
+        per_token = {name: x[0] for name, x in row.items() if isinstance(x, Tensor) and x.shape[:2] == ids.shape}
+        # Packing makes positions, and models of Transformers read documents only where there is no mask.
+        return {name: x[real] for name, x in per_token.items() if name not in ("attention_mask", "position_ids")}
