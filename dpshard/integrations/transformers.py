@@ -27,18 +27,14 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import check_supported, shard_on_cpu
 from dpshard.integrations.packed_documents import Documents, packing_of
-from dpshard.losses import packed_cross_entropy, sample_losses
+from dpshard.integrations.token_losses import OWN_LOSS, learn_shift, logits_of, token_losses, uneven
+from dpshard.losses import packed_cross_entropy
 from dpshard.sampling import Packing, check_dataset
 
 STATE = "dpshard.json"
 """File of a checkpoint folder with the engine's state."""
 _OURS = ("batch_size", "sample_size", "steps", "epochs", "loss_reduction")
 _LOGICAL_BATCH = "logical_batch"
-_OWN_LOSS = (
-    "Pass compute_loss_func=f; f(outputs, labels, num_items_in_batch) must return the mean over samples of each "
-    "sample's own loss."
-)
-
 _logger = logging.getLogger(__name__)
 
 
@@ -86,11 +82,11 @@ class _Private(ShardsOnCPU):
         if own[:-1]:
             raise ConfigurationError(
                 f"{own[0]} overrides compute_loss, so verification cannot compare its loss with that of single "
-                f"samples: a mean over the tokens of a batch would pass. {_OWN_LOSS}"
+                f"samples: a mean over the tokens of a batch would pass. {OWN_LOSS}"
             )
         if "compute_loss_func" not in more and (foreign := _foreign_loss(type(self))):
             raise ConfigurationError(
-                f"{foreign} has a loss of its own, which may mix samples: verification does not see it. {_OWN_LOSS} "
+                f"{foreign} has a loss of its own, which may mix samples: verification does not see it. {OWN_LOSS} "
                 f"For preference pairs, use dpshard.integrations.trl.PrivateDPOTrainer."
             )
         args = TrainingArguments() if args is None else args
@@ -202,7 +198,7 @@ class _Private(ShardsOnCPU):
             if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == -100).any()):
                 raise ConfigurationError(
                     f"Samples have the ignored label -100: the model divides its loss by the number of other samples, "
-                    f"which mixes samples. Leave them out of the data set. {_OWN_LOSS}"
+                    f"which mixes samples. Leave them out of the data set. {OWN_LOSS}"
                 )
             return super().compute_loss(model, inputs, return_outputs)  # type: ignore[misc]
         inputs = dict(inputs)
@@ -211,7 +207,7 @@ class _Private(ShardsOnCPU):
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=_uneven(labels), **inputs)
+            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=uneven(labels), **inputs)
             self._verified = True
         outputs = model(**inputs)
         losses = loss_fn(outputs, labels)
@@ -228,12 +224,12 @@ class _Private(ShardsOnCPU):
         rows = dict(inputs)
         unit_ids = rows.pop("unit_ids")
         if self._shift is None:
-            self._shift = _learn_shift(model, rows)
+            self._shift = learn_shift(model, rows)
         labels, shift = rows.pop("labels"), self._shift
         units: int = self.args.per_device_train_batch_size  # type: ignore[attr-defined]
 
         def loss_fn(outputs: Any, labels: Tensor, unit_ids: Tensor) -> Tensor:
-            return packed_cross_entropy(_logits(outputs, labels), labels, unit_ids, units, causal=shift)
+            return packed_cross_entropy(logits_of(outputs, labels), labels, unit_ids, units, causal=shift)
 
         if hasattr(config, "use_cache"):
             rows["use_cache"] = False  # with a cache, Transformers lets documents see each other
@@ -260,9 +256,9 @@ class _Private(ShardsOnCPU):
         if labels.dim() < 2 or labels.is_floating_point():
             return None
         if self._shift is None:
-            self._shift = _learn_shift(model, inputs)
+            self._shift = learn_shift(model, inputs)
         shift = self._shift
-        return lambda outputs, labels: _token_losses(outputs, labels, shift)
+        return lambda outputs, labels: token_losses(outputs, labels, shift)
 
     def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
         """Log with the epsilon spent so far."""
@@ -346,75 +342,6 @@ def _foreign_loss(cls: type) -> str | None:
         if issubclass(base, Trainer) and not issubclass(base, _Private) and "compute_loss" in vars(base):
             return None if base.__name__ in known else base.__name__
     return None
-
-
-def _uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with all tokens of the first sample ignored, except one.
-
-    Samples then differ in length, so verification detects a mean over all tokens.
-    """
-    if labels.dim() < 2 or labels.is_floating_point():
-        return labels
-    uneven = labels.clone()
-    first = uneven[0].view(-1)
-    first[(first != -100).nonzero().view(-1)[:-1]] = -100
-    return uneven
-
-
-def _token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
-    """Return the cross-entropy [B] for `labels` [B, T] of the same positions, or with `shift` of the next ones."""
-    logits = _logits(outputs, labels)
-    return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
-
-
-def _logits(outputs: Any, labels: Tensor) -> Tensor:
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    if logits.shape[:-1] != labels.shape:
-        raise ConfigurationError(
-            f"labels {tuple(labels.shape)} do not name a class for every position of the logits "
-            f"{tuple(logits.shape)}. {_OWN_LOSS}"
-        )
-    return logits
-
-
-def _learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the model's own loss predicts the next token.
-
-    On one sample it must equal `_token_losses`. Raises ConfigurationError if it equals neither variant, or both.
-    """
-    labels = inputs["labels"]
-    one = {
-        name: x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == len(labels) else x for name, x in inputs.items()
-    }
-    one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
-    model.eval()
-    with torch.no_grad():
-        # The likeliest class at every position, and the unlikeliest at the first, make both variants differ.
-        _, rest = _loss_and_rest(model(**one))
-        logits = _logits(rest, one["labels"])
-        one["labels"] = logits.argmax(-1)
-        one["labels"][:, 0] = logits[:, 0].argmin(-1)
-        loss, rest = _loss_and_rest(model(**one))
-    model.train()
-    own, eps = float(loss), torch.finfo(loss.dtype).eps
-    tolerance = max(1e-3, 2 * eps) * max(1.0, abs(own))
-    apart = [abs(float(_token_losses(rest, one["labels"], shift)) - own) for shift in (False, True)]
-    if not min(apart) <= tolerance:
-        raise ConfigurationError(
-            f"The loss of {type(model).__name__} is not the mean cross-entropy of its tokens (it is {own:g} on one "
-            f"sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
-            f"mixes samples: switch it off. {_OWN_LOSS}"
-        )
-    if max(apart) <= 10 * min(apart) + 2 * eps * max(1.0, abs(own)):
-        raise ConfigurationError(
-            f"The labels of {type(model).__name__} may name the token at a position, or the token after it: on one "
-            f"sample both losses are equal. {_OWN_LOSS}"
-        )
-    return apart[1] < apart[0]
-
-
-def _loss_and_rest(outputs: Any) -> tuple[Tensor, Any]:
-    return (outputs["loss"], outputs) if isinstance(outputs, Mapping) else (outputs[0], outputs[1:])
 
 
 def _check(args: TrainingArguments) -> None:

@@ -31,7 +31,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
-from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer, _token_losses  # noqa: E402
+from dpshard.integrations.token_losses import token_losses  # noqa: E402
+from dpshard.integrations.transformers import PrivateSeq2SeqTrainer, PrivateTrainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
@@ -437,7 +438,7 @@ def test_labels_that_do_not_fit_the_logits_ask_for_a_loss(tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"do not name a class for every position of the logits.*compute_loss_func"
     ):
-        _token_losses({"logits": torch.randn(2, V)}, torch.zeros(2, 3, dtype=torch.long), shift=False)
+        token_losses({"logits": torch.randn(2, V)}, torch.zeros(2, 3, dtype=torch.long), shift=False)
 
 
 class TokenMean(PrivateTrainer):
