@@ -30,6 +30,11 @@ TIMM := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/timm 
 	|| echo "timm or torchvision cannot be had: the tests of timm's models will be skipped"
 TORCHAO := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/torchao torchao==0.18.0 \
 	|| echo "torchao cannot be had: its test will be skipped"
+# With what it imports; its other needs are in the environment. Only tests/integrations/titan_setup.py finds it.
+TORCHTITAN := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv/torchtitan torchtitan==0.3.0 \
+	torch_checkpointing==0.1.1 spmd_types==0.2.3 torchdata==0.11.0 tyro==1.0.17 docstring_parser==0.18.0 shtab==1.13.0 \
+	typeguard==4.6.1 tensorboard==2.21.0 protobuf==7.36.2 \
+	|| echo "torchtitan cannot be had: its tests will be skipped"
 
 # One thread a process: the test workers share the cores among themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
@@ -52,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard dpshard/kernels/native/*.[ch
 	esac; \
 	$(BIN)/python -m pip install -q $$pins "setuptools>=77"; \
 	$(BIN)/python -m pip install -q $$pins --no-build-isolation -e ".[$(EXTRAS)]"; \
-	case ",$(EXTRAS)," in *,dev,*) $(TIMM); $(TORCHAO) ;; esac
+	case ",$(EXTRAS)," in *,dev,*) $(TIMM); $(TORCHAO); $(TORCHTITAN) ;; esac
 	@touch $@
 
 # Trains on handwritten digits at epsilon 3 and prints the privacy statement, in well under three minutes on 2 cores.

@@ -41,7 +41,7 @@ NAMES = (
         "checkpoints",
         "several-models",
     ),
-    *("integrations", "coming-from-opacus", "coming-from-fastdp", "benchmarks"),
+    *("integrations", "torchtitan", "coming-from-opacus", "coming-from-fastdp", "benchmarks"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 START = [f"docs/start/{name}.md" for name in ("table", "images", "language", "own-loop", "several-gpus")]

@@ -41,8 +41,9 @@ def partition(
     """Return the clipping groups of `style` over the parameters named in `trainable`.
 
     "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
-    outermost element of a ModuleList or Sequential that holds it; other parameters form one more group. Raises
-    ConfigurationError for an unknown style, and for lists that do not hold every trainable parameter once.
+    outermost element of a ModuleList or Sequential, or of a ModuleDict of one class, that holds it; other parameters
+    form one more group. Raises ConfigurationError for an unknown style, and for lists that do not hold every trainable
+    parameter once.
     """
     if not isinstance(style, str):
         return form_groups(_listed(model, style), trainable=trainable, max_grad_norm=max_grad_norm)
@@ -114,11 +115,18 @@ def _blocks(model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, module in model.named_modules():
         path = canonical_name(path)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(path.startswith(f"{b}.") for b in found):
+        if _is_row(module) and not any(path.startswith(f"{b}.") for b in found):
             prefix = f"{path}." if path else ""
             if not any(path == block for block in found):
                 found += [f"{prefix}{name}" for name, _ in module.named_children()]
     return found
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Return True if the children of a container are blocks: torchtitan has them in a ModuleDict, by their numbers."""
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 1 and len({type(child) for child in module.values()}) == 1
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _some(names: Sequence[str]) -> str:

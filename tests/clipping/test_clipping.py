@@ -239,6 +239,17 @@ def test_blocks_of_a_sequential():
     assert [group.label for group in partition(model, "block-wise", names, 1.0)] == ["0", "2"]
 
 
+def test_blocks_of_a_dictionary():
+    """torchtitan's blocks have numbers as keys; a dictionary of different modules is the model itself."""
+    blocks = nn.ModuleDict({str(i): nn.Linear(1, 1) for i in range(2)})
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(2, 1), "layers": blocks, "alone": nn.ModuleDict({"a": nn.Linear(1, 1)})}
+    )
+    names = [name for name, _ in model.named_parameters()]
+    labels = [group.label for group in partition(model, "block-wise", names, 1.0)]
+    assert labels == ["outside of blocks", "layers.0", "layers.1"]
+
+
 def test_blocks_whose_names_begin_alike():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))
     names = [name for name, _ in model.named_parameters()]

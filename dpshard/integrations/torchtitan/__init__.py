@@ -1,0 +1,10 @@
+"""torchtitan with private training: `private(config)` makes a private run of a config of its registries.
+
+`trainer.py` first; `documents.py`: what is drawn; `model.py`: what is done to a model before it is parallelized;
+`refusals.py`: what is refused; `checkpoints.py`: the engine in torchtitan's checkpoints.
+"""
+
+from dpshard.integrations.torchtitan.documents import Documents
+from dpshard.integrations.torchtitan.trainer import Privacy, PrivateTrainer, private
+
+__all__ = ["Documents", "Privacy", "PrivateTrainer", "private"]

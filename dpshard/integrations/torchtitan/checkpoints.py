@@ -1,0 +1,46 @@
+"""The engine in torchtitan's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpshard.checkpoint.journal import Journal
+from dpshard.engine import PrivacyEngine
+from dpshard.errors import CheckpointError
+
+
+class EngineState:
+    """The engine as one more state of torchtitan's checkpoints, with a journal of releases beside them."""
+
+    def __init__(self, engine: PrivacyEngine, folder: Path) -> None:
+        self._engine = engine
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # a checkpoint holds the run secret
+        self._journal = Journal(folder / "releases.journal")
+        self._noted = len(self._journal)
+        engine.internals.note_releases(self._note)
+
+    def _note(self, step: int, identity: bytes) -> Callable[[], object]:
+        self._noted += 1  # the same on all ranks
+        if torch.distributed.get_rank() > 0:
+            return lambda: None
+        return self._journal.note(step, identity).result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's state, and how many releases the journal had."""
+        return {"engine": json.dumps(self._engine.state_dict()), "noted": self._noted}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue that run, and count what was released after the checkpoint."""
+        released = self._journal.since(state_dict["noted"])
+        if released is None:
+            raise CheckpointError(
+                f"{self._journal.path} is missing or damaged: the releases after the checkpoint are unknown, so they "
+                f"could not be counted. Restore the file, which lies beside the checkpoints."
+            )
+        self._engine.load_state_dict(json.loads(state_dict["engine"]), released=released)

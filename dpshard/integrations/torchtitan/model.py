@@ -1,0 +1,80 @@
+"""What is done to a model of torchtitan before it is parallelized, so that the engine can see through it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.embedding import Embedding
+from torchtitan.protocols.module import Module
+
+MASKED = (FlexAttention.Config, VarlenAttention.Config)
+"""Attention that stays within documents, by masks made from positions."""
+
+
+class _Table(Embedding):
+    """torchtitan's table of tokens, whose parts DTensor adds up: torchtitan does so by hand, on plain tensors."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        """As torchtitan's."""
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Place the table; its output is a sum over the ranks of `tp`."""
+        sharding: Any = self._sharding_config
+        self._sharding_config = dataclasses.replace(sharding, local_map=None, out_src_shardings=None)
+        Module.parallelize(self, parallel_dims)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of `input`."""
+        return nn.Embedding.forward(self, input)
+
+
+def prepared(spec: Any) -> Any:
+    """Return a ModelSpec whose model the engine can see through."""
+    table = spec.model.tok_embeddings
+    spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
+
+    def parallelize(model: Any, **options: Any) -> Any:
+        if isinstance(spec.model.first_attention.inner_attention, MASKED):
+            _mask_within(model)
+        for module in model.modules():
+            if isinstance(module, FlexAttention):
+                module.forward = _without_modes(module.forward)
+        return spec.parallelize_fn(model, **options)
+
+    return dataclasses.replace(spec, parallelize_fn=parallelize)
+
+
+def _mask_within(model: Any) -> None:
+    """Make the masks in the model's forward: the engine runs it on some rows of its inputs, and masks must follow."""
+    forward, masks = model.forward, _without_modes(model.get_attention_masks)
+
+    def with_masks(tokens: Tensor, positions: Tensor, attention_masks: Any = None) -> Any:
+        return forward(tokens, positions, masks(positions) if attention_masks is None else attention_masks)
+
+    model.forward = with_masks
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without parameters, compiled by itself, that does not see the engine's mode.
+
+    torch.compile would guard on all that the mode holds, parameters too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of a larger region
+            return function(*args, **kwargs)
+        with ExitStack() as modes:
+            while torch._C._len_torch_function_stack() > 0:
+                modes.enter_context(_pop_mode_temporarily())
+            return function(*args, **kwargs)
+
+    return call

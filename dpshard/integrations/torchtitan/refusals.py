@@ -1,0 +1,112 @@
+"""What a private run refuses of torchtitan's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.tools import filesystem
+
+from dpshard.errors import ConfigurationError
+from dpshard.integrations.torchtitan.documents import Documents
+from dpshard.integrations.torchtitan.model import MASKED
+
+
+def check(config: Any) -> None:
+    """Raise ConfigurationError, with the reason, if `config` has a setting that private training does not support."""
+    model = None if config.model_spec is None else config.model_spec.model
+    refused = _of_ranks(config.parallelism) | _of_execution(config)
+    if isinstance(model, Decoder.Config):
+        refused |= _of_model(model, config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree)
+    else:
+        refused["the model is not a decoder of text. Choose one of torchtitan's dense language models."] = True
+    refused |= _of_training(config)
+    for reason, holds in refused.items():
+        if holds:
+            raise ConfigurationError(f"torchtitan: {reason}")
+
+
+def _of_ranks(parallelism: Any) -> dict[str, bool]:
+    return {
+        "pipeline_parallel_degree: each stage of a pipeline would know a part of a document's norm. Leave it at 1.": (
+            parallelism.pipeline_parallel_degree > 1
+        ),
+        "context_parallel_degree: a rank would hold a part of a document, and the norm is that of the whole. Leave it "
+        "at 1.": parallelism.context_parallel_degree > 1,
+        "expert_parallel_degree: tokens reach the experts without their documents. Leave it at 1.": (
+            parallelism.expert_parallel_degree > 1
+        ),
+        f"spmd_backend={parallelism.spmd_backend!r} hands parts of parameters to the model as plain tensors, so the "
+        f"engine cannot know what they are parts of. Set parallelism.spmd_backend to 'partial_dtensor'.": (
+            parallelism.spmd_backend != "partial_dtensor"
+        ),
+        f"tensor_parallel_degree={parallelism.tensor_parallel_degree} needs enable_sequence_parallel: without it, "
+        f"torch cannot go back through a table in parts.": (
+            parallelism.tensor_parallel_degree > 1 and not parallelism.enable_sequence_parallel
+        ),
+        "enable_fsdp_symm_mem changes reductions that the engine replaces. Leave it off.": (
+            parallelism.enable_fsdp_symm_mem
+        ),
+    }
+
+
+def _of_execution(config: Any) -> dict[str, bool]:
+    compiled = config.compile.enable and "model" in config.compile.components
+    return {
+        "torchtitan calls torch.distributed.set_timeout after the first step, which this torch lacks. Install a newer "
+        "torch.": not hasattr(torch.distributed, "set_timeout"),
+        "CUDA graphs replay a fixed number of micro-batches, but Poisson draws vary. Set "
+        "training.disable_cuda_graphs.": not config.training.disable_cuda_graphs,
+        "compile of the model does not go with tensor_parallel_degree > 1, because the engine does not see parts of "
+        "parameters in a compiled region. Choose one of the two.": (
+            compiled and config.parallelism.tensor_parallel_degree > 1
+        ),
+        "MemoryBudgetAC was not tested with private training. Choose FullAC or SelectiveAC.": isinstance(
+            config.activation_checkpoint, MemoryBudgetAC.Config
+        ),
+        f"comm.mode={config.comm.mode!r} does not communicate as a training does. Leave it at 'default'.": (
+            config.comm.mode != "default"
+        ),
+    }
+
+
+def _of_model(model: Any, documents_per_row: int, parts: int) -> dict[str, bool]:
+    masked = isinstance(model.first_attention.inner_attention, MASKED)
+    return {
+        "mixtures of experts balance the load by counts of all tokens, which no noise covers, and the products of "
+        "their experts have no rule. Choose a dense model.": any(True for _ in model.traverse(MoE.Config)),
+        "float8, MXFP8 and NVFP4 have backward passes of their own, which the engine does not see. Leave the "
+        "converters out.": has_quantization(model),
+        f"documents_per_row={documents_per_row} must be at least 1.": documents_per_row < 1,
+        f"documents_per_row={documents_per_row} does not go with tensor_parallel_degree > 1. Leave one of them at 1.": (
+            documents_per_row > 1 and parts > 1
+        ),
+        f"documents_per_row={documents_per_row} needs attention that stays within a document. Choose the attention "
+        f"'flex' or 'varlen', or documents_per_row=1.": documents_per_row > 1 and not masked,
+    }
+
+
+def _of_training(config: Any) -> dict[str, bool]:
+    saved = config.checkpoint
+    remote = filesystem.is_remote(saved.folder) or filesystem.is_remote(config.dump_folder)
+    return {
+        "the loss must be CrossEntropyLoss, which is taken document by document. ChunkedLossWrapper runs the head "
+        "outside of the model's forward, where the engine does not see it. Use private(config).": (
+            not isinstance(config.loss, CrossEntropyLoss.Config)
+        ),
+        "the dataloader must be Documents.Config, or of a subclass, because the engine draws documents by index. Use "
+        "private(config).": not isinstance(config.dataloader, Documents.Config),
+        "checkpoints must be CheckpointManager's, in a folder on a disk that all ranks share: a journal of releases "
+        "lies beside them.": saved.enable and (remote or not isinstance(saved, CheckpointManager.Config)),
+        f"exclude_from_loading={saved.exclude_from_loading} would forget the spent budget, or resume at another step. "
+        f"Leave it empty.": bool(saved.exclude_from_loading),
+        "create_seed_checkpoint: create it with torchtitan's own Trainer. A private run can begin with it.": (
+            saved.create_seed_checkpoint
+        ),
+    }

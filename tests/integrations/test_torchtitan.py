@@ -1,0 +1,168 @@
+"""torchtitan's debug model trains by a PrivateTrainer as its documents one at a time do, and resumes bit for bit.
+
+Failure modes: a document's gradient depends on others in its row or batch, or on the count of all tokens; a part of
+the model is not seen (the head in a chunked loss, a table in parts); a resumed run forgets a release.
+"""
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import launch
+
+BESIDE = Path(sys.prefix) / "torchtitan" / "torchtitan"
+pytestmark = pytest.mark.skipif(
+    not BESIDE.exists() and find_spec("torchtitan") is None,
+    reason="torchtitan is NOT TESTED: `make venv` installs it into .venv/torchtitan",
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"checkpointing": "selective"},
+    "packed": {"per_row": 3, "style": "layer-wise"},
+    "ddp": {"copies": 2, "checkpointing": "full", "compiled": True, "style": "block-wise"},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "tensor": {"tp": 2},
+    "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
+    "hsdp": {"copies": 2, "checkpointing": "selective", "compiled": True},
+}
+
+
+def _set(path: str, value: Any) -> Any:
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+def _experts(config: Any) -> None:
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    config.model_spec = model_registry("debugmodel", attn_backend="flex", moe_comm_backend="standard")
+
+
+def _quantized(config: Any) -> None:
+    from torchtitan.components.quantization import float8
+
+    from tests.integrations.titan_setup import Float8
+
+    float8.Float8Linear = Float8  # which is None without torchao
+    layer = config.model_spec.model.layers[0].feed_forward
+    layer.w1 = Float8.Config(in_features=layer.w1.in_features, out_features=layer.w1.out_features)
+
+
+def _chunked(config: Any) -> None:
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
+
+
+def _streamed(config: Any) -> None:
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    config.dataloader = HuggingFaceTextDataLoader.Config()
+
+
+def _budgeted(config: Any) -> None:
+    from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+    config.activation_checkpoint, config.compile.enable = MemoryBudgetAC.Config(), True
+
+
+def _whole_sequences(config: Any) -> None:
+    config.parallelism.tensor_parallel_degree, config.parallelism.enable_sequence_parallel = 2, False
+
+
+def _packed_in_parts(config: Any) -> None:
+    config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree = 2, 2
+
+
+def _compiled_in_parts(config: Any) -> None:
+    config.compile.enable, config.parallelism.tensor_parallel_degree = True, 2
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "pipeline": (_set("parallelism.pipeline_parallel_degree", 2), "pipeline_parallel_degree"),
+    "context": (_set("parallelism.context_parallel_degree", 2), "context_parallel_degree"),
+    "expert": (_set("parallelism.expert_parallel_degree", 2), "expert_parallel_degree"),
+    "spmd types": (_set("parallelism.spmd_backend", "spmd_types"), "spmd_backend='spmd_types'"),
+    "symmetric memory": (_set("parallelism.enable_fsdp_symm_mem", True), "enable_fsdp_symm_mem"),
+    "CUDA graphs": (_set("training.disable_cuda_graphs", False), "CUDA graphs"),
+    "compiled parts": (_compiled_in_parts, "compile of the model"),
+    "whole sequences": (_whole_sequences, "tensor_parallel_degree=2 needs enable_sequence_parallel"),
+    "memory budget": (_budgeted, "MemoryBudgetAC"),
+    "fake ranks": (_set("comm.mode", "fake_backend"), "comm.mode='fake_backend'"),
+    "no model": (_set("model_spec", None), "the model is not a decoder"),
+    "experts": (_experts, "mixtures of experts"),
+    "float8": (_quantized, "float8"),
+    "packed without masks": (_set("privacy.documents_per_row", 2), "documents_per_row=2 needs attention"),
+    "packed in parts": (_packed_in_parts, "documents_per_row=2 does not go with tensor_parallel_degree"),
+    "no document": (_set("privacy.documents_per_row", 0), "documents_per_row=0 must be"),
+    "chunked loss": (_chunked, "the loss must be CrossEntropyLoss"),
+    "stream": (_streamed, "the dataloader must be Documents.Config"),
+    "forgotten budget": (_set("checkpoint.exclude_from_loading", ["privacy"]), "exclude_from_loading=['privacy']"),
+    "seed checkpoint": (_set("checkpoint.create_seed_checkpoint", True), "create_seed_checkpoint"),
+    "unknown data": (_set("dataloader.dataset", "none"), "dataset='none' is none of torchtitan's"),
+}
+
+
+@cache
+def found(world_size: int, *cases: str) -> dict[str, list[Any]]:
+    with TemporaryDirectory() as folder:
+        ranks = launch(Path(__file__).parent / "titan_worker.py", world_size, folder, *cases, timeout=280)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
+
+
+def on_two() -> dict[str, list[Any]]:
+    return found(2, *CASES, "resumed", "refused", "command line")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_update_is_that_of_single_documents(case: str) -> None:
+    check(on_two()[case])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_the_update_on_four_ranks_is_that_of_single_documents(case: str) -> None:
+    check(found(4, *ON_FOUR)[case])
+
+
+def check(ranks: list[Any]) -> None:
+    """Errors are relative, of sums in float32 against sums in float64."""
+    for rank in ranks:
+        assert rank["error"] <= 1e-5
+        assert abs(rank["loss"]) <= 1e-5
+        clipped, true = rank["clipped"]
+        assert clipped == pytest.approx(true)
+        assert 0 < clipped < 1
+
+
+def test_a_resumed_run_repeats_its_last_step_at_no_cost() -> None:
+    for rank in on_two()["resumed"]:
+        assert rank["equal"]
+        assert rank["epsilon"][0] == rank["epsilon"][1]
+        assert rank["statement"].startswith("epsilon = ")
+        assert "3 releases under Poisson sampling" in rank["statement"]
+        assert rank["steps"] == [3, 3, 3]
+        assert rank["mode"] == "0o700"
+        assert rank["noted"] == 3 * 32  # the repetition is no further release
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_private_training_does_not_support_is_refused_by_name(setting: str) -> None:
+    for messages in on_two()["refused"]:
+        assert REFUSED[setting][1] in messages[setting]
+
+
+def test_the_command_line_sets_the_section_privacy() -> None:
+    for section in on_two()["command line"]:
+        assert section == {"target_epsilon": 3.0, "noise_multiplier": None, "clipping_style": "block-wise"}

@@ -1,0 +1,122 @@
+"""torchtitan 0.3.0 beside the environment, on CPUs, with torch 2.13; for worker processes alone.
+
+torchtitan knows no CPUs, and its 0.3.0 is made for a newer torch. What is changed for these tests, and nothing else:
+
+- torchtitan.tools.utils finds the device "cpu", with a module of constants for its memory.
+- torch.distributed.set_timeout, which torch 2.13 lacks, does nothing.
+- FlexAttention runs uncompiled, and on tensors that need gradients, which torch refuses on CPUs.
+"""
+
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed
+import torch.nn.attention.flex_attention as flex
+from datasets import Dataset
+
+BESIDE = Path(sys.prefix) / "torchtitan"
+WORDS = "we train a model of the words that people write and no one of them shall be told from what it says".split()
+TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 2 + i]) for i in range(16)]
+
+
+class _Processor(types.ModuleType):
+    """torch.cpu, and what torchtitan asks of an accelerator beside it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    get_device_name = staticmethod(lambda device=None: "cpu")
+    get_device_properties = staticmethod(lambda device=None: types.SimpleNamespace(total_memory=2**30))
+    reset_peak_memory_stats = staticmethod(lambda *_: None)
+    empty_cache = staticmethod(lambda: None)
+    memory_stats = staticmethod(lambda device=None: {})
+
+
+def _on_this_machine() -> None:
+    sys.path.append(str(BESIDE))
+    processor = _Processor("processor")
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda _: processor
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = lambda timeout, group: None  # type: ignore[attr-defined]
+    flex._validate_device = lambda *_: None
+    from torchtitan.models.common import decoder
+    from torchtitan.models.common.attention import FlexAttention
+
+    FlexAttention._compiled_flex_attn = staticmethod(flex.flex_attention)
+    decoder.create_attention_mask = flex.create_block_mask
+
+
+_on_this_machine()
+
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import ConfigManager as ConfigManager  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+
+from dpshard.integrations.torchtitan import Privacy, PrivateTrainer, private  # noqa: E402
+
+DATASETS["notes"] = DatasetConfig(
+    path="", loader=lambda _: Dataset.from_dict({"text": TEXTS}), sample_processor=lambda item: item["text"]
+)
+CHECKPOINTING = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
+
+
+class Bytes(BaseTokenizer):
+    """Each byte is a token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        unused: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
+        return [256] * add_bos + list(text.encode()) + [257] * add_eos
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+class Float8(Linear):
+    """Stands for torchao's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+
+def debug_run() -> PrivateTrainer.Config:
+    """The debug model with two blocks, on 16 short texts; all are drawn in every step, in two micro-batches of each of
+    two ranks."""
+    config = private(llama3_debugmodel(), Privacy(noise_multiplier=0.0, target_delta=1e-3, clipping_fn="abadi"))
+    model, training = config.model_spec.model, config.training
+    model.layers = model.layers[:2]
+    training.seq_len, training.local_batch_size, training.global_batch_size, training.steps = 64, 4, 16, 1
+    training.mixed_precision_param = "float32"
+    config.optimizer.implementation = "for-loop"
+    config.dataloader.dataset = "notes"
+    config.tokenizer, config.debug.seed = Bytes.Config(), 0
+    config.debug.enable_structured_logging = False
+    return config
+
+
+def causal(model: Any) -> None:
+    """Give the blocks of a model's config attention without masks."""
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()

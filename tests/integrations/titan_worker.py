@@ -1,0 +1,161 @@
+"""Trains torchtitan's debug model by a PrivateTrainer on each rank; reports how exact the update was.
+
+Usage, on each rank: python titan_worker.py FOLDER CASE..., of test_torchtitan.py's CASES and ON_FOUR, or "resumed",
+"refused", "command line".
+"""
+
+import copy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpshard.errors import DpshardError
+from tests.distributed.rank import main
+from tests.integrations.test_torchtitan import CASES, ON_FOUR, REFUSED
+from tests.integrations.titan_setup import CHECKPOINTING, TEXTS, Bytes, ConfigManager, causal, debug_run
+
+
+def configured(folder: Path, **options: Any) -> Any:
+    config = debug_run()
+    config.dump_folder = str(folder)
+    parallel = config.parallelism
+    parallel.tensor_parallel_degree = options.get("tp", 1)
+    parallel.data_parallel_replicate_degree = options.get("copies", 1)
+    config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
+    config.privacy.max_grad_norm = R
+    config.privacy.clipping_style = options.get("style", "all-layer")
+    config.privacy.documents_per_row = options.get("per_row", 1)
+    if config.privacy.documents_per_row == 1:
+        causal(config.model_spec.model)
+    if options.get("compiled"):
+        config.compile.enable, config.compile.backend = True, "aot_eager"
+    return config
+
+
+R = 3.0
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def plain_name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def update(folder: Path, case: str) -> dict[str, Any]:
+    """The error of the sum that reaches the optimizer, relative to that of single documents, in float64."""
+    trainer = configured(folder, **(CASES | ON_FOUR)[case]).build()
+    before = {plain_name(name): whole(p).detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
+    trainer.train()
+    found = {plain_name(name): whole(p.grad) for name, p in trainer.model_parts[0].named_parameters()}
+    engine = trainer.engine
+    figures, groups = engine.metrics(), engine.mechanism.clipping_groups
+    true, losses, clipped = of_single_documents(trainer, before, groups, list(engine.thresholds.values()))
+    trainer.close()
+    engine.detach()
+    off, size = (
+        sum(float(x.double().square().sum()) for x in xs) ** 0.5
+        for xs in ([found[name] - true[name] for name in true], true.values())
+    )
+    return {
+        "error": off / size,
+        "loss": figures["loss"] / losses - 1,
+        "clipped": [figures["clip_fraction"], clipped],
+        "groups": len(groups),
+    }
+
+
+def of_single_documents(trainer: Any, parameters: dict[str, Tensor], groups: Any, thresholds: list[float]) -> Any:
+    config = copy.deepcopy(trainer.model_config)
+    causal(config)
+    model = config.build().double()
+    model.load_state_dict(parameters, strict=False)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(parameters[name])
+    names, values = zip(*model.named_parameters(), strict=True)
+    total = {name: torch.zeros_like(p) for name, p in zip(names, values, strict=True)}
+    losses, clipped = 0.0, 0
+    encode = partial(Bytes(None).encode, add_bos=True, add_eos=True)
+    for text in TEXTS:
+        ids = torch.tensor(encode(text))[:65]
+        logits = model(ids[None, :-1], torch.arange(len(ids) - 1)[None])[0]
+        loss = F.cross_entropy(logits, ids[1:])
+        losses += float(loss) / len(TEXTS)
+        gradients = dict(zip(names, torch.autograd.grad(loss, values), strict=True))
+        for group, threshold in zip(groups, thresholds, strict=True):
+            norm = sum(float(gradients[plain_name(name)].square().sum()) for name in group) ** 0.5
+            clipped += norm > threshold
+            for name in map(plain_name, group):
+                total[name] += gradients[name] * min(1.0, threshold / norm) / len(TEXTS)
+    return total, losses, clipped / len(TEXTS) / len(groups)
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Three steps with noise; and the last of them again, from a checkpoint of the second."""
+
+    def run() -> Any:
+        config = configured(folder)
+        config.privacy.noise_multiplier, config.training.global_batch_size = 1.0, 8
+        config.training.steps, config.checkpoint.interval = 3, 2
+        config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
+        config.validator.enable, config.validator.freq, config.validator.steps = True, 3, 1
+        config.validator.dataloader.dataset = "notes"
+        trainer = config.build()
+        trainer.train()
+        trainer.close()
+        trainer.engine.detach()
+        return trainer
+
+    first = run()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (folder / "checkpoint" / "step-3").rename(folder / "later")
+    torch.distributed.barrier()
+    again = run()
+    pairs = zip(first.model_parts[0].parameters(), again.model_parts[0].parameters(), strict=True)
+    return {
+        "equal": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
+        "epsilon": [first.engine.epsilon(), again.engine.epsilon()],
+        "statement": again.engine.statement(),
+        "steps": [first.engine.step, again.engine.step, again.step],
+        "mode": oct((folder / "checkpoint").stat().st_mode & 0o777),
+        "noted": (folder / "checkpoint" / "releases.journal").stat().st_size,
+    }
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """What each setting raises."""
+    messages = {}
+    for setting, (change, _) in REFUSED.items():
+        config = configured(folder)
+        change(config)
+        try:
+            config.build()
+        except DpshardError as error:
+            messages[setting] = str(error)
+    return messages
+
+
+def command_line(_: Path) -> dict[str, Any]:
+    """What torchtitan's parser makes of options of the section [privacy]."""
+    options = ["--module", "tests.integrations.titan_setup", "--config", "debug_run"]
+    options += ["--privacy.target_epsilon", "3", "--privacy.noise_multiplier", "None"]
+    privacy = ConfigManager().parse_args([*options, "--privacy.clipping_style", "block-wise"]).privacy
+    return {name: getattr(privacy, name) for name in ("target_epsilon", "noise_multiplier", "clipping_style")}
+
+
+def work() -> list[Any]:
+    folder, *cases = sys.argv[1:]
+    actions = {"resumed": resumed, "refused": refused, "command line": command_line}
+    return [actions.get(case, lambda path, case=case: update(path, case))(Path(folder) / case) for case in cases]
+
+
+if __name__ == "__main__":
+    main(work)
