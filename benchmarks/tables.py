@@ -288,6 +288,20 @@ def _packed(result: Figures) -> str:
     )
 
 
+def _tokens(result: Figures) -> str:
+    body = [
+        [row["source"], str(row["workers"] or "none"), f"{row['gib_per_s']:.2f}", f"{row['seconds_per_step']:.1f}"]
+        for row in result["rows"]
+    ]
+    head = ["read from", "processes that read", "GiB/s", "seconds for a step's 2 GiB"]
+    note = (
+        f"{result['sequences']:,} sequences of 1,024 tokens of 4 bytes, {result['gib']:g} GiB, in random order, 256 "
+        f"at a time, at a load of {result['environment']['load']:g}. Written at {result['write']:.2f} GiB/s. "
+        f'"disk": the system was asked to drop its cache of the file.'
+    )
+    return "\n\n".join(["### Random reads of a TokenStore", _version(result), note, markdown(head, body)])
+
+
 def _units(result: Figures) -> str:
     body = [
         [row["model"], str(row["rows_per_unit"]), f"{row['ratio']:.2f}", _cell(row.get("memory_ratio"))]
@@ -314,5 +328,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "verification": _verification,
     "packed": _packed,
     "units": _units,
+    "tokens": _tokens,
 }
 """The table of a results file, by its kind, in the order of the page."""

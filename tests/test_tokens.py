@@ -28,6 +28,11 @@ def test_no_sequence_has_tokens_of_two_documents(tmp_path_factory, documents, le
         for start in range(0, len(document), length)
     ]
     assert len(store) == len(expected)
+    order = [i * 7 % len(store) for i in range(len(store))][::-1] if len(store) else []
+    rows = store.rows(order)
+    assert rows.shape == (len(store), length)
+    for i, row, item in zip(order, rows, store.__getitems__(order), strict=True):
+        assert row.tolist() == item.tolist() == expected[i][1] + [0] * (length - len(expected[i][1]))
     for i, (number, tokens) in enumerate(expected):
         assert store[i].tolist() == tokens + [0] * (length - len(tokens))
         assert store.documents[i] == number
@@ -84,6 +89,9 @@ def test_bad_stores(tmp_path):
         written(tmp_path / "good")
     with pytest.raises(IndexError):
         store[len(store)]
+    for beyond in (-1, len(store)):
+        with pytest.raises(IndexError, match="sequences"):
+            store.rows([0, beyond])
     with (tmp_path / "good" / "tokens.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DataError, match="not written whole"):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dpshard.errors import DataError
 from dpshard.sampling.packing import PlacedDocuments, collate_packed
 from dpshard.sampling.plans import MicroBatchPlan
+from dpshard.sampling.tokens import TokenStore
 from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors
 
 
@@ -43,6 +44,8 @@ def load(
     elif type(dataset) is TensorDataset and collate_fn is None:
         dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)
         collate_fn = _as_is
+    elif type(dataset) is TokenStore and collate_fn is None and rows_per_unit == 1:
+        dataset, collate_fn = _Sequences(dataset), _as_is
     else:
         units = isinstance(dataset, KeyedUnits)
         if units or rows_per_unit > 1:
@@ -187,6 +190,16 @@ class _TensorRows(Dataset):
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         rows = torch.tensor(indices, device="cpu")
         return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
+
+
+class _Sequences(Dataset):
+    """A TokenStore read by whole micro-batches."""
+
+    def __init__(self, store: TokenStore):
+        self._store = store
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return self._store.rows(indices)
 
 
 class _OneByOne(Dataset):

@@ -113,10 +113,19 @@ class TokenStore(Dataset[Tensor]):
 
     def __getitem__(self, i: int) -> Tensor:
         """Return sequence i, int64 [length]; IndexError beyond the last."""
-        if not 0 <= i < self._sequences:
-            raise IndexError(i)
+        return self.rows([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return sequences as a loader asks for them."""
+        return list(self.rows(indices))
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Return sequences, int64 [n, length]: several times as fast as one by one. IndexError beyond the last."""
+        places = np.asarray(indices, dtype=np.int64)
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self._sequences:
+            raise IndexError(f"{int(places.min())} to {int(places.max())} of {self._sequences} sequences")
         tokens, starts = self._maps
-        start, end = starts[i], starts[i + 1]
-        ids = np.full(self.length, self.pad, np.int64)
-        ids[: end - start] = tokens[start:end]
+        ids = np.full((len(places), self.length), self.pad, np.int64)
+        for row, start, end in zip(ids, starts[places].tolist(), starts[places + 1].tolist(), strict=True):
+            row[: end - start] = tokens[start:end]
         return torch.from_numpy(ids)
