@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dpshard.clipping.thresholds import QuantileTracking
     from dpshard.engine import PrivacyEngine
     from dpshard.noise.correlation import BandedInverse, BandMF
+    from dpshard.noise.workloads import Workload
     from dpshard.replacements import replace_unsupported
     from dpshard.sampling.packed_tokens import packed_unit_ids
     from dpshard.sampling.packing import Packing
@@ -33,6 +34,7 @@ __all__ = [
     "QuantileTracking",
     "TokenStore",
     "UnitDataset",
+    "Workload",
     "__version__",
     "advise",
     "augment",
@@ -51,6 +53,7 @@ _HOMES = {
     "QuantileTracking": "dpshard.clipping.thresholds",
     "TokenStore": "dpshard.sampling.tokens",
     "UnitDataset": "dpshard.sampling.units",
+    "Workload": "dpshard.noise.workloads",
     "advise": "dpshard.applications.advice",
     "augment": "dpshard.sampling.units",
     "packed_unit_ids": "dpshard.sampling.packed_tokens",

@@ -36,7 +36,7 @@ from dpshard.config import (
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run
-from dpshard.noise.correlation import BandedInverse, BandMF, explicit
+from dpshard.noise.correlation import BandedInverse, BandMF
 from dpshard.noise.keyed import generator_name
 from dpshard.randomness import derive_key, new_run_secret
 from dpshard.rules.call import Source
@@ -181,9 +181,8 @@ class PrivacyEngine:
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
-        # Default coefficients may differ with scipy, and noise with them.
-        facts["noise_correlation"] = correlation = explicit(self.mechanism.noise_correlation, self.steps)
-        facts["noise_buffers"] = isinstance(correlation, BandMF) and correlation.buffers  # repr leaves them out
+        # Found coefficients may differ with scipy, and noise with them.
+        facts["coefficients"] = self.mechanism.correlation.coefficients
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
         self._backend.require_agreement(facts | choices)
         self._secret = self._backend.communicator.broadcast(new_run_secret())

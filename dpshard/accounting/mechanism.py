@@ -23,7 +23,8 @@ from dpshard.config import (
     steps_of_epoch,
 )
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import BandedInverse, BandMF, prefix_error, weights_at
+from dpshard.noise.correlation import PREFIX_SUMS, BandedInverse, BandMF, explicit, weights_at
+from dpshard.noise.workloads import Workload
 
 INDEPENDENT = BandedInverse(bands=1)
 """Uncorrelated noise."""
@@ -64,11 +65,23 @@ class SampledMechanism:
         return "gaussian" if self.discretized_elements is None else "discrete-gaussian"
 
     @property
+    def correlation(self) -> BandedInverse | BandMF:
+        """Correlation of the noise with the coefficients that it has in this run."""
+        # One turn of a group is a release of its own in cyclic sampling.
+        separation = self.sample_size // self.schedule[0] if self.sampling == "fixed-order" else self._steps
+        return explicit(self.noise_correlation or INDEPENDENT, self._steps, separation)
+
+    @property
+    def workload(self) -> Workload:
+        """Sums of releases in which noise is measured."""
+        return (self.noise_correlation and self.noise_correlation.workload) or PREFIX_SUMS
+
+    @property
     def course(self) -> Course | None:
         """How the steps compose; None if each is a release of its own."""
         if self.sampling == "poisson":
             return None
-        correlation = self.noise_correlation or INDEPENDENT
+        correlation = self.correlation
         whole, size, steps = Release(self.noise_multiplier, 1.0, self.sample_size), self.schedule[0], self._steps
         if self.sampling == "balls-in-bins":
             T = steps_of_epoch(self.sample_size, size)
@@ -92,15 +105,14 @@ class SampledMechanism:
 
     @property
     def error(self) -> float:
-        """Root mean square noise in the prefix sums of the releases, in units of max_grad_norm."""
-        correlation = self.noise_correlation or INDEPENDENT
-        return self.noise_multiplier * self.sensitivity * prefix_error(correlation.noising(self._steps))
+        """Root mean square noise in the sums of the workload, in units of max_grad_norm."""
+        return self.noise_multiplier * self.sensitivity * self.workload.error(self.correlation.noising(self._steps))
 
     def noise_weights(self, step: int) -> tuple[float, ...]:
         """Return the weights w_0 = 1, w_1, ... of the noise of `step` and of the steps before it."""
         if self.noise_correlation is None:
             return (1.0,)
-        return tuple(weights_at(self.noise_correlation, self._steps, step).tolist())
+        return tuple(weights_at(self.correlation, self._steps, step).tolist())
 
     def release(self, step: int) -> Release:
         """Return the release of `step`, or the one it is part of; past the end, the last one."""
@@ -184,9 +196,9 @@ class Mechanism(SampledMechanism):
                 )
 
 
-def independent_error(noise_multiplier: float, steps: int) -> float:
+def independent_error(noise_multiplier: float, steps: int, workload: Workload = PREFIX_SUMS) -> float:
     """Return `SampledMechanism.error` of independent noise with this multiplier."""
-    return noise_multiplier * math.sqrt((steps + 1) / 2)
+    return noise_multiplier * workload.error(INDEPENDENT.noising(steps))
 
 
 def check_sampling(mechanism: SampledMechanism) -> None:

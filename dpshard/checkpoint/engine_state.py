@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.errors import CheckpointError
-from dpshard.noise.correlation import explicit
 
 FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
@@ -83,7 +82,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)
         hint = ""
         if changed == ["noise_correlation"] and own["noise_correlation"] and saved["noise_correlation"]:
-            hint = f" (Default coefficients may differ with scipy. Those saved are {saved['noise_correlation']}.)"
+            hint = f" (Found coefficients may differ with scipy. Those saved are {saved['noise_correlation']}.)"
         raise CheckpointError(
             f"The checkpoint belongs to another mechanism ({shown}). Make the engine with the settings of the resumed "
             f"run, or start a new run with its own budget.{hint}"
@@ -93,8 +92,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:
     plain = asdict(mechanism)
-    correlation = explicit(mechanism.noise_correlation, mechanism.schedule.steps)
-    plain["noise_correlation"] = None if correlation is None else repr(correlation)
+    plain["noise_correlation"] = None if mechanism.noise_correlation is None else repr(mechanism.correlation)
     plain["schedule"] = [list(phase) for phase in mechanism.schedule.phases()]
     plain["earlier"] = [[asdict(release), count] for release, count in mechanism.earlier]
     plain["secure"] = SECURE_NOISE if mechanism.secure else False

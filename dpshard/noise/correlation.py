@@ -29,18 +29,17 @@ distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dpshard.config import is_count, is_number
 from dpshard.errors import ConfigurationError
+from dpshard.noise.workloads import Series, Workload, inverse, moved, never_rising, optimised
 
-Series = NDArray[np.float64]
-"""First column [T] of a lower triangular Toeplitz matrix: coefficients of a power series."""
+PREFIX_SUMS = Workload()
 
 
 class Correlation(Protocol):
@@ -65,20 +64,27 @@ class BandedInverse:
     """Noise z_t + w_1 z_{t-1} + ... + w_{p-1} z_{t-p+1}; the p vectors are drawn again, not stored.
 
     Default weights: the first p coefficients of the square root of 1 - x (BISR; Kalinin et al. 2025,
-    arXiv:2505.12128). Two bands with coefficients (1, -lambda) are DP-lambda-CGD (arXiv:2601.22334).
+    arXiv:2505.12128). Two bands with coefficients (1, -lambda) are DP-lambda-CGD (arXiv:2601.22334). With a workload,
+    weights are optimised for it.
     """
 
     bands: int
     """Number p of noise vectors in a release; 1 is plain noise."""
     coefficients: tuple[float, ...] | None = None
     """Weights w_0 = 1, ..., w_{p-1}; None for the default."""
+    workload: Workload | None = None
+    """Sums for which weights minimise the noise, for all participations of a sample in the run; None for BISR."""
 
     def __post_init__(self) -> None:
         _check_bands(self)
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     def noising(self, steps: int) -> Series:
         """Weights [steps], zeros from the p-th on."""
-        known = _root_weights(self.bands) if self.coefficients is None else np.array(self.coefficients)
+        _require_known(self)
+        known = PREFIX_SUMS.root(self.bands) if self.coefficients is None else np.array(self.coefficients)
         return _cut(known, steps)
 
     def strategy(self, steps: int) -> Series:
@@ -90,14 +96,16 @@ class BandedInverse:
 class BandMF:
     """Noise C^-1 z for a Toeplitz matrix C with b bands; McKenna et al. 2024, arXiv:2405.15913.
 
-    The default coefficients minimise the error of prefix sums over the run.
+    The default coefficients minimise the error of prefix sums over the run, for one participation.
     """
 
     bands: int
     """Number b of non-zero diagonals of C; steps at a distance of b share no noise in C S."""
     coefficients: tuple[float, ...] | None = None
     """Diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
-    buffers: bool = field(default=False, repr=False)
+    workload: Workload | None = None
+    """Sums for which coefficients minimise the noise, for all participations of a sample; None for the default."""
+    buffers: bool = False
     """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step; else draw those of all steps."""
 
     def __post_init__(self) -> None:
@@ -105,35 +113,39 @@ class BandMF:
         if not isinstance(self.buffers, bool):
             raise ConfigurationError(f"BandMF(buffers={self.buffers!r}): pass True or False.")
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     def noising(self, steps: int) -> Series:
         """Weights [steps], in general all non-zero."""
         return inverse(self.strategy(steps), steps)
 
     def strategy(self, steps: int) -> Series:
         """First column of C [steps], zeros from the b-th on."""
+        _require_known(self)
         if self.coefficients is None:
-            return _cut(_optimised_strategy(min(self.bands, steps), steps), steps)
+            return _cut(optimised(min(self.bands, steps), steps, steps, PREFIX_SUMS, inverted=False), steps)
         return _cut(np.array(self.coefficients), steps)
 
 
-def explicit(correlation: BandedInverse | BandMF | None, steps: int) -> BandedInverse | BandMF | None:
-    """Return `correlation` of a run of `steps` steps with the coefficients that it has, also if by default."""
-    if correlation is None or correlation.coefficients is not None:
-        return correlation
-    found = correlation.noising(steps) if isinstance(correlation, BandedInverse) else correlation.strategy(steps)
-    padded = np.zeros(correlation.bands)
-    padded[:steps] = found[: correlation.bands]
-    return replace(correlation, coefficients=tuple(padded.tolist()))
+@lru_cache(maxsize=16)
+def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
+    """Return `correlation` of a run of `steps` steps with its coefficients, also if found by default or for a workload.
+
+    A sample takes part at most once in any `separation` consecutive steps.
+    """
+    if correlation.coefficients is not None:
+        return _with(correlation, np.array(correlation.coefficients))
+    inverted = isinstance(correlation, BandedInverse)
+    if correlation.workload is None:
+        return _with(correlation, correlation.noising(steps) if inverted else correlation.strategy(steps))
+    bands, separation = min(correlation.bands, steps), min(separation, steps)
+    return _with(correlation, optimised(bands, steps, separation, correlation.workload, inverted=inverted))
 
 
-def inverse(series: Series, steps: int) -> Series:
-    """First `steps` coefficients of 1 / `series`, which begins with 1."""
-    from scipy.signal import lfilter  # late: it takes as long to import as dpshard
-
-    impulse = np.zeros(steps)
-    impulse[0] = 1.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        return cast(Series, lfilter([1.0], series, impulse))
+def _with(correlation: BandedInverse | BandMF, found: Series) -> BandedInverse | BandMF:
+    coefficients = tuple(_cut(found[: correlation.bands], correlation.bands).tolist())
+    return type(correlation)(bands=correlation.bands, coefficients=coefficients)
 
 
 def sensitivity(strategy: Series, *, separation: int) -> float:
@@ -152,13 +164,10 @@ def sensitivities(correlation: Correlation, steps: int, separation: int) -> Seri
 
 
 def _bounds(strategy: Series, separation: int) -> Series:
-    steps, overlap = len(strategy), strategy[separation:].any()
-    column = np.maximum.accumulate(np.abs(strategy[::-1]))[::-1] if overlap else strategy
-    moved = np.zeros(steps)
-    for first in range(0, steps, separation):
-        moved[first:] += column[: steps - first]
+    overlap = strategy[separation:].any()
+    move = moved(never_rising(strategy) if overlap else strategy, separation)
     with np.errstate(over="ignore", invalid="ignore"):
-        bounds = np.sqrt(np.cumsum(moved**2))
+        bounds = np.sqrt(np.cumsum(move**2))
     if not math.isfinite(bounds[-1]):
         raise ConfigurationError(
             "The sensitivity of these coefficients overflows: the inverse of their Toeplitz matrix grows from step to "
@@ -175,15 +184,38 @@ def weights_at(correlation: Correlation, steps: int, step: int) -> Series:
 
 def prefix_error(noising: Series) -> float:
     """Root mean square, over the steps, of the noise in the sum of all releases so far, for z of norm 1."""
-    return math.sqrt(float(np.mean(np.cumsum(np.cumsum(noising) ** 2))))
+    return PREFIX_SUMS.error(noising)
+
+
+def _require_known(correlation: BandedInverse | BandMF) -> None:
+    if correlation.workload is not None:
+        raise ConfigurationError(
+            f"{correlation!r}: its coefficients depend on how often a sample takes part in the run. Ask the run's "
+            f"mechanism.correlation for them."
+        )
+
+
+def _shown(correlation: BandedInverse | BandMF) -> str:
+    shown = f"bands={correlation.bands!r}, coefficients={correlation.coefficients!r}"
+    if correlation.workload is not None:
+        shown += f", workload={correlation.workload!r}"
+    if isinstance(correlation, BandMF) and correlation.buffers:
+        shown += ", buffers=True"
+    return f"{type(correlation).__name__}({shown})"
 
 
 def _check_bands(correlation: BandedInverse | BandMF) -> None:
     name, bands, coefficients = type(correlation).__name__, correlation.bands, correlation.coefficients
     if not is_count(bands):
         raise ConfigurationError(f"{name}(bands={bands!r}): it must be an int, at least 1.")
+    if not isinstance(correlation.workload, Workload | None):
+        raise ConfigurationError(f"{name}(workload={correlation.workload!r}): pass a dpshard.Workload, or None.")
     if coefficients is None:
         return
+    if correlation.workload is not None:
+        raise ConfigurationError(
+            f"{name}: coefficients are optimised for a workload. Leave out `coefficients` or `workload`."
+        )
     if not (isinstance(coefficients, tuple) and all(is_number(x) and math.isfinite(x) for x in coefficients)):
         raise ConfigurationError(f"{name}(coefficients={coefficients!r}): pass a tuple of finite numbers.")
     if len(coefficients) != bands or coefficients[0] != 1:
@@ -197,39 +229,3 @@ def _cut(known: Series, steps: int) -> Series:
     series = np.zeros(steps)
     series[: len(known)] = known[:steps]
     return series
-
-
-def _root_weights(n: int) -> Series:
-    """First `n` coefficients of the square root of 1 - x."""
-    k = np.arange(1, n)
-    return np.concatenate([[1.0], np.cumprod((k - 1.5) / k)])
-
-
-@lru_cache(maxsize=16)
-def _optimised_strategy(bands: int, steps: int) -> Series:
-    """Coefficients [bands] that minimise column norm times `prefix_error` over `steps`.
-
-    Local search from the coefficients of (1 - x)^(-1/2). If columns at a distance of `bands` are orthogonal, the column
-    norm is the sensitivity of one participation.
-    """
-    from scipy.optimize import minimize
-    from scipy.signal import fftconvolve
-
-    weight = np.arange(steps, 0, -1.0)
-
-    def log_error(tail: Series) -> tuple[float, Series]:
-        # With r = 1 / c and e = cumsum(r), the error is |c|^2 times the sum of weight * e^2, and dr = -r * r * dc.
-        c = np.concatenate([[1.0], tail])
-        r = inverse(c, steps)
-        e = np.cumsum(r)
-        error = float(np.sum(weight * e**2))
-        if not math.isfinite(error):
-            return math.inf, np.zeros_like(tail)
-        by_r = np.cumsum((2 * weight * e)[::-1])[::-1]
-        squared = fftconvolve(r, r)[:steps]
-        by_c = -fftconvolve(by_r, squared[::-1])[steps - 1 : steps - 1 + bands]
-        return math.log(c @ c) + math.log(error), 2 * tail / (c @ c) + by_c[1:] / error
-
-    start = inverse(_root_weights(bands), bands)[1:]
-    found = minimize(log_error, start, jac=True, method="L-BFGS-B").x if bands > 1 else start
-    return np.concatenate([[1.0], np.round(found, 6)])  # further digits depend on the processor and on scipy

@@ -40,7 +40,7 @@ class NoiseOfRun:
         self._chain = None if mechanism.course is None else Chain(most - 1)
         self._buffers: NoiseBuffers | None = None
         if isinstance(correlation, BandMF) and correlation.buffers:
-            self._buffers = NoiseBuffers(correlation.strategy(steps)[: correlation.bands].tolist())
+            self._buffers = NoiseBuffers(mechanism.correlation.strategy(steps)[: correlation.bands].tolist())
 
     def digest(self, secret: bytes) -> SumDigest:
         """Return the digest of sums under `secret`; it keeps weights, which are the same at all steps."""

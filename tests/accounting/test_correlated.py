@@ -13,6 +13,7 @@ from dpshard.accounting.mechanism import independent_error
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF, inverse
+from dpshard.noise.workloads import Workload
 from tests.accounting.ledgers import delta_of_gaussian
 
 E2E = {"sample_size": 42_061, "batch_size": 1024, "steps": 410}, {"target_epsilon": 8, "target_delta": 8e-6}
@@ -39,7 +40,7 @@ def root(bands):
 
 
 def over_dp_sgd(run, setting):
-    return run.error / independent_error(DP_SGD[id(setting)], run.schedule.steps)
+    return run.error / independent_error(DP_SGD[id(setting)], run.schedule.steps, run.workload)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,35 @@ def test_figures_of_banded_inverse(setting, bands, ratio):
     length, budget = setting
     run = calibrate(run_of(BandedInverse(bands=bands), "fixed-order", **length), **budget)
     assert over_dp_sgd(run, setting) == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "bands", "ratio", "with_momentum"),
+    [
+        (E2E, 2, 0.781, 0.536),
+        (E2E, 16, 0.698, 0.526),
+        (ONE_EPOCH, 2, 0.348, 0.174),
+        (ONE_EPOCH, 16, 0.242, 0.166),
+        (ONE_EPOCH, 256, 0.223, 0.156),
+        (THREE_EPOCHS, 16, 1.640, 1.081),
+    ],
+)
+def test_figures_of_optimised_inverses(setting, bands, ratio, with_momentum):
+    """Noise in prefix sums, and in a model under momentum 0.9, over that of DP-SGD in the same sums."""
+    length, budget = setting
+    for workload, expected in ((Workload(), ratio), (Workload(momentum=0.9), with_momentum)):
+        run = run_of(BandedInverse(bands=bands, workload=workload), "fixed-order", **length)
+        assert over_dp_sgd(calibrate(run, **budget), setting) == pytest.approx(expected, abs=1.5e-3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "bands", "sigma", "with_momentum"),
+    [(E2E, 32, 1.80618, 0.517), (ONE_EPOCH, 256, 0.83144, 0.198), (THREE_EPOCHS, 4, 1.84610, 0.828)],
+)
+def test_figures_of_band_mf_for_momentum(setting, bands, sigma, with_momentum):
+    correlation = BandMF(bands=bands, workload=Workload(momentum=0.9))
+    run = run_of(correlation, "cyclic-poisson", **setting[0], noise_multiplier=sigma)
+    assert over_dp_sgd(run, setting) == pytest.approx(with_momentum, abs=1.5e-3)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dpshard.accounting.history import succeeds
 from dpshard.clipping.thresholds import QuantileTracking
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise import correlation as correlation_module
+from dpshard.noise import workloads
 from dpshard.noise.correlation import explicit
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import CyclicPoissonSampler, FixedOrderSampler
@@ -30,8 +31,14 @@ DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(0
 BISR = {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)}
 CYCLIC = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3)}
 BUFFERED = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=3, buffers=True)}
+OPTIMISED = {
+    "sampling": "fixed-order",
+    "noise_correlation": BandedInverse(bands=3, workload=workloads.Workload(momentum=0.5)),
+}
 RUNS = pytest.mark.parametrize(
-    "run", [BISR, CYCLIC, BUFFERED, {"sampling": "fixed-order"}], ids=["bisr", "band-mf", "buffered", "plain"]
+    "run",
+    [BISR, OPTIMISED, CYCLIC, BUFFERED, {"sampling": "fixed-order"}],
+    ids=["bisr", "optimised", "band-mf", "buffered", "plain"],
 )
 
 
@@ -115,7 +122,7 @@ class Recorded(contextlib.AbstractContextManager):
     def expected(self, engine, path, *, secure=False):
         """What the releases `path` are by the matrix W and vectors z, each drawn alone under the key of its step."""
         mechanism = engine.mechanism
-        correlation = mechanism.noise_correlation or BandedInverse(bands=1)
+        correlation = mechanism.correlation
         W = torch.from_numpy(np.tril(toeplitz(correlation.noising(STEPS))))[: len(path), : len(path)]
         keyed = [KeyedGaussian(self.secrets[i], secure) for i in path]
         parts = (("weight", 6), ("bias", 2))
@@ -316,26 +323,26 @@ def test_a_run_keeps_the_default_coefficients_that_it_began_with(monkeypatch):
     engine = make(**CYCLIC)
     train(engine, 2)
     state = engine.state_dict()
-    begun = explicit(BandMF(bands=3), STEPS)
-    found = correlation_module._optimised_strategy(3, STEPS)
+    begun = explicit(BandMF(bands=3), STEPS, STEPS)
+    found = workloads.optimised(3, STEPS, STEPS, workloads.Workload(), inverted=False)
     assert begun.coefficients == tuple(found)
     make(**CYCLIC | {"noise_correlation": begun}).load_state_dict(state)
-    monkeypatch.setattr(correlation_module, "_optimised_strategy", lambda bands, steps: found * [1, 1, 0.999])
-    correlation_module.sensitivities.cache_clear()
+    monkeypatch.setattr(correlation_module, "optimised", lambda *length, inverted: found * [1, 1, 0.999])
+    explicit.cache_clear()
     with pytest.raises(CheckpointError, match=r"Those saved are BandMF\(bands=3, coefficients=\(1.0, "):
         make(**CYCLIC).load_state_dict(state)
     resumed = make(**CYCLIC | {"noise_correlation": begun})
     resumed.load_state_dict(state)
-    correlation_module.sensitivities.cache_clear()
+    explicit.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [BandMF, BandedInverse])
 @pytest.mark.parametrize("steps", [2, 3, 9])
 def test_explicit_coefficients_are_the_default_ones(kind, steps):
-    default, named = kind(bands=3), explicit(kind(bands=3), steps)
+    default, named = kind(bands=3), explicit(kind(bands=3), steps, steps)
     assert np.array_equal(default.noising(steps), named.noising(steps))
     assert np.array_equal(default.strategy(steps), named.strategy(steps))
-    assert explicit(named, steps) == named
+    assert explicit(named, steps, steps) == named
 
 
 def test_going_back_to_an_earlier_state_of_another_process_warns_of_what_is_forgotten():

@@ -21,7 +21,6 @@ from scipy.linalg import toeplitz
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpshard.accounting.mechanism import INDEPENDENT
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.steps import StepsAudit, judge, order_of, stepping
 from dpshard.clipping.functions import parse_clipping_fn
@@ -87,7 +86,7 @@ def _trial(
         released.append(canary.along(engine.internals.full_gradient))
         added.append(min(drawn, 1.0) * np.array(canary.lengths(aim)))
         step()
-    C = np.tril(toeplitz((mechanism.noise_correlation or INDEPENDENT).strategy(mechanism.schedule.steps)))
+    C = np.tril(toeplitz(mechanism.correlation.strategy(mechanism.schedule.steps)))
     unit = mechanism.max_grad_norm * mechanism.sensitivity
     z_TP, shift_TP = C @ np.array(released) * mechanism.schedule[0] / unit, C @ np.array(added) / unit
     return list(zip(z_TP, shift_TP, strict=True))

@@ -88,7 +88,7 @@ def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) ->
         return None
     plain = SampledMechanism(schedule=run.schedule, sample_size=run.sample_size)
     sigma = calibrate(plain, target_epsilon=epsilon, **question).noise_multiplier
-    return run.error / independent_error(sigma, run.schedule.steps)
+    return run.error / independent_error(sigma, run.schedule.steps, run.workload)
 
 
 def in_words(run: SampledMechanism, ratio: float) -> str:
