@@ -94,8 +94,9 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
         if program == "dpshard":
             name, *options = arguments
             commands.commands[name].make_context(name, options)  # raises for what it does not know
-        elif program in ("python", "torchrun"):
-            first, *rest = [argument for argument in arguments if not argument.startswith("--nproc_per_node=")]
+        elif program in ("python", "torchrun", "deepspeed"):
+            ranks = ("--nproc_per_node=", "--num_gpus=")
+            first, *rest = [argument for argument in arguments if not argument.startswith(ranks)]
             file = ROOT / rest.pop(0).replace(".", "/") / "__main__.py" if first == "-m" else ROOT / first
             script = file.read_text("utf-8")
             assert all(f'"{option}"' in script for option in rest if option.startswith("--"))

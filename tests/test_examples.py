@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tests.distributed.launch import prints
+from tests.extras import needs_deepspeed
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -75,6 +77,15 @@ def test_synthetic_text_learns_and_only_an_ordinary_model_keeps_secrets(capsys):
     assert loss[2] < loss[1] - 0.4
     assert exposure[2] > 5 > exposure[3]
     assert "epsilon = 0.1000 at delta = 1e-05" in capsys.readouterr().out
+
+
+@needs_deepspeed
+def test_deepspeed_learns_on_two_processes():
+    """As its own launcher starts them, which adds an argument."""
+    printed, _ = prints([sys.executable, EXAMPLES / "deepspeed_loop.py", "--local_rank=0"], 2)
+    found = re.search(r"epsilon = 4\.0000 .*; ([\d.]+)% right", printed)
+    assert found, printed
+    assert float(found.group(1)) > 80
 
 
 def test_half_precision_needs_no_loss_scaling():
