@@ -96,9 +96,10 @@ class PrivacyEngine:
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
         sampling: "poisson"; "balls-in-bins", each sample in one random step of each epoch; "fixed-order", each sample
             once an epoch in one order, also from a stream or a loop of your own; or "cyclic-poisson", from groups in
-            turn, with BandMF. All but the first need one int as batch_size, the last two fixed thresholds.
+            turn, with BandMF. All but the first need one int as batch_size, the last two, and correlated noise, fixed
+            thresholds.
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
-            noise. With "fixed-order" or "cyclic-poisson".
+            noise. With "fixed-order", "balls-in-bins" or "cyclic-poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
             changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a

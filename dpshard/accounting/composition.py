@@ -47,8 +47,8 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from numpy.typing import NDArray
 from scipy import optimize, special
 
-from dpshard.accounting import allocation, convolution, mixtures
-from dpshard.accounting.releases import Counts, Relation, Release, relation_of
+from dpshard.accounting import allocation, convolution, mixtures, simulation
+from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import check_probability
 from dpshard.errors import AccountingError
@@ -224,13 +224,17 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
     if interval is None:
         return math.inf
     rounding = allocation.ROUNDING if any(release.allocated_steps for release, _ in counts) else 0.0
+    simulated = sum(count for release, count in counts if release.overlaps)
+    certain = delta * (1 - rounding) - SIMULATION_FAILURE * simulated
+    if certain <= 0:
+        return math.inf
     relation = relation_of(release for release, _ in counts)
     both = [_directions(release, relation, interval * coarseness) for release, _ in counts]
     # A step with equal directions has one.
     return max(
         convolution.epsilon(
             [(losses[min(way, len(losses) - 1)], n) for losses, (_, n) in zip(both, counts, strict=True)],
-            delta * (1 - rounding),
+            certain,
         )
         for way in range(max(map(len, both)))
     )
@@ -274,6 +278,12 @@ def _interval(counts: Counts, delta: float) -> float | None:
     Any grid gives an upper bound. Measured against a ten times finer grid, epsilon is within 1% if the interval is at
     most a fifth of the standard deviation of one step's loss. Below 1e-5, float rounding outweighs the gain.
     """
+    simulated = tuple((release, count) for release, count in counts if release.overlaps)
+    if simulated:
+        extent = simulation.extent(simulated)
+        others = tuple(each for each in counts if each not in simulated)
+        interval = _interval(others, delta) if others else min(1e-4, 1e-3 / simulated[0][0].noise_multiplier)
+        return None if interval is None or extent > LARGEST_LOSS else max(interval, extent / GRID_POINTS)
     if any(release.max_rows_per_unit > 1 for release, _ in counts):
         return mixtures.interval(counts, delta)
     if any(release.allocated_steps is not None for release, _ in counts):
@@ -298,6 +308,8 @@ def _directions(release: Release, relation: Relation, interval: float) -> tuple[
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:
     if release.max_rows_per_unit > 1:
         return mixtures.losses(release, interval)
+    if release.overlaps is not None:
+        return simulation.losses(release, interval)
     if release.allocated_steps is not None:
         return allocation.losses(*_arguments(release), interval)
     neighbours = NeighboringRelation[relation.upper().replace("-", "_")]

@@ -12,7 +12,9 @@
   N, independently of all others, along one column of norm at most |c|. So a window is a Poisson-sampled Gaussian, and
   the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release of its own (epochs.py).
+- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release of its own (epochs.py). With
+  correlated noise it is the same step in all epochs, and the run is one release ([Note: The pair of correlated bins] in
+  simulation.py).
 
 Neighbours of the last three are zero-out: a sample that contributes nothing keeps its place in the order, else all
 later samples would move.
@@ -37,11 +39,17 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from dpshard.accounting.copies import Span, total_cost
-from dpshard.accounting.releases import Release
+from dpshard.accounting.releases import SIMULATION_FAILURE, Release
 from dpshard.noise.correlation import Correlation, Series, sensitivities
+
+MOST_BINS = 2**14
+"""Steps of an epoch of CorrelatedBins, at most: with more, too few losses would be drawn."""
 
 
 class Course(Protocol):
@@ -144,6 +152,64 @@ class CyclicPoisson:
         return (
             f"{steps} releases ({turns} turns of every group) under cyclic Poisson sampling{_noise(self.correlation)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CorrelatedBins:
+    """One release, whose losses are simulated."""
+
+    noise_multiplier: float
+    sample_size: int
+    steps: int
+    """See Course."""
+    correlation: Correlation
+    epoch_steps: int
+    """Steps of an epoch; a sample is in the same one of all."""
+    open_ended: ClassVar[bool] = False
+
+    @property
+    def release(self) -> Release:
+        """See Course."""
+        overlaps = _circle(self.correlation, self.steps, self.epoch_steps)[1]
+        return Release(
+            self.noise_multiplier, 1.0, self.sample_size, allocated_steps=self.epoch_steps, overlaps=overlaps
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """See Course."""
+        return _circle(self.correlation, self.steps, self.epoch_steps)[0]
+
+    def cost(self, spans: Iterable[Span]) -> Counter[Release]:
+        """See Course. The first steps are charged as the whole run."""
+        branches = sum(1 for _ in spans)
+        if not branches:
+            return Counter()
+        return Counter([replace(self.release, noise_multiplier=self.noise_multiplier / math.sqrt(branches))])
+
+    def in_words(self, steps: int) -> str:
+        """See Course."""
+        return (
+            f"one release of {steps} sums, with every sample in one random step of {self.epoch_steps}, the same in "
+            f"each epoch (balls in bins){_noise(self.correlation)}; delta includes {SIMULATION_FAILURE:g} for a "
+            f"failure of the public simulation that bounds the loss"
+        )
+
+
+@lru_cache(maxsize=16)
+def _circle(correlation: Correlation, steps: int, epoch_steps: int) -> tuple[float, tuple[float, ...]]:
+    """Return sensitivity and overlaps, rounded up; see [Note: Bins on a circle] in simulation.py."""
+    epochs = math.ceil(steps / epoch_steps)
+    column = np.abs(correlation.strategy(steps))
+    with np.errstate(over="ignore", invalid="ignore"):
+        covariance = np.fft.irfft(np.abs(np.fft.rfft(column, epochs * epoch_steps)) ** 2, epochs * epoch_steps)
+        by_distance = epochs * covariance.reshape(epochs, epoch_steps).sum(0)
+    if not math.isfinite(by_distance[0]):
+        sensitivities(correlation, steps, epoch_steps)  # says why
+    overlaps = by_distance[: epoch_steps // 2 + 1] / by_distance[0]
+    # Six digits: further ones depend on the processor, and releases of a resumed run must be equal.
+    rounded = np.clip(np.round(overlaps, 6) + 1e-6, 0.0, 1.0)
+    return math.sqrt(by_distance[0]), (1.0, *rounded[1:].tolist())
 
 
 def _noise(correlation: Correlation) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from dpshard.accounting.copies import Span
-from dpshard.accounting.courses import Course, CyclicPoisson, FixedOrder
+from dpshard.accounting.courses import MOST_BINS, CorrelatedBins, Course, CyclicPoisson, FixedOrder
 from dpshard.accounting.epochs import BallsInBins
 from dpshard.accounting.releases import Counts, Release
 from dpshard.config import (
@@ -85,6 +85,8 @@ class SampledMechanism:
         whole, size, steps = Release(self.noise_multiplier, 1.0, self.sample_size), self.schedule[0], self._steps
         if self.sampling == "balls-in-bins":
             T = steps_of_epoch(self.sample_size, size)
+            if self.noise_correlation is not None:
+                return CorrelatedBins(self.noise_multiplier, self.sample_size, steps, correlation, T)
             return BallsInBins(replace(whole, quantile_counts=self.quantile_counts, allocated_steps=T), steps)
         if self.sampling == "fixed-order":
             return FixedOrder(whole, steps, correlation, self.sample_size // size)
@@ -216,15 +218,20 @@ def check_sampling(mechanism: SampledMechanism) -> None:
                 f"come at any step. Take sampling='fixed-order', or 'cyclic-poisson' with BandMF."
             )
         return
-    if sampling == "balls-in-bins" and correlation is not None:
-        raise ConfigurationError(
-            f"noise_correlation={correlation!r} is not analysed under sampling='balls-in-bins': a sample may come in "
-            f"two neighbouring steps of two epochs, and no closed form covers both. Take sampling='fixed-order', or "
-            f"'cyclic-poisson' with BandMF."
-        )
     _check_kind(mechanism)
     if sampling == "cyclic-poisson":
         _check_groups(mechanism)
+    if sampling == "balls-in-bins" and correlation is not None:
+        _check_bins(mechanism)
+
+
+def _check_bins(mechanism: SampledMechanism) -> None:
+    sizes = mechanism.schedule.sizes
+    if sizes and steps_of_epoch(mechanism.sample_size, sizes[0]) > MOST_BINS:
+        raise ConfigurationError(
+            f"sampling='balls-in-bins' with correlated noise is analysed for at most {MOST_BINS} steps an epoch. Take "
+            f"larger batches, or sampling='cyclic-poisson' with BandMF."
+        )
 
 
 def _check_kind(mechanism: SampledMechanism) -> None:
@@ -242,7 +249,7 @@ def _check_kind(mechanism: SampledMechanism) -> None:
         raise ConfigurationError(
             f"{where} is not analysed with a cap: leave max_batch_size={mechanism.max_batch_size} out."
         )
-    shared = mechanism.sampling != "balls-in-bins"
+    shared = mechanism.sampling != "balls-in-bins" or mechanism.noise_correlation is not None
     if mechanism.quantile_counts and shared:
         raise ConfigurationError(
             f"{where} needs fixed thresholds: adaptive_clipping would change the noise from step to step, but steps "

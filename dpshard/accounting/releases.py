@@ -33,6 +33,8 @@ Counts = tuple[tuple["Release", int], ...]
 Relation = Literal["add-or-remove-one", "replace-special"]
 """Neighbouring relations; see [Note: Releases and relations]."""
 
+SIMULATION_FAILURE = 1e-12
+"""Probability that the simulation of a release fails, a part of delta; see [Note: What a simulation shows]."""
 ROUNDING = 1 + 2.0**-5
 """Bound on the grid steps by which rounding moves one element of two sums apart; see [Note: Noise on a grid]."""
 
@@ -59,6 +61,9 @@ class Release:
     allocated_steps: int | None = None
     """If given, the sums of the first n steps of an epoch of T, in one random step of which each sample is; n / T is
     `sampling_probability`. See [Note: The pair of random allocation] in allocation.py."""
+    overlaps: tuple[float, ...] | None = None
+    """If given, the sums of a whole run with correlated noise, in whose epochs of `allocated_steps` = T steps each
+    sample is in the same random step; [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -73,6 +78,10 @@ class Release:
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
         if not (is_count(self.quantile_counts) or (type(self.quantile_counts) is int and self.quantile_counts == 0)):
             raise ConfigurationError(f"quantile_counts={self.quantile_counts!r}: it must be an int, 0 or above.")
+        if self.overlaps is not None:
+            object.__setattr__(self, "overlaps", tuple(self.overlaps))  # JSON has lists
+            if self.sampling_probability != 1 or not _are_overlaps(self.overlaps, self.allocated_steps):
+                raise ConfigurationError("overlaps=: give T // 2 + 1 numbers from 0 to 1, the first of them 1.")
 
     @property
     def epoch_steps(self) -> int:
@@ -100,7 +109,14 @@ class Release:
     @property
     def sampled_variance(self) -> float:
         """The factor q^2 of e^(1/sigma^2) - 1 in the variance of the likelihood ratio, summed over allocated steps."""
+        if self.overlaps is not None:
+            return sum(self.overlaps) / len(self.overlaps)
         return self.sampling_probability**2 / (self.allocated_steps or 1)
+
+
+def _are_overlaps(overlaps: tuple[float, ...], steps: int | None) -> bool:
+    whole = steps is not None and len(overlaps) == steps // 2 + 1 and overlaps[0] == 1
+    return whole and all(is_number(overlap) and 0 <= overlap <= 1 for overlap in overlaps)
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:

@@ -4,7 +4,8 @@
 Every sample draws its step of the epoch, independently and uniformly. The accountant relies on exactly this. A step is
 a function of run secret, epoch and sample, so all ranks agree, and a resumed run continues the epoch. The first step of
 an epoch that is asked for draws the steps of all N samples, and sorts the samples by step. This takes O(N) time and 10
-N bytes, of which 8 N stay until the next epoch. Further steps read their part.
+N bytes, of which 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw
+for the whole run ([Note: The pair of correlated bins] in accounting/simulation.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class AllocationSampler:
     """Number of steps of an epoch."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
+    one_draw: bool = False
+    """True if a sample is in the same step of every epoch."""
     _drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict, repr=False)
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Return sorted distinct indices [n] of the logical batch of `step`; see [Note: One draw an epoch]."""
         epoch, place = divmod(step, self.epoch_steps)
+        epoch = 0 if self.one_draw else epoch
         if epoch not in self._drawn:
             self._drawn.clear()
             self._drawn[epoch] = self._sorted(epoch)

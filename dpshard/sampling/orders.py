@@ -66,7 +66,8 @@ def sampler_of(mechanism: Sampled, secret: bytes) -> Sampler:
     """Return the sampler of a run."""
     samples, schedule = mechanism.sample_size, mechanism.schedule
     if mechanism.sampling == "balls-in-bins":
-        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret)
+        one_draw = mechanism.noise_correlation is not None
+        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret, one_draw)
     if mechanism.sampling == "fixed-order":
         return FixedOrderSampler(samples, schedule[0], secret)
     if mechanism.sampling == "cyclic-poisson":

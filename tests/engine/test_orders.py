@@ -1,5 +1,6 @@
 """Balls in bins, streams and loops of the user's own in a fixed order (rows 17, 20, 21, 24)."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -133,6 +134,43 @@ def test_another_branch_of_an_epoch_is_charged():
     assert engine.epsilon(1e-5) == compute_epsilon(((twice, 1),), 1e-5)
 
 
+def test_with_correlated_noise_a_sample_is_in_the_same_step_of_every_epoch():
+    """Six steps an epoch. The run is one release from its first step on; the statement names its simulation."""
+    engine, seen = make("balls-in-bins", noise_correlation=BandedInverse(bands=3)), np.zeros((12, N), int)
+    for number, batch in enumerate(engine.batches(TensorDataset(X, torch.arange(N)), 3)):
+        for x, index in batch:
+            seen[number, index[~batch.is_padding].numpy()] += 1
+            F.cross_entropy(engine.model(x), index % 2).backward()
+        torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+        engine.model.zero_grad()
+        assert engine.epsilon(1e-3) == compute_epsilon(engine.mechanism.releases(), 1e-3)
+    assert np.array_equal(seen[:6], seen[6:])
+    assert (seen[:6].sum(0) == 1).all()
+    assert "one release of 12 sums, with every sample in one random step of 6, the same in each" in engine.statement()
+    assert "delta includes 1e-12 for a failure of the public simulation" in engine.statement()
+
+
+def test_correlated_bins_resume_at_no_cost_and_branches_are_charged():
+    correlation = BandedInverse(bands=3)
+    whole = make("balls-in-bins", noise_correlation=correlation)
+    train(whole, DATA, 4)
+    state = json.loads(json.dumps(whole.state_dict()))
+    model = {k: v.clone() for k, v in whole.model.state_dict().items()}
+    rest = train(whole, DATA)
+    resumed = make("balls-in-bins", noise_correlation=correlation)
+    resumed.load_state_dict(state)
+    resumed.model.load_state_dict(model)
+    assert equal(train(resumed, DATA), rest)
+    assert resumed.epsilon(1e-3) == whole.epsilon(1e-3) == compute_epsilon(whole.mechanism.releases(), 1e-3)
+    with pytest.warns(UserWarning, match="goes back from step 12 to step 4"):
+        whole.load_state_dict(state)
+    torch.nn.init.zeros_(whole.model.weight)
+    with pytest.warns(UserWarning, match="was released before"):
+        train(whole, DATA)
+    twice = dataclasses.replace(whole.mechanism.release(0), noise_multiplier=0.5**0.5)
+    assert whole.epsilon(1e-3) == pytest.approx(compute_epsilon(((twice, 1),), 1e-3), rel=1e-12)
+
+
 def test_adaptive_thresholds_are_covered():
     engine = make("balls-in-bins", adaptive_clipping=QuantileTracking(0.5))
     before = dict(engine.thresholds)
@@ -146,9 +184,9 @@ def test_adaptive_thresholds_are_covered():
     ("settings", "error", "message"),
     [
         (
-            {"noise_correlation": BandedInverse(bands=2)},
+            {"noise_correlation": BandedInverse(bands=2), "adaptive_clipping": QuantileTracking(0.5)},
             ConfigurationError,
-            "not analysed under sampling='balls-in-bins'",
+            "one sensitivity holds for the run",
         ),
         ({"max_batch_size": 8}, ConfigurationError, "cap"),
         ({"batch_size": [(4, 3), (8, 3)], "steps": None}, ConfigurationError, "one batch size in all steps"),

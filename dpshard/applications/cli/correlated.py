@@ -10,6 +10,7 @@ import typer
 
 from dpshard.accounting import SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.mechanism import independent_error
+from dpshard.accounting.releases import SIMULATION_FAILURE
 from dpshard.config import SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
@@ -100,12 +101,14 @@ def in_words(run: SampledMechanism, ratio: float) -> str:
     if run.noise_correlation is not None:
         what = f"Correlation: {run.noise_correlation!r}. "
         hint = f" (Correlation pays for a large ε and few epochs; here {sampled / run.sample_size:.3g}.)"
-    if run.sampling != "balls-in-bins":
+    if run.sampling != "balls-in-bins" or run.noise_correlation is not None:
         moved = rounded_up(replace(run, noise_multiplier=1.0).sensitivity)
         what += (
             f"The independent noise has standard deviation σ · {moved} · max_grad_norm, for all participations of a "
             f"sample.\n"
         )
+    if run.sampling == "balls-in-bins" and run.noise_correlation is not None:
+        what += f"A public simulation bounds ε; δ includes {SIMULATION_FAILURE:g} for its failure.\n"
     return (
         f"{what}Noise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of DP-SGD "
         f"with Poisson sampling at this ε: {advice}.{hint}"
