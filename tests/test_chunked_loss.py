@@ -31,12 +31,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches"
 class Model(nn.Module):
     """Ids and labels, [B, 2, T] -> losses of a small language model's positions, [B, T]."""
 
-    def __init__(self, *, tied: bool = False, bias: bool = False, chunk: int | None = 7, twice: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        bias: bool = False,
+        chunk: int | None = 7,
+        twice: bool = False,
+        cap: float | None = None,
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(V, D)
         self.body = nn.Linear(D, D)
         self.head = nn.Linear(D, V, bias=bias)
-        self.chunk, self.twice = chunk, twice
+        self.chunk, self.twice, self.cap = chunk, twice, cap
         if tied:
             self.head.weight = self.table.weight
 
@@ -44,7 +52,9 @@ class Model(nn.Module):
         ids, labels = pairs.unbind(1)
         hidden = torch.tanh(self.body(self.table(ids))) * 3
         weight, bias = self.head.weight, self.head.bias
-        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_size=self.chunk, per="token")
+        loss = chunked_cross_entropy(
+            hidden, weight, labels, bias=bias, chunk_size=self.chunk, per="token", softcap=self.cap
+        )
         if self.twice:
             loss = loss + chunked_cross_entropy(hidden.flip(1), weight, labels, chunk_size=3, per="token")
         return loss
@@ -56,6 +66,8 @@ class Logits(Model):
     def forward(self, pairs: Tensor) -> Tensor:
         ids, labels = pairs.unbind(1)
         logits = self.head(torch.tanh(self.body(self.table(ids))) * 3)
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
         return F.cross_entropy(logits.mT, labels, reduction="none")
 
 
@@ -68,13 +80,15 @@ def pairs(B: int, T: int = T) -> Tensor:
 
 @pytest.mark.parametrize("per", ["sample-mean", "sample-sum"])
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 100])
-def test_plain_autograd_gives_the_loss_of_whole_logits(per, chunk_size):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_plain_autograd_gives_the_loss_of_whole_logits(per, chunk_size, cap):
     torch.manual_seed(0)
     hidden, weight, bias = (x.requires_grad_() for x in (randn(4, T, D), randn(V, D), randn(V)))
     labels = pairs(4)[:, 1]
     seed_B = torch.rand(4, dtype=torch.float64)
-    ours = chunked_cross_entropy(hidden, weight, labels, bias=bias, per=per, chunk_size=chunk_size)
-    theirs = sample_losses(F.linear(hidden, weight, bias), labels, per=per)
+    ours = chunked_cross_entropy(hidden, weight, labels, bias=bias, per=per, chunk_size=chunk_size, softcap=cap)
+    logits = F.linear(hidden, weight, bias)
+    theirs = sample_losses(logits if cap is None else cap * torch.tanh(logits / cap), labels, per=per)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mine, expected = (torch.autograd.grad((x * seed_B).sum(), (hidden, weight, bias)) for x in (ours, theirs))
     torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-13)
@@ -87,16 +101,26 @@ def test_mean_over_rows_and_rows_without_positions():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tied": True}, {"bias": True}, {"tied": True, "twice": True}, {"chunk": None}]
+    "options",
+    [
+        {},
+        {"tied": True},
+        {"bias": True},
+        {"tied": True, "twice": True},
+        {"chunk": None},
+        {"tied": True, "bias": True, "cap": 1.5},
+        {"tied": True, "twice": True, "cap": 0.5, "chunk": None},
+    ],
 )
 def test_a_private_step_is_the_oracles(options):
     torch.manual_seed(0)
     assert_exact(Model(**options), pairs(5))
 
 
-def test_the_oracle_itself_sees_whole_logits():
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_the_oracle_itself_sees_whole_logits(cap):
     torch.manual_seed(0)
-    chunked, whole = Model(tied=True).double(), Logits(tied=True).double()
+    chunked, whole = Model(tied=True, cap=cap).double(), Logits(tied=True, cap=cap).double()
     whole.load_state_dict(chunked.state_dict())
     data = [pairs(4)]
     for one, other in zip(per_sample_gradients(chunked, data), per_sample_gradients(whole, data), strict=True):
@@ -181,14 +205,16 @@ def test_a_sample_without_a_finite_norm_counts_as_zero():
         assert relative_error(update, kept) < 1e-10
 
 
-@pytest.mark.parametrize("distance", [0.0, 30.0, 80.0, 1e4])
-def test_no_measured_norm_is_below_the_gradient_however_well_the_label_fits(distance):
+@pytest.mark.parametrize(
+    ("distance", "cap"), [(0.0, None), (30.0, None), (80.0, None), (1e4, None), (0.0, 0.5), (30.0, 3.0)]
+)
+def test_no_measured_norm_is_below_the_gradient_however_well_the_label_fits(distance, cap):
     """At `distance` = 80 the label's probability is 1 - 1e-35: softmax minus one-hot is zero in float32."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, T, D), torch.randn(V, D)
     labels = torch.randint(0, V, (2, T))
     hidden[1] = weight[labels[1]] * distance / weight[labels[1]].square().sum(-1, keepdim=True)
-    head = head_of(hidden, weight, None, 5)
+    head = head_of(hidden, weight, None, 5, cap)
     at = positions_of(head, hidden, labels, pull=False, gram=gram)
     scale = torch.rand(2, T) * torch.tensor([[1.0], [-1.0]])
     record = HeadRecord(hidden, labels, scale, head, at, weight.shape)
@@ -197,7 +223,8 @@ def test_no_measured_norm_is_below_the_gradient_however_well_the_label_fits(dist
     assert (record.norm_sq(None).sqrt() >= norm * (1 - 1e-5)).all()
     torch.testing.assert_close(record.norm_sq(None).sqrt().double(), norm, rtol=1e-4, atol=1e-17)
     logits = (hidden.double() @ weight.double().T).requires_grad_()
-    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    F.cross_entropy(capped.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     whole = torch.cat([rho(at, head, hidden, labels, c) for c in head.chunks()], 2) * at.missing[..., None]
     torch.testing.assert_close(whole.double(), logits.grad, rtol=2e-3 if distance > 1e3 else 1e-4, atol=1e-30)
 
@@ -236,6 +263,7 @@ def test_a_head_outside_the_models_forward_is_refused():
         ({"per": "batch"}, "per is 'batch'"),
         ({"reduction": "sum"}, "reduction is 'sum'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"softcap": 0.0}, r"softcap is 0\.0"),
     ],
 )
 def test_bad_arguments(change, reason):

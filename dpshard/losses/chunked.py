@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ def chunked_cross_entropy(
     per: Literal["sample-mean", "sample-sum", "token"] = "sample-mean",
     reduction: Literal["none", "mean"] = "none",
     chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return `sample_losses(F.linear(hidden, weight, bias), labels)`, [B], a chunk of classes at a time.
 
@@ -32,7 +34,8 @@ def chunked_cross_entropy(
     once, if the weight is trainable.
 
     `per` "sample-mean" and "sample-sum": see `sample_losses`. "token" returns the loss of every position, 0 where the
-    label is `ignore_index`. `reduction` "mean" returns the mean over samples (or positions).
+    label is `ignore_index`. `reduction` "mean" returns the mean over samples (or positions). With `softcap` c, logits
+    are c tanh(logits / c), as with `final_logit_softcapping` of Gemma 2 and VaultGemma.
 
     Call it in the model's forward, because an engine does not see what happens outside; then a tied weight is
     clipped with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes,
@@ -46,9 +49,12 @@ def chunked_cross_entropy(
         raise ConfigurationError(f"reduction is {reduction!r}; pass 'none' or 'mean'.")
     if chunk_size is not None and chunk_size < 1:
         raise ConfigurationError(f"chunk_size is {chunk_size}; pass a number of classes of at least 1, or None.")
+    if softcap is not None and not softcap > 0:
+        raise ConfigurationError(f"softcap is {softcap}; pass the largest logit, above 0, or None.")
     counted = labels != ignore_index
     # A masked_fill, not a product: 0 * inf is NaN. Ignored positions get no gradient.
-    tokens = token_losses(hidden, weight, labels.masked_fill(~counted, 0), bias, chunk_size).masked_fill(~counted, 0)
+    classes = labels.masked_fill(~counted, 0)
+    tokens = token_losses(hidden, weight, classes, bias, chunk_size, softcap).masked_fill(~counted, 0)
     losses = tokens
     if per != "token":
         losses = tokens.reshape(len(labels), -1).sum(1)
@@ -75,12 +81,19 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
         raise ConfigurationError(f"bias has shape {tuple(bias.shape)}; pass one number per class, [{len(weight)}].")
 
 
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_size: int | None) -> Tensor:
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    chunk_size: int | None,
+    softcap: float | None,
+) -> Tensor:
     """Cross-entropy [*labels.shape] of every position; an engine's rule replaces this function."""
     tensors = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
     if has_torch_function(tensors):
-        return handle_torch_function(token_losses, tensors, hidden, weight, labels, bias, chunk_size)
-    head = head_of(hidden, weight, bias, chunk_size)
+        return handle_torch_function(token_losses, tensors, hidden, weight, labels, bias, chunk_size, softcap)
+    head = head_of(hidden, weight, bias, chunk_size, softcap)
     flat = hidden.reshape(1, -1, hidden.shape[-1])
     return _TokenLosses.apply(flat, weight, bias, labels.reshape(1, -1), head).view(labels.shape)
 
@@ -90,13 +103,13 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Tensor:
-        ctx.head = Head(weight.detach(), None if bias is None else bias.detach(), head.dtype, head.chunk)
+        ctx.head = replace(head, weight=weight.detach(), bias=None if bias is None else bias.detach())
         with without_autocast(hidden.device):
             at = positions_of(ctx.head, hidden, labels, pull=ctx.needs_input_grad[0], gram=None)
         ctx.has_bias = bias is not None
         trained = any(ctx.needs_input_grad[1:3])
         kept = (hidden, labels, weight, bias) if trained else (None,) * 4
-        ctx.save_for_backward(at.label_logit, at.top, at.total, at.pulled, *kept)
+        ctx.save_for_backward(at.label_logit, at.top, at.total, at.pulled, at.label_slope, *kept)
         return at.loss
 
     @staticmethod
@@ -104,8 +117,8 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (g_BT,) = gradients
         *parts, hidden, labels, weight, bias = ctx.saved_tensors
-        label_logit, top, total, pulled = parts
-        at = Positions(label_logit, top, total, pulled, None)
+        label_logit, top, total, pulled, label_slope = parts
+        at = Positions(label_logit, top, total, pulled, None, label_slope)
         scale_BT1 = (g_BT * at.missing)[..., None]
         g_hidden = None if at.pulled is None else (at.pulled * scale_BT1).to(ctx.head.dtype)
         if hidden is None:

@@ -8,7 +8,8 @@ exp(l_tv - m) over v != y, the gradient of position t's loss by its logits is
 
 Every entry of rho_t is exact to a few roundings, and |rho_t| is between 1 and sqrt(2), even if u_t is 1e-30; a
 difference of softmax and one-hot label would cancel. m and S change with each chunk, so all sums over classes are
-scaled as they grow (Milakov & Gimelshein 2018, arXiv:1805.02867). So one product with the head gives the losses, the
+scaled as they grow (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c of the logits, l = c tanh(z / c) of the
+product z, multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1. So one product with the head gives the losses, the
 gradient of the input, and the Gram matrix <rho_t, rho_s> that per-sample norms need. Gradients of the head repeat it.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class Head:
     """Dtype of products: autocast's, or that of the input."""
     chunk: int
     """Classes at a time."""
+    softcap: float | None = None
+    """c, if logits are c tanh(z / c) of the product z."""
     versions: tuple[int, ...] | None = None
     """Versions of weight and bias in forward, because gradients need the same logits again; None: not compared."""
 
@@ -52,7 +55,7 @@ class Head:
         """Return the versions of weight and bias."""
         return tuple(x._version for x in (self.weight, self.bias) if x is not None)
 
-    def logits(self, hidden_BTD: Tensor, classes: slice) -> Tensor:
+    def logits(self, hidden_BTD: Tensor, classes: slice) -> Logits:
         """Logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
         if self.versions is not None and self.versions_now() != self.versions:
             raise LogicalBatchError(
@@ -62,14 +65,32 @@ class Head:
         product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
         if self.bias is not None:
             product = product + self.bias[classes].to(self.dtype)
-        return wide(product)
+        return self._capped(wide(product))
 
-    def logits_at(self, hidden_BTD: Tensor, ids_BK: Tensor) -> Tensor:
+    def logits_at(self, hidden_BTD: Tensor, ids_BK: Tensor) -> Logits:
         """Logits [B, T, K] of each position for K classes of its sample."""
         product = hidden_BTD.to(self.dtype) @ self.weight[ids_BK].to(self.dtype).mT
         if self.bias is not None:
             product = product + self.bias[ids_BK].to(self.dtype)[:, None]
-        return wide(product)
+        return self._capped(wide(product))
+
+    def _capped(self, product: Tensor) -> Logits:
+        if self.softcap is None:
+            return Logits(product, None)
+        # Not 1 - tanh^2: it would cancel.
+        return Logits(torch.tanh(product / self.softcap) * self.softcap, torch.cosh(product / self.softcap).pow(-2))
+
+
+class Logits(NamedTuple):
+    """Logits, and the slopes of their cap."""
+
+    values: Tensor
+    slopes: Tensor | None
+    """Of the shape of `values`, between 0 and 1; None without a cap"""
+
+    def times_slopes(self, x: Tensor) -> Tensor:
+        """Return `x` times the slopes."""
+        return x if self.slopes is None else x * self.slopes
 
 
 @dataclass(slots=True)
@@ -86,6 +107,8 @@ class Positions:
     """[B, T, D]: sum_v rho_tv weight_v; u_t times this is the gradient of the input"""
     gram: Tensor | None
     """[B, T, T]: <rho_t, rho_s>"""
+    label_slope: Tensor | None = None
+    """[B, T]: slope of the cap at the label's logit; None without a cap"""
 
     @property
     def loss(self) -> Tensor:
@@ -109,12 +132,14 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.element_size() < 4 else x
 
 
-def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> Head:
+def head_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None, softcap: float | None = None
+) -> Head:
     """Return the head for an input [..., D]; chunks have `chunk_size` classes, or some 4 million logits."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     positions = max(1, hidden.shape[:-1].numel())
-    return Head(weight, bias, dtype, chunk_size or max(128, _CHUNK // positions))
+    return Head(weight, bias, dtype, chunk_size or max(128, _CHUNK // positions), softcap)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -137,9 +162,12 @@ def positions_of(
         label_logit, label_logit.new_full(labels.shape, -torch.inf), torch.zeros_like(label_logit), None, None
     )
     for classes in head.chunks():
-        logits = head.logits(hidden, classes)
-        own = _own(labels, classes)
+        found = head.logits(hidden, classes)
+        logits, own = found.values, _own(labels, classes)
         label_logit.copy_(torch.where(own.any, logits.gather(2, own.index).squeeze(2), label_logit))
+        if found.slopes is not None:
+            slope = found.slopes.gather(2, own.index).squeeze(2)
+            at.label_slope = slope if at.label_slope is None else torch.where(own.any, slope, at.label_slope)
         logits.scatter_(2, own.index, logits.gather(2, own.index).masked_fill(own.any[..., None], -torch.inf))
         top = torch.maximum(at.top, logits.amax(2))
         # A chunk of only the label, or of classes that the bias rules out, has nothing to add.
@@ -147,6 +175,7 @@ def positions_of(
         shrink = torch.exp(at.top - base)
         weights = logits.sub_(base[..., None]).exp_()
         at.top, at.total = top, at.total * shrink + weights.sum(2)
+        weights = found.times_slopes(weights)
         if pull:
             part = wide(weights.to(head.dtype) @ head.weight[classes].to(head.dtype))
             at.pulled = part if at.pulled is None else at.pulled.mul_(shrink[..., None]).add_(part)
@@ -172,30 +201,43 @@ def _refuse_other_labels(labels: Tensor, classes: int) -> None:
 def _finish(at: Positions, head: Head, hidden: Tensor, labels: Tensor) -> None:
     """Divide by S, and add the label's entry of rho, -1."""
     if at.pulled is not None:
-        at.pulled = at.pulled / at.total[..., None] - wide(head.weight[labels].to(head.dtype))
+        own = wide(head.weight[labels].to(head.dtype))
+        at.pulled = at.pulled / at.total[..., None] - (
+            own if at.label_slope is None else own * at.label_slope[..., None]
+        )
     if at.gram is not None:
         # Softmax of t, without its own label, at the label of s. The product of both -1 is 1 where labels are equal.
         crossed = _softmax_but_label(at, head.logits_at(hidden, labels), labels, labels)
         equal = (labels[..., None] == labels[:, None]).to(crossed.dtype)
+        if at.label_slope is not None:
+            crossed = crossed * at.label_slope[:, None]
+            equal = equal * at.label_slope[..., None] * at.label_slope[:, None]
         at.gram = at.gram / (at.total[..., None] * at.total[:, None]) - crossed - crossed.mT + equal
 
 
-def _softmax_but_label(at: Positions, logits: Tensor, labels: Tensor, ids_BK: Tensor) -> Tensor:
-    shares = torch.exp(logits - at.top[..., None]) / at.total[..., None]
+def _softmax_but_label(at: Positions, logits: Logits, labels: Tensor, ids_BK: Tensor) -> Tensor:
+    shares = logits.times_slopes(torch.exp(logits.values - at.top[..., None]) / at.total[..., None])
     return shares.masked_fill(labels[..., None] == ids_BK[:, None], 0)
 
 
 def rho_at(at: Positions, head: Head, hidden: Tensor, labels: Tensor, ids_BK: Tensor) -> Tensor:
     """Return rho [B, T, K] of each position at K classes of its sample."""
     own = labels[..., None] == ids_BK[:, None]
-    return _softmax_but_label(at, head.logits_at(hidden, ids_BK), labels, ids_BK).masked_fill(own, -1)
+    shares = _softmax_but_label(at, head.logits_at(hidden, ids_BK), labels, ids_BK)
+    if at.label_slope is None:
+        return shares.masked_fill(own, -1)
+    return torch.where(own, -at.label_slope[..., None], shares)
 
 
 def rho(at: Positions, head: Head, hidden: Tensor, labels: Tensor, classes: slice) -> Tensor:
     """Return rho [B, T, c] of a chunk of classes, by one more product."""
     own = _own(labels, classes)
-    shares = head.logits(hidden, classes).sub_(at.top[..., None]).exp_().div_(at.total[..., None])
-    return shares.scatter_(2, own.index, shares.gather(2, own.index).masked_fill(own.any[..., None], -1))
+    logits = head.logits(hidden, classes)
+    shares = logits.times_slopes(logits.values.sub_(at.top[..., None]).exp_().div_(at.total[..., None]))
+    kept = shares.gather(2, own.index)
+    if at.label_slope is None:
+        return shares.scatter_(2, own.index, kept.masked_fill(own.any[..., None], -1))
+    return shares.scatter_(2, own.index, torch.where(own.any[..., None], -at.label_slope[..., None], kept))
 
 
 @dataclass(frozen=True, slots=True)

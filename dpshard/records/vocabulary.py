@@ -96,6 +96,6 @@ class HeadRecord:
         # Against an infinite top, every other logit has a share of zero.
         top = self.at.top.masked_fill(nonfinite_B[:, None], torch.inf)
         total = self.at.total.masked_fill(nonfinite_B[:, None], 1)
-        at = Positions(self.at.label_logit, top, total, None, None)
+        at = Positions(self.at.label_logit, top, total, None, None, self.at.label_slope)
         hidden, scale = zero_rows(self.hidden, nonfinite_B), zero_rows(self.scale, nonfinite_B)
         return replace(self, hidden=hidden, scale=scale, at=at)

@@ -24,7 +24,13 @@ A Gram matrix takes T / (2 D) to T / D products of the head. Gradients in chunks
 
 @rule(token_losses)
 def chunked_token_losses(
-    call: Call, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_size: int | None
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    chunk_size: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Losses of positions [..., T], with hidden [..., T, D], a weight [V, D] and a bias [V]."""
     axis, B = batch_axis(call, hidden), call.batch_size
@@ -35,7 +41,7 @@ def chunked_token_losses(
     k = hidden.shape[axis.dim] // B
     apart = axis.split(hidden, B)
     labels_BT = axis.split(labels, B).reshape(B, -1)
-    head = head_of(hidden, call.plain(weight), call.plain(bias), chunk_size)
+    head = head_of(hidden, call.plain(weight), call.plain(bias), chunk_size, softcap)
     if not torch.compiler.is_compiling():
         head = replace(head, versions=head.versions_now())
     w, b = call.source(weight), call.source(bias)
