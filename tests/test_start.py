@@ -35,6 +35,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         import_timm()
     if page.stem == "language":
         pytest.importorskip("peft")
+        pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
