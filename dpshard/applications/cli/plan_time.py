@@ -80,29 +80,33 @@ def advice(plan: Plan, hardware: Hardware) -> list[str]:
     from dpshard.applications.planner.meter import RECORDS
     from dpshard.applications.planner.timeline import parallel_share
 
-    said = []
+    said: dict[str, list[str]] = {}
     for e in plan.estimates:
         times = plan.times(e, hardware)
-        if times.computing:
-            samples = plan.micro_batch * times.sending / times.computing
-            said.append(
-                f"{e.label}: the network binds below {samples:,.1f} samples a rank and micro-batch: from "
-                f"{1 / samples:,.2g} data ranks for each sample of the batch on."
-            )
+        samples = plan.micro_batch * times.sending / times.computing
+        binds = (
+            f"The network binds below {samples:,.1f} samples a rank and micro-batch: a batch of B samples feeds "
+            f"B / {samples:,.1f} data ranks at most"
+            if samples > 1
+            else f"The network does not bind: one sample computes {1 / samples:,.1f} times as long as the step sends"
+        )
+        said.setdefault(binds, []).append(e.label)
         if e.parts[RECORDS] > GIB:
             seconds = 2 * e.parts[RECORDS] / (hardware.pcie * 1e9)
-            said.append(
-                f"{e.label}: offload_records=True moves {e.parts[RECORDS] / GIB:,.1f} GiB out and in, {seconds:,.2g} s "
-                f"at {hardware.pcie:g} GB/s, and needs {offloaded(plan, e):,.0f} GiB of memory in each host."
+            moves = (
+                f"offload_records=True moves {e.parts[RECORDS] / GIB:,.1f} GiB out and in, {seconds:,.2g} s at "
+                f"{hardware.pcie:g} GB/s, and needs {offloaded(plan, e):,.0f} GiB of memory in each host"
             )
+            said.setdefault(moves, []).append(e.label)
     own = plan.setup.ranks
     for e in plan.estimates[:2]:
         speeds = [(n, n / plan.times_on(e, hardware, n * own).total) for n in NODES]
-        said.append(
-            f"{e.label}: a parallel share of {parallel_share(speeds):.2%} fits {own:,} to {NODES[-1] * own:,} ranks, "
-            f"with as many samples each (Amdahl's law)."
+        share = (
+            f"Amdahl's law: a parallel share of {parallel_share(speeds):.2%} fits {own:,} to {NODES[-1] * own:,} ranks "
+            f"with as many samples each"
         )
-    return said
+        said.setdefault(share, []).append(e.label)
+    return [f"{text} [{'; '.join(labels)}]." for text, labels in said.items()]
 
 
 def run_costs(plan: Plan, settings: PlanSettings, hardware: Hardware) -> RunCosts | None:
