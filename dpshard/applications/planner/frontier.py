@@ -79,7 +79,7 @@ def parse_means(text: str, seq: int | None = None) -> Means:
 
 def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = lambda _: None) -> list[Point]:
     """Return runs that use up the budget: for each model size the batches that leave FEWEST_STEPS steps or more."""
-    points, guess = [], 1.0
+    points, ratio = [], 1.0
     budget = Budget(means.sample_size, means.epsilon, means.delta)
     for parameters in SIZES:
         samples = means.samples(parameters, hardware)
@@ -88,6 +88,7 @@ def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = l
             if batch > means.sample_size / 2 or steps < FEWEST_STEPS:
                 continue
             report(f"noise of {steps:,} steps of {batch:,} samples")
-            guess = budget.noise_multiplier(batch, steps, guess)
-            points.append(Point(parameters=parameters, batch_size=batch, steps=steps, noise_multiplier=guess))
+            sigma = budget.noise_multiplier(batch, steps, ratio)
+            ratio = sigma / budget.central_limit(batch, steps)
+            points.append(Point(parameters=parameters, batch_size=batch, steps=steps, noise_multiplier=sigma))
     return points
