@@ -182,9 +182,11 @@ def test_hardware_and_budgets_are_checked() -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_budget_of_vaultgemma_buys_its_run() -> None:
+def test_the_budget_of_vaultgemma_buys_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinha et al. 2025: 1.04e9 parameters, 517,989 of 9.09e9 sequences of 1,024 tokens, 100,000 steps, sigma 0.614."""
     parameters, batch, steps, samples = 1.04e9, 517_989, 100_000, 9_090_000_000
+    monkeypatch.setattr("dpshard.applications.planner.frontier.SIZES", (1e9,))
+    monkeypatch.setattr("dpshard.applications.planner.frontier.BATCHES", (2**18,))
     means = Means(epsilon=2.16, delta=1.1e-10, gpu_hours=1.0, sample_size=samples)
     hours = means.gpu_hours_of(parameters, batch * steps, Hardware())
     assert replace(means, gpu_hours=hours).samples(parameters, Hardware()) == pytest.approx(batch * steps)
